@@ -1,0 +1,1 @@
+"""What every room may use: errors, strict loading of tables, atomic files."""

@@ -1,0 +1,58 @@
+"""The exception tree.
+
+A `TerraceError` is something the user can act on: one line that names the value, the rule and the
+fix. The command line prints it without a traceback. Everything else is a bug of ours and keeps its
+traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class TerraceError(Exception):
+    """Base of every error a user can act on."""
+
+
+class ConfigError(TerraceError):
+    """An unknown key, a value of the wrong type, an unreadable table."""
+
+
+class ClusterError(TerraceError):
+    """A cluster that cannot exist: no tiers, a size below one, no bandwidth."""
+
+
+class ModelError(TerraceError):
+    """A model configuration that is incomplete or that Terrace does not implement."""
+
+
+class PlanError(TerraceError):
+    """A plan that cannot run on this cluster with this model and batch."""
+
+
+class ProgramError(TerraceError):
+    """A program that breaks a rule of the instruction set."""
+
+
+class DataError(TerraceError):
+    """Data that is missing, empty, unreadable or too short."""
+
+
+class CheckpointError(TerraceError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class TrainingError(TerraceError):
+    """A run that cannot go on, or that did not reach what it was to reach."""
+
+
+class HangError(TerraceError):
+    """A step that stopped; the message names the rank that stopped it."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest known word, or the list of known words."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(choices)}" if choices else ""

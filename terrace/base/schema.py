@@ -1,0 +1,170 @@
+"""Strict tables: TOML or JSON to frozen dataclasses and back.
+
+Unknown keys, missing keys and wrong types are a `ConfigError` that names the dotted path, so that no
+option can be silently ignored. Nothing is coerced except an integer where a float is asked for.
+"""
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from terrace.base.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML (`.toml`) or JSON (`.json`) file whose top level is a table.
+
+    Raises `ConfigError` for a missing, unreadable or malformed file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 text") from error
+    except ValueError as error:  # a name that no file can have
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
+    try:
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"{path} is not valid {kind}: {error}") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} must hold a table of keys, not a {type(table).__name__}")
+    return table
+
+
+def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
+    """Build the dataclass `cls` from `table`; `where` is the dotted path shown in errors."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table, not {table!r}")
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            raise ConfigError(f"unknown key {where}.{key}{did_you_mean(str(key), fields)}")
+    values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in table.items()}
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ConfigError(f"{where}.{name} is missing: give it a value")
+    return cls(**values)
+
+
+def dump(value: Any) -> Any:
+    """Turn a dataclass into plain tables and lists, leaving out fields that are `None`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+        return {name: dump(item) for name, item in pairs if item is not None}
+    if isinstance(value, Mapping):
+        return {str(key): dump(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [dump(item) for item in value]
+    return value
+
+
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the keys of `top` laid over it, table by table. Neither is changed.
+
+    A list of tables that carry a `name` takes a table of such names: `tiers.node.size`.
+    """
+    result = dict(base)
+    for key, value in top.items():
+        below = result.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            result[key] = merge(below, value)
+        elif isinstance(below, list) and isinstance(value, Mapping):
+            result[key] = _merge_named(below, value, key)
+        else:
+            result[key] = value
+    return result
+
+
+def parse_override(dotted: str, text: str) -> dict[str, Any]:
+    """Turn `a.b.c` and a TOML value into nested tables; what is not one TOML value counts as a string."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        table = {}
+    value: Any = table["value"] if table.keys() == {"value"} else text
+    for key in reversed(dotted.split(".")):
+        if not key:
+            raise ConfigError(f"--{dotted} has an empty key; write it as --section.key VALUE")
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _merge_named(items: Sequence[Any], tables: Mapping[str, Any], where: str) -> list[Any]:
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
+    for name, table in tables.items():
+        if name not in names:
+            known = [str(known) for known in names if known]
+            raise ConfigError(f"unknown name {name!r} in {where}{did_you_mean(name, known)}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{where}.{name} must be a table, not {table!r}: name one of its keys")
+    return [
+        merge(item, tables[name]) if isinstance(name, str) and name in tables else item
+        for item, name in zip(items, names, strict=True)
+    ]
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin is Union or origin is types.UnionType:
+        return _convert_union(hint, value, where)
+    if origin is Literal:
+        # By type too: True == 1 and 1.0 == 1, and neither is the literal 1.
+        if not any(type(value) is type(choice) and value == choice for choice in get_args(hint)):
+            choices = [str(choice) for choice in get_args(hint)]
+            raise ConfigError(f"{where} = {value!r} is not one of its values{did_you_mean(str(value), choices)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{where} = {value!r} must be a list")
+        inners = get_args(hint)
+        if inners[-1] is Ellipsis:
+            inners = inners[:1] * len(value)
+        if len(inners) != len(value):
+            raise ConfigError(f"{where} = {value!r} must be a list of {len(inners)}, not of {len(value)}")
+        pairs = zip(inners, value, strict=True)
+        return tuple(_convert(inner, item, f"{where}[{index}]") for index, (inner, item) in enumerate(pairs))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} = {value!r} must be a table")
+        inner = get_args(hint)[1]
+        return {str(key): _convert(inner, item, f"{where}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return load(typing.cast(type[Any], hint), value, where)
+    return _convert_scalar(hint, value, where)
+
+
+def _convert_union(hint: Any, value: Any, where: str) -> Any:
+    choices = [choice for choice in get_args(hint) if choice is not type(None)]
+    if value is None and len(choices) < len(get_args(hint)):
+        return None
+    reasons: list[ConfigError] = []
+    for choice in choices:
+        try:
+            return _convert(choice, value, where)
+        except ConfigError as error:
+            reasons.append(error)
+    raise reasons[-1]
+
+
+def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ConfigError(f"{where} is too large for a number") from error
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} = {value!r} must be of type {hint.__name__}")
+    return value

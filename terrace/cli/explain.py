@@ -1,0 +1,46 @@
+"""`terrace explain`: the plan, what it costs, and its program, without running anything."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from terrace.base.errors import ConfigError
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.output import Terminal
+from terrace.model.config import forward_flops
+from terrace.plan import step_bytes
+from terrace.plan.memory import model_state_bytes
+from terrace.program import build, program_text, verify
+from terrace.report import bytes_table, memory_table, plan_table, time_table
+from terrace.simulate import simulate, step_costs
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("explain", help="print a plan, its cost and its program", epilog=OVERRIDES_HELP)
+    add_run_options(parser)
+    parser.add_argument("--lines", type=int, default=None, metavar="N", help="print at most N lines of the program")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print and return 0."""
+    if options.lines is not None and options.lines < 1:
+        raise ConfigError(f"--lines {options.lines} must be at least 1")
+    config = resolve_run(options, rest)
+    console = Terminal()
+    blocks, num_micros = config.blocks(), config.num_micros()
+    program = build(config.cluster, config.plan, blocks, num_micros)
+    console.print(plan_table(config.cluster, config.plan))
+    memory = model_state_bytes(config.cluster, config.plan, blocks, num_micros)
+    console.print(memory_table(memory, config.cluster.device.memory_bytes))
+    sent = step_bytes(config.cluster, config.plan, blocks, num_micros)
+    console.print(bytes_table(sent, [tier.name for tier in config.cluster.tiers]))
+    sizes = (config.plan.micro_batch, config.train.sequence)
+    flops = [forward_flops(config.model, block, *sizes) for block in range(config.model.num_blocks)]
+    console.print(time_table(simulate(program, step_costs(program, flops))))
+    console.print(f"program of every rank, {num_micros} micro-batches:", style="bold")
+    print(program_text(program, max_lines=options.lines))
+    verify(program)
+    print(f"\nverified: {len(program.instructions)} instructions keep every rule of the instruction set")
+    return 0

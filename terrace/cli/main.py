@@ -1,0 +1,62 @@
+"""The command line: `terrace COMMAND`. One file a command; an error is one line on stderr.
+
+Exit codes: 0, 1 for a run that failed, 2 for input that cannot work, and as shells have it 130 after
+Ctrl-C, 141 when nobody reads the output any more, 143 after SIGTERM.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from terrace import __version__
+from terrace.base.errors import ConfigError, HangError, TerraceError, TrainingError
+from terrace.cli import explain, generate, train
+from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    replace_unprintable()
+    try:
+        options, rest = _parser().parse_known_args(arguments)
+        code: int = options.run(options, rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+        return EXIT_CLOSED
+    except TerraceError as error:
+        print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return EXIT_FAILED if isinstance(error, (HangError, TrainingError)) else EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("terrace: interrupted; what was saved is complete", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Terminated:
+        print("terrace: ended by SIGTERM; what was saved is complete", file=sys.stderr)
+        return EXIT_TERMINATED
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` in place of printing its usage, and takes no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="terrace", description="Train large language models on clusters whose links are unequal.")
+    parser.add_argument("--version", action="version", version=f"terrace {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (train, explain, generate):
+        module.add_parser(commands)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

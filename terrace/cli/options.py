@@ -1,0 +1,43 @@
+"""Options that several commands share."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from terrace.base.errors import ConfigError
+from terrace.base.schema import merge, parse_override
+from terrace.train.config import RunConfig, resolve
+
+OVERRIDES_HELP = "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4."
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a run."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file: model, cluster, plan, data, train, optimizer")
+    parser.add_argument("--model", metavar="PATH", help="Hugging Face config.json, or the folder that holds it")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
+    parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file")
+    parser.add_argument("--data", metavar="PATH", help="text or JSONL file, or a folder of them ('stdlib': Python's)")
+
+
+def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
+    """Return the checked configuration of the options and the dotted overrides in `rest`."""
+    flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
+    return resolve(options.config, flags, parse_overrides(rest))
+
+
+def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
+    """Turn `--a.b VALUE` and `--a.b=VALUE` into nested tables; anything else is refused."""
+    table: dict[str, Any] = {}
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            raise ConfigError(f"unknown argument {word!r}: keys are set as --section.key VALUE; see --help")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise ConfigError(f"--{name} needs a value: write --{name} VALUE")
+            value = words.pop(0)
+        table = merge(table, parse_override(name, value))
+    return table

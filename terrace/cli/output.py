@@ -1,0 +1,62 @@
+"""Standard output that may be closed, narrow or of another encoding, and the signal that ends a run."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from typing import NoReturn
+
+from rich.console import Console
+
+_PLAIN_WIDTH = 120  # of a file or a pipe, where nobody says how wide a line may be
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Not an `Exception`: nothing on the way out may swallow it."""
+
+
+class Terminal(Console):
+    """A console that raises `BrokenPipeError` when nobody reads any more, where rich would exit."""
+
+    def __init__(self) -> None:
+        super().__init__(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Called by rich."""
+        raise BrokenPipeError
+
+
+def drop_stdout() -> None:
+    """Send what is still to be written to standard output nowhere, so that exiting does not fail on it."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def replace_unprintable() -> None:
+    """Let characters that the terminal's encoding lacks come out as `?` instead of ending the run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into `Terminated` inside the block; does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the way out must not be interrupted
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

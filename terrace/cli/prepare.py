@@ -1,0 +1,131 @@
+"""Everything that can be known before the ranks start: data, checkpoint, run folder, disk."""
+
+import shutil
+from dataclasses import replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.files import write_atomic
+from terrace.model.config import to_table
+from terrace.plan.wire import FORMATS
+from terrace.program import build, verify
+from terrace.report.tables import quantity
+from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
+from terrace.train.config import RunConfig, run_toml
+from terrace.train.data import Batches, load_tokenizer, prepare_tokens
+from terrace.train.loop import Job
+
+_RUNS = Path("runs")
+
+
+def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
+    """Verify the program, tokenise the data, check what will be written and read; return the job of the ranks.
+
+    Raises the `TerraceError` of whatever cannot work; no run folder is made then.
+    """
+    verify(build(config.cluster, config.plan, config.blocks(), config.num_micros()))
+    config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))
+    tokens.check_vocab(config.model.vocab_size)
+    Batches(tokens, config.train.sequence, config.train.batch, config.train.seed)
+    checkpoint = None if resume is None else _to_resume(resume, config, tokens.digest, tokenizer.fingerprint)
+    _check_disk(resume or folder or _RUNS, config)
+    chosen = resume or _new_folder(folder)
+    try:
+        write_atomic(chosen / "config.toml", run_toml(config))
+    except OSError as error:
+        if resume is None:
+            shutil.rmtree(chosen, ignore_errors=True)
+        raise _unusable(chosen, error) from error
+    return Job(
+        run=config,
+        folder=chosen,
+        tokens=tokens,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        resume=None if checkpoint is None else checkpoint.folder,
+    )
+
+
+def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: str) -> Checkpoint:
+    folder = latest(run_folder)
+    if folder is None:
+        raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
+    checkpoint = Checkpoint(folder)
+    checkpoint.verify()
+    check_model(folder, checkpoint.layout, config.blocks())
+    stored = dict(checkpoint.facts.get("model", {}))
+    here: dict[str, Any] = {
+        "tokenizer": fingerprint,
+        "data": digest,
+        "seed": config.train.seed,
+        "batch": config.train.batch,
+        "sequence": config.train.sequence,
+    }
+    there = {name: checkpoint.facts.get(name) for name in here}
+    for name, value in to_table(config.model).items():
+        here[f"model.{name}"], there[f"model.{name}"] = value, stored.get(name)
+    for name, value in here.items():
+        if there[name] != value:
+            raise CheckpointError(
+                f"{folder} was made with {name} = {there[name]!r}, now it is {value!r}, so the run would not be "
+                "the same: restore it, or start a new run"
+            )
+    if checkpoint.step >= config.train.steps:
+        raise CheckpointError(
+            f"{folder} is after step {checkpoint.step} of {config.train.steps}, so nothing is left to train: "
+            "ask for more with --train.steps N"
+        )
+    return checkpoint
+
+
+def _check_disk(folder: Path, config: RunConfig) -> None:
+    """Raise `ConfigError` when the checkpoints that exist at once do not fit where `folder` is or will be."""
+    blocks, train = config.blocks(), config.train
+    each = checkpoint_bytes(
+        sum(block.num_trainable for block in blocks),
+        sum(block.num_frozen for block in blocks),
+        FORMATS[config.plan.master].element_bytes,
+        FORMATS[config.plan.compute].element_bytes,
+    )
+    num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
+    num_at_once = min(num_saves, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
+    existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    free = usage.free if usage.total else num_at_once * each  # a file system that counts nothing has no figures
+    if free < num_at_once * each:
+        raise ConfigError(
+            f"{existing} has {quantity(free, 'B')} free, but a checkpoint takes {quantity(each, 'B')} and "
+            f"{num_at_once} exist at once: free space, lower train.keep_checkpoints, or name another --folder"
+        )
+
+
+def _new_folder(folder: Path | None) -> Path:
+    """Make the run folder; its config.toml is made at once, so that no two runs take the same one."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    candidates = [folder] if folder is not None else (_RUNS / f"{stamp}{f'-{n}' * bool(n)}" for n in count())
+    for candidate in candidates:
+        try:
+            candidate.mkdir(parents=True, exist_ok=folder is not None)
+            if any(candidate.iterdir()):
+                raise FileExistsError
+            (candidate / "config.toml").touch(exist_ok=False)
+            return candidate
+        except FileExistsError:
+            if folder is not None and folder.is_dir():
+                break
+            if folder is not None:
+                raise ConfigError(f"--folder {folder} is a file: name a new folder") from None
+        except OSError as error:
+            raise _unusable(candidate, error) from error
+    raise ConfigError(f"--folder {folder} is not empty: name a new folder, or go on with --resume {folder}")
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot use {folder} as run folder: {error.strerror}; name another --folder")

@@ -1,0 +1,142 @@
+"""What the user of `terrace train` sees, and the files that say the same."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import TrainingError
+from terrace.base.files import write_atomic
+from terrace.cli.output import Terminal
+from terrace.cluster import Cluster
+from terrace.plan import step_bytes
+from terrace.plan.memory import model_state_bytes
+from terrace.program import StepReport
+from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table
+from terrace.report.tables import quantity, seconds
+from terrace.train.loop import Job
+from terrace.train.metrics import Outcome, StepRecord, read_metrics
+
+
+def show_plan(job: Job) -> None:
+    """Print the plan and what it will cost, before any process is started."""
+    console = Terminal()
+    run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
+    count = sum(block.num_trainable + block.num_frozen for block in blocks)
+    print(
+        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {len(blocks)} blocks; "
+        f"{job.tokens.num_tokens / 1e6:.1f} M tokens of {run.data.path}\n{run.train.steps} steps of "
+        f"{run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} micro-batches of "
+        f"{run.plan.micro_batch} per rank\n"
+    )
+    console.print(plan_table(run.cluster, run.plan))
+    memory = model_state_bytes(run.cluster, run.plan, blocks, num_micros)
+    console.print(memory_table(memory, run.cluster.device.memory_bytes))
+    tiers = [tier.name for tier in run.cluster.tiers]
+    console.print(bytes_table(step_bytes(run.cluster, run.plan, blocks, num_micros), tiers))
+    sys.stdout.flush()
+
+
+class Screen:
+    """The observer of rank 0: a progress line, then the comparison, the run folder's files, the verdict."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._console = Terminal()
+        self._live = sys.stdout.isatty()
+
+    def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
+        rate = cluster.device.peak_flops_per_s[self._job.run.plan.compute]
+        links = ", ".join(
+            f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
+            for tier in cluster.tiers
+        )
+        print(
+            f"measured on this machine: {quantity(rate, 'FLOP/s')} per rank in a layer\n"
+            f"  {links}\n"
+            f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step)),
+            flush=True,
+        )
+
+    def stepped(self, record: StepRecord, seconds_left: float) -> None:
+        train = self._job.run.train
+        line = (
+            f"step {record.step:>{len(str(train.steps))}}/{train.steps}  loss {record.loss:.3f}  "
+            f"{quantity(record.tokens_per_s, 'tokens/s')}  {_clock(seconds_left)} left"
+        )
+        keep = record.step % train.log_every == 0 or record.step in (1, train.steps)
+        if self._live:
+            print(f"\r{line}\x1b[K", end="\n" if keep else "", flush=True)
+        elif keep:
+            print(line, flush=True)
+
+    def saved(self, folder: Path) -> None:
+        print(f"{chr(13) if self._live else ''}saved {folder}", flush=True)
+
+    def finished(self, outcome: Outcome) -> None:
+        folder = self._job.folder
+        print()
+        self._console.print("predicted beside measured", style="bold underline")
+        for table in comparison_tables(outcome.predicted, outcome.measured):
+            self._console.print(table)
+        with _written_in(folder):
+            self._write_files(outcome)
+        if outcome.sample is None:
+            print(f"the model is large: terrace generate {folder} samples from it\n")
+        else:
+            self._console.print("the model continues the prompt", style="bold underline")
+            print(f"{outcome.sample}\n")
+        print(f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {outcome.checkpoint.name}")
+        self._judge(outcome)
+
+    def _write_files(self, outcome: Outcome) -> None:
+        folder, run = self._job.folder, self._job.run
+        write_atomic(folder / "report.json", json.dumps(_report(outcome), indent=1) + "\n")
+        records = read_metrics(folder / "metrics.jsonl")
+        title = f"{run.model.family} under {run.plan.name}"
+        steps, losses = [record.step for record in records], [record.loss for record in records]
+        write_atomic(folder / "loss.svg", loss_svg(steps, losses, title=title, target=run.train.target_loss))
+        if outcome.sample is None:
+            print(f"the model is large: terrace generate {folder} samples from it\n")
+        else:
+            write_atomic(folder / "sample.txt", outcome.sample + "\n")
+
+    def _judge(self, outcome: Outcome) -> None:
+        target = self._job.run.train.target_loss
+        if target is None:
+            print(f"final loss {outcome.final_loss:.3f}", flush=True)
+        elif outcome.final_loss < target:
+            print(f"final loss {outcome.final_loss:.3f}, below the target {target:g}", flush=True)
+        else:
+            raise TrainingError(f"the final loss {outcome.final_loss:.3f} is not below the target {target:g}")
+
+
+@contextmanager
+def _written_in(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the results into {folder}: {error.strerror}; the last checkpoint there is complete"
+        ) from error
+
+
+def _clock(seconds_left: float) -> str:
+    minutes, rest = divmod(round(seconds_left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _report(outcome: Outcome) -> dict[str, Any]:
+    def plain(report: StepReport) -> dict[str, Any]:
+        sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
+        return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
+
+    return {
+        "final_loss": outcome.final_loss,
+        "num_steps": outcome.num_steps,
+        "predicted": plain(outcome.predicted),
+        "measured": plain(outcome.measured),
+    }

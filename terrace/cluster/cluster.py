@@ -1,0 +1,153 @@
+"""Device, Tier, Cluster, and the numbering of ranks.
+
+Ranks are numbered in mixed radix, the innermost tier fastest: with tiers (package 2, node 4), rank 5
+is position 1 of package 2. Bandwidths are per device and in one direction; vendors often quote the
+sum of both.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from terrace.base.errors import ClusterError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator (or one process on a CPU).
+
+    `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
+    overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A level of the cluster: `size` members of the tier below, joined by one kind of link."""
+
+    name: str
+    size: int
+    bandwidth_bytes_per_s: float  # per device, one direction
+    latency_s: float
+    shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A device and an ordered list of tiers, innermost first.
+
+    Raises `ClusterError` when no such machine can exist.
+    """
+
+    name: str
+    device: Device
+    tiers: tuple[Tier, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        _check_device(self.device)
+        if not self.tiers:
+            raise ClusterError(f"cluster {self.name!r} has no tiers: give it at least one, of size 1 for one device")
+        names = [tier.name for tier in self.tiers]
+        for tier in self.tiers:
+            _check_tier(tier)
+            if names.count(tier.name) > 1:
+                raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the tier sizes."""
+        return math.prod(tier.size for tier in self.tiers)
+
+    def index(self, tier_name: str) -> int:
+        """Return the position of a tier, 0 for the innermost, or -1 for `device`."""
+        if tier_name == "device":
+            return -1
+        for index, tier in enumerate(self.tiers):
+            if tier.name == tier_name:
+                return index
+        known = ["device", *(tier.name for tier in self.tiers)]
+        raise ClusterError(f"no tier {tier_name!r} in cluster {self.name!r}{did_you_mean(tier_name, known)}")
+
+    def ranks_within(self, index: int) -> int:
+        """Return how many ranks one group of tier `index` holds (1 for `device`, index -1)."""
+        return math.prod(tier.size for tier in self.tiers[: index + 1])
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the position of `rank` on each tier, innermost first."""
+        if not 0 <= rank < self.world_size:
+            raise ClusterError(f"rank {rank} is outside 0..{self.world_size - 1}")
+        position = []
+        for tier in self.tiers:
+            rank, here = divmod(rank, tier.size)
+            position.append(here)
+        return tuple(position)
+
+    def rank(self, coordinates: tuple[int, ...]) -> int:
+        """Inverse of `coordinates`."""
+        sizes = tuple(tier.size for tier in self.tiers)
+        inside = len(coordinates) == len(sizes) and all(
+            0 <= here < size for here, size in zip(coordinates, sizes, strict=True)
+        )
+        if not inside:
+            raise ClusterError(f"no rank at {coordinates}: the tiers, innermost first, have sizes {sizes}")
+        rank = 0
+        for tier, here in zip(reversed(self.tiers), reversed(coordinates), strict=True):
+            rank = rank * tier.size + here
+        return rank
+
+    def peers(self, rank: int, index: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` on tier `index` only, itself included, in tier order.
+
+        On `device` (index -1) a rank is alone.
+        """
+        position = self.coordinates(rank)
+        if index == -1:
+            return (rank,)
+        stride = self.ranks_within(index - 1)
+        first = rank - position[index] * stride
+        return tuple(first + stride * here for here in range(self.tiers[index].size))
+
+    def resized(self, num_outermost: int) -> "Cluster":
+        """Return this cluster with another number of members on its outermost tier."""
+        return replace(self, tiers=(*self.tiers[:-1], replace(self.tiers[-1], size=num_outermost)))
+
+
+def _check_device(device: Device) -> None:
+    if not device.peak_flops_per_s:
+        raise ClusterError("device.peak_flops_per_s is empty: give the dense FLOP/s of at least one dtype")
+    figures = {
+        "memory_bytes": device.memory_bytes,
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s,
+        **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in device.peak_flops_per_s.items()},
+    }
+    for name, value in figures.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ClusterError(f"device.{name} = {value} must be a positive number: give the vendor's figure")
+    if not 0 <= device.overlap_penalty <= 1:
+        raise ClusterError(f"device.overlap_penalty = {device.overlap_penalty} must lie between 0 and 1")
+
+
+def _check_tier(tier: Tier) -> None:
+    if not tier.name or tier.name == "device":
+        raise ClusterError(f"a tier cannot be called {tier.name!r}: 'device' is the implicit innermost tier")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", tier.name):
+        raise ClusterError(
+            f"a tier cannot be called {tier.name!r}: plans and overrides use the name as a key, "
+            "so write it with letters, digits, '-' and '_'"
+        )
+    if tier.size < 1:
+        raise ClusterError(f"tier {tier.name!r} has size {tier.size}: it must join at least 1")
+    if not (math.isfinite(tier.bandwidth_bytes_per_s) and tier.bandwidth_bytes_per_s > 0):
+        raise ClusterError(
+            f"tier {tier.name!r} has bandwidth {tier.bandwidth_bytes_per_s} bytes/s: give a positive number"
+        )
+    if not (math.isfinite(tier.latency_s) and tier.latency_s >= 0):
+        raise ClusterError(f"tier {tier.name!r} has latency {tier.latency_s} s: give zero or a positive number")

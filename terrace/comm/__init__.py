@@ -1,0 +1,19 @@
+"""Communication: groups by tier, collectives by tier with the byte ledger, and the lane they run on."""
+
+from terrace.comm.collectives import Collectives
+from terrace.comm.groups import TierGroup, TierGroups
+from terrace.comm.lane import Lane, StreamLane, ThreadLane, Ticket, make_lane
+from terrace.comm.ledger import Ledger, Meter
+
+__all__ = [
+    "Collectives",
+    "Lane",
+    "Ledger",
+    "Meter",
+    "StreamLane",
+    "ThreadLane",
+    "Ticket",
+    "TierGroup",
+    "TierGroups",
+    "make_lane",
+]

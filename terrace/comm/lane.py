@@ -1,0 +1,124 @@
+"""The lane: where communication runs beside computation, in program order.
+
+One lane per rank: messages leave in the order in which the program issued them, so every member of a
+group issues the same order. On a CPU the lane is a thread that calls blocking collectives; with a GPU it
+is a CUDA stream. A `Ticket` stands for submitted work; waiting for it blocks the calling thread, or
+makes the current CUDA stream wait, until the work is done.
+"""
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+
+class Ticket(ABC):
+    """Work submitted to a lane."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when what follows may read the result; raises what the work raised."""
+
+
+class Lane(ABC):
+    """An ordered queue of communication."""
+
+    @abstractmethod
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        """Run `work` after everything submitted before, and after the computation issued so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the lane; work not yet started is dropped."""
+
+
+class _ThreadTicket(Ticket):
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self.finished = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.finished.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class ThreadLane(Lane):
+    """A thread that calls blocking collectives. After an error, all later work fails with that error."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="terrace-lane", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        """Queue `work` for the thread."""
+        ticket = _ThreadTicket(work)
+        self._queue.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Let the thread finish what it runs and end."""
+        self._queue.put(None)
+        if self._error is None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (ticket := self._queue.get()) is not None:
+            work, ticket.work = ticket.work, None  # the tensors it holds are free once it has run
+            try:
+                if self._error is not None:
+                    raise self._error
+                assert work is not None
+                with torch.no_grad():
+                    work()
+            except BaseException as error:
+                self._error = ticket.error = error
+            del work
+            ticket.finished.set()
+
+
+class _StreamTicket(Ticket):
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event = event
+        self.device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class StreamLane(Lane):
+    """A CUDA stream beside the current one. The host never blocks.
+
+    Work waits for the computation issued before it, so a buffer that the computation released in
+    program order may be written by later work, and memory that work allocated may be freed without a
+    wait. The other way round it may not: whoever submits work keeps what the computation allocated and
+    the work reads or writes alive until the ticket was waited for. The device need not be the current
+    one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, work: Callable[[], None]) -> Ticket:
+        """Enqueue `work` on the stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            work()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _StreamTicket(event, self._device)
+
+    def close(self) -> None:
+        """Wait for the stream."""
+        self._stream.synchronize()
+
+
+def make_lane(device: torch.device) -> Lane:
+    """Return the lane for this device."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane()

@@ -1,0 +1,40 @@
+"""What was sent and what was held, counted where it happens."""
+
+import threading
+from collections import defaultdict
+
+from terrace.plan import MessageClass
+
+
+class Ledger:
+    """Bytes this rank sent, per (message class, tier). One thread adds; another may read between steps."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[MessageClass, str], int] = defaultdict(int)
+
+    def add(self, message: MessageClass, tier: str, num_bytes: int) -> None:
+        """Record `num_bytes` sent into the links of `tier`."""
+        self._sent[message, tier] += num_bytes
+
+    def total(self) -> dict[tuple[MessageClass, str], int]:
+        """Return everything recorded so far."""
+        return dict(self._sent)
+
+
+class Meter:
+    """Bytes held now and at the peak, per category. The lane and the executor add from their own threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now: dict[str, int] = defaultdict(int)
+        self._peak: dict[str, int] = defaultdict(int)
+
+    def add(self, category: str, num_bytes: int) -> None:
+        """Record an allocation, or with a negative number its release."""
+        with self._lock:
+            self._now[category] += num_bytes
+            self._peak[category] = max(self._peak[category], self._now[category])
+
+    def peak(self) -> dict[str, int]:
+        """Return the peak of each category."""
+        return dict(self._peak)

@@ -1,0 +1,224 @@
+"""The configuration of a decoder, its blocks and its cost. Pure: needs no torch.
+
+A `ModelConfig` holds what the model computes, under the same names for every family; the Hugging Face
+`config.json` is its file format. The blocks are "embedding", "layers.0" ... and "head", in this order, and
+their parameters are named and shaped exactly as the modules of `terrace.model.decoder`.
+
+Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D head_dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from terrace.base.errors import ConfigError, ModelError, did_you_mean
+from terrace.base.schema import read_table
+from terrace.model.families import ACTIVATIONS, FAMILIES
+from terrace.model.hf_config import read_fields, write_table
+from terrace.model.spec import BlockSpec, ParamSpec
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_positions",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a decoder computes. Raises `ModelError` when no such model can exist."""
+
+    family: str  # llama, gpt_neox or gpt2: the layout of its config.json and of its weight files
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int  # num_heads is a multiple of it
+    head_dim: int
+    intermediate_size: int
+    max_positions: int  # a limit only where positions are learned; RoPE has none
+    norm: Literal["rms", "layer"]  # a layer norm has a bias, an rms norm none
+    norm_eps: float
+    activation: str  # silu, gelu, gelu_tanh or relu
+    gated_mlp: bool  # down(act(gate(x)) * up(x)) instead of down(act(up(x)))
+    rope_theta: float  # 0 where positions are learned
+    rotary_dim: int  # leading elements of a head that RoPE turns; 0: positions are learned
+    parallel_residual: bool  # x + attention(norm(x)) + mlp(norm'(x)) instead of one after the other
+    attention_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool  # the output matrix is the embedding
+    init_std: float
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ModelError(f"family {self.family!r} is not implemented{did_you_mean(self.family, FAMILIES)}")
+        names = FAMILIES[self.family].names
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ModelError(f"{names.get(name, name)} = {getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"{names['num_heads']} = {self.num_heads} is not a multiple of "
+                f"{names.get('num_kv_heads', 'num_kv_heads')} = {self.num_kv_heads}: change one of them"
+            )
+        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ModelError(
+                f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}: "
+                f"make the number even and at most the head"
+            )
+        if (self.rotary_dim > 0) != bool(FAMILIES[self.family].theta_key):
+            # Zero stands for learned positions, so a head too small to turn must not read as such.
+            raise ModelError(
+                f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}, which "
+                f"{self.family} does not do: change the heads or the rotated fraction"
+            )
+        if self.rotary_dim and self.rope_theta <= 0:
+            raise ModelError(f"rope_theta = {self.rope_theta} must be positive")
+        if self.norm_eps <= 0:
+            raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive")
+        if self.init_std <= 0:
+            raise ModelError(f"{names['init_std']} = {self.init_std} must be positive")
+        if self.norm not in ("rms", "layer"):
+            raise ModelError(f"norm = {self.norm!r} is not implemented: use 'rms' or 'layer'")
+        if self.activation not in ACTIVATIONS.values():
+            known = did_you_mean(self.activation, set(ACTIVATIONS.values()))
+            raise ModelError(f"activation = {self.activation!r} is not implemented{known}")
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether the embedding block owns a matrix of positions."""
+        return self.rotary_dim == 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks: the layers, the embedding and the head."""
+        return self.num_layers + 2
+
+
+def parse_model(table: Mapping[str, Any]) -> ModelConfig:
+    """Read the table of a Hugging Face `config.json`; absent keys get the defaults of `transformers`.
+
+    Raises `ModelError` for a key or value that is missing, unknown or not implemented.
+    """
+    return ModelConfig(**read_fields(table))
+
+
+def load_model(path: str) -> ModelConfig:
+    """Read a `config.json`, or the one in a folder.
+
+    Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if file.suffix != ".json":
+        raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
+    try:
+        return parse_model(read_table(file))
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from error
+
+
+def to_table(config: ModelConfig) -> dict[str, Any]:
+    """Return a `config.json` table that `parse_model` reads back as the same configuration.
+
+    Raises `ModelError` when the family cannot express the configuration (a GPT-2 with grouped heads).
+    """
+    table = write_table(asdict(config))
+    back, wanted = asdict(parse_model(table)), asdict(config)
+    for name, value in wanted.items():
+        if back[name] != value:
+            raise ModelError(
+                f"a {config.family} config.json cannot say {name} = {value!r} (it means {back[name]!r}): "
+                f"use that value, or another family"
+            )
+    return table
+
+
+def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
+    """Return the blocks in order, their parameters in the order of `named_parameters`.
+
+    With tied embeddings the head borrows block 0 and does not list the output matrix.
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = [ParamSpec(name="weight", shape=(vocab, hidden))]
+    if config.learned_positions:
+        embedding.append(ParamSpec(name="positions", shape=(config.max_positions, hidden)))
+    layer = tuple(_layer_params(config))
+    output = [] if config.tied_embeddings else [ParamSpec(name="weight", shape=(vocab, hidden))]
+    return (
+        BlockSpec(name="embedding", params=tuple(embedding)),
+        *(BlockSpec(name=f"layers.{index}", params=layer) for index in range(config.num_layers)),
+        BlockSpec(
+            name="head",
+            params=(*output, *_norm_params(config, "norm")),
+            borrows=(0,) if config.tied_embeddings else (),
+        ),
+    )
+
+
+def num_params(config: ModelConfig) -> int:
+    """Number of parameters; a tied matrix counts once."""
+    return sum(param.numel for block in block_specs(config) for param in block.params)
+
+
+def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequence: int) -> int:
+    """FLOPs of the matrix products in one forward pass of a block on (B, S) tokens.
+
+    A product of (m, k) and (k, n) counts 2mnk. Attention counts the full S x S square, 4 B S^2 per
+    query element, as published FLOP counts do, although a causal kernel may skip half of it. Biases, norms,
+    activations, RoPE and the embedding's look-up are not products and count nothing.
+    Raises `IndexError` for a block that does not exist.
+    """
+    if not 0 <= block_index < config.num_blocks:
+        raise IndexError(f"block {block_index} of a model with {config.num_blocks} blocks")
+    tokens = batch_size * sequence
+    if block_index == 0:
+        return 0
+    if block_index == config.num_blocks - 1:
+        return 2 * tokens * config.hidden_size * config.vocab_size
+    matrices = sum(param.numel for param in _layer_params(config) if len(param.shape) == 2)
+    attention = 4 * tokens * sequence * config.num_heads * config.head_dim
+    return 2 * tokens * matrices + attention
+
+
+def _layer_params(config: ModelConfig) -> list[ParamSpec]:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    attention = [
+        ("query", query, hidden),
+        ("key", key, hidden),
+        ("value", key, hidden),
+        ("output", hidden, query),
+    ]
+    mlp = [("up", intermediate, hidden), ("down", hidden, intermediate)]
+    if config.gated_mlp:
+        mlp.insert(0, ("gate", intermediate, hidden))
+    return [
+        *_norm_params(config, "attention_norm"),
+        *_linear_params("attention", attention, config.attention_bias),
+        *_norm_params(config, "mlp_norm"),
+        *_linear_params("mlp", mlp, config.mlp_bias),
+    ]
+
+
+def _linear_params(parent: str, sizes: list[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
+    params: list[ParamSpec] = []
+    for name, out_size, in_size in sizes:
+        params.append(ParamSpec(name=f"{parent}.{name}.weight", shape=(out_size, in_size)))
+        if bias:
+            params.append(ParamSpec(name=f"{parent}.{name}.bias", shape=(out_size,)))
+    return params
+
+
+def _norm_params(config: ModelConfig, name: str) -> list[ParamSpec]:
+    parts = ("weight",) if config.norm == "rms" else ("weight", "bias")
+    return [ParamSpec(name=f"{name}.{part}", shape=(config.hidden_size,)) for part in parts]

@@ -1,0 +1,121 @@
+"""A decoder as a list of blocks, in plain single-device PyTorch.
+
+`build_blocks` returns one module a block, in the order of `block_specs`; running them one after the other
+is the model. The modules are usually built on the meta device and given their values later, so they own
+parameters and nothing else: no buffers. A tied head holds the embedding's own `Parameter` object.
+
+Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError
+from terrace.model.config import ModelConfig
+from terrace.model.layers import MLP, Attention, Rotary, build_norm
+
+IGNORE_INDEX = -100  # the label of a position that has no target, as in Hugging Face data
+
+
+class Embedding(nn.Module):
+    """Tokens (B, S) int64 to hidden states (B, S, H), with learned positions where the model has them."""
+
+    def __init__(self, config: ModelConfig, **where: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
+        self.positions: nn.Parameter | None = None
+        if config.learned_positions:
+            self.positions = nn.Parameter(torch.empty(config.max_positions, config.hidden_size, **where))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up tokens (B, S). Raises `ModelError` when S exceeds the learned positions."""
+        hidden = F.embedding(tokens, self.weight)  # (B, S, H)
+        if self.positions is None:
+            return hidden
+        sequence, limit = tokens.shape[-1], self.positions.shape[0]
+        if sequence > limit:
+            raise ModelError(f"a sequence of {sequence} tokens needs as many positions; the model has {limit}")
+        return hidden + self.positions[:sequence]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with residuals; (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, **where: Any) -> None:
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.attention_norm = build_norm(config, **where)
+        self.attention = Attention(config, rotary, **where)
+        self.mlp_norm = build_norm(config, **where)
+        self.mlp = MLP(config, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to x (B, S, H)."""
+        after: Tensor = x + self.attention(self.attention_norm(x))
+        # In the parallel form the MLP reads the layer's input, not what attention made of it.
+        after = after + self.mlp(self.mlp_norm(x if self.parallel_residual else after))
+        return after
+
+
+class Head(nn.Module):
+    """Final norm and output matrix; (B, S, H) to logits (B, S, V)."""
+
+    def __init__(self, config: ModelConfig, weight: nn.Parameter | None, **where: Any) -> None:
+        super().__init__()
+        if weight is None:
+            weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
+        self.weight = weight
+        self.norm = build_norm(config, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of x (B, S, H)."""
+        return F.linear(self.norm(x), self.weight)
+
+
+def build_blocks(
+    config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
+) -> list[nn.Module]:
+    """Build the model's blocks without values: on a real device their memory is uninitialised.
+
+    Names and shapes are those of `block_specs`. A tied head's `weight` is the embedding's Parameter itself,
+    so it also appears in the head's `named_parameters`.
+    """
+    meta: dict[str, Any] = {"device": "meta", "dtype": dtype}
+    rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta)
+    # Built on meta first, so that no layer draws from the global random generator.
+    embedding = Embedding(config, **meta).to_empty(device=device)
+    layers = [DecoderLayer(config, rotary, **meta).to_empty(device=device) for _ in range(config.num_layers)]
+    head = Head(config, None, **meta)
+    if not config.tied_embeddings:
+        return [embedding, *layers, head.to_empty(device=device)]
+    head.norm.to_empty(device=device)
+    head.weight = embedding.weight
+    return [embedding, *layers, head]
+
+
+def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
+    """Run all blocks on tokens (B, S) and return the logits (B, S, V)."""
+    x = tokens
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the SUM of the cross entropies of logits (B, S, V) against labels (B, S), a scalar.
+
+    Labels are already shifted: `labels[b, s]` is the token that follows position s, or `IGNORE_INDEX`. The
+    sum is computed in fp32 at least; the caller divides once by the tokens of the whole step.
+    """
+    assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}"
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def count_tokens(labels: Tensor) -> Tensor:
+    """Return how many labels (B, S) have a target, as an int64 scalar on their device."""
+    return (labels != IGNORE_INDEX).sum()

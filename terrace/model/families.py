@@ -1,0 +1,223 @@
+"""The Hugging Face `config.json` of each model family, and what Terrace makes of its keys.
+
+A family is data: a table class whose fields are the keys Terrace implements with the defaults of
+`transformers`, the names these keys have in `ModelConfig`, and what the family fixes. Every other key is
+either harmless (`HARMLESS`), or accepted only with the value Terrace implements (`ONLY`), or refused: a key
+is never ignored because nobody thought of it.
+
+The sizes that make a model what it is (vocabulary, width, depth, heads) have defaults in `transformers`
+too, but are required here: a forgotten key should not silently train a model of seven billion parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Keys that do not change the next-token function or its gradient.
+HARMLESS = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "is_decoder",
+        "is_llama_config",
+        "label2id",
+        "model_type",
+        "n_ctx",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+    }
+)
+
+# Keys that change the mathematics, with the values Terrace implements. `None` is JSON's null.
+_NO_DROPOUT = (0.0, None)
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "resid_pdrop": _NO_DROPOUT,
+    "embd_pdrop": _NO_DROPOUT,
+    "attn_pdrop": _NO_DROPOUT,
+    "attention_dropout": _NO_DROPOUT,
+    "hidden_dropout": _NO_DROPOUT,
+    "attention_probs_dropout_prob": _NO_DROPOUT,
+    "hidden_dropout_prob": _NO_DROPOUT,
+    "quantization_config": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False,),
+    "rope_interleaved": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+}
+
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaTable:
+    """The implemented keys of `LlamaConfig`, with its defaults."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXTable:
+    """The implemented keys of `GPTNeoXConfig`, with its defaults."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 2048
+    layer_norm_eps: float = 1e-5
+    hidden_act: str = "gelu"
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Table:
+    """The implemented keys of `GPT2Config`, with its defaults."""
+
+    vocab_size: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int | None = None
+    n_positions: int = 1024
+    layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `model_type`: how its keys become the fields of `ModelConfig`."""
+
+    table: type[Any]
+    architecture: str
+    names: Mapping[str, str]  # field of ModelConfig -> key of the table
+    constants: Mapping[str, object]  # fields the family does not let one choose
+    implied: Mapping[str, object] = field(default_factory=dict)  # ONLY keys whose absence is not neutral
+    theta_key: str = ""  # where older files keep the RoPE base; empty: the family has no RoPE
+    factor_key: str = ""  # where older files keep the rotated fraction of a head
+    default_factor: float = 1.0
+    factor_is_free: bool = False
+
+
+_SHARED_NAMES = {
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_ROTARY_NAMES = _SHARED_NAMES | {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "activation": "hidden_act",
+    "attention_bias": "attention_bias",
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        table=LlamaTable,
+        architecture="LlamaForCausalLM",
+        names=_ROTARY_NAMES
+        | {
+            "num_kv_heads": "num_key_value_heads",
+            "head_dim": "head_dim",
+            "norm_eps": "rms_norm_eps",
+            "mlp_bias": "mlp_bias",
+        },
+        constants={"norm": "rms", "gated_mlp": True, "parallel_residual": False},
+        theta_key="rope_theta",
+    ),
+    "gpt_neox": Family(
+        table=GPTNeoXTable,
+        architecture="GPTNeoXForCausalLM",
+        names=_ROTARY_NAMES | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"},
+        constants={"norm": "layer", "gated_mlp": False, "mlp_bias": True},
+        theta_key="rotary_emb_base",
+        factor_key="rotary_pct",
+        default_factor=0.25,
+        factor_is_free=True,
+    ),
+    "gpt2": Family(
+        table=GPT2Table,
+        architecture="GPT2LMHeadModel",
+        names=_SHARED_NAMES
+        | {
+            "hidden_size": "n_embd",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "max_positions": "n_positions",
+            "norm_eps": "layer_norm_epsilon",
+            "activation": "activation_function",
+        },
+        constants={
+            "norm": "layer",
+            "gated_mlp": False,
+            "parallel_residual": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        implied={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    ),
+}

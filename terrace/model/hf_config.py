@@ -1,0 +1,142 @@
+"""From a Hugging Face `config.json` table to the fields of `ModelConfig`, and back.
+
+Strict in the sense of `terrace.model.families`: every key is implemented, harmless, or refused with the
+value to give it. Both spellings of the rotary keys are read (a `rope_parameters` table, and `rope_theta`,
+`rotary_emb_base`, `rotary_pct` at the top); when a file holds both they must agree.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from terrace.base.errors import ConfigError, ModelError, did_you_mean
+from terrace.base.schema import load
+from terrace.model.families import ACTIVATIONS, FAMILIES, HARMLESS, ONLY, Family
+
+
+def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that a `config.json` table describes.
+
+    Raises `ModelError` for a family, key or value that is unknown, missing, mistyped or not implemented.
+    Sizes are not checked here; `ModelConfig` does.
+    """
+    name = table.get("model_type")
+    if not isinstance(name, str):
+        raise ModelError(f"model_type is missing: set it to one of {', '.join(sorted(FAMILIES))}")
+    if name not in FAMILIES:
+        raise ModelError(f"model_type = {name!r} is not implemented{did_you_mean(name, FAMILIES)}")
+    family = FAMILIES[name]
+    _refuse_values(table, family)
+    own_keys = {item.name for item in dataclasses.fields(family.table)}
+    rope_keys = _rope_keys(family)
+    for key in table:
+        if key not in own_keys | rope_keys | HARMLESS | ONLY.keys():
+            raise ModelError(f"unknown key {key!r} for {name}{did_you_mean(key, own_keys | rope_keys)}")
+    try:
+        loaded = load(family.table, {key: table[key] for key in table if key in own_keys}, name)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
+    fields = {own: getattr(loaded, key) for own, key in family.names.items()}
+    return _complete(fields | dict(family.constants) | {"family": name}, table)
+
+
+def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `config.json` table of the fields of a `ModelConfig`, in the newer form of RoPE keys."""
+    family = FAMILIES[fields["family"]]
+    table: dict[str, Any] = {"model_type": fields["family"], "architectures": [family.architecture]}
+    table |= {key: fields[own] for own, key in family.names.items()}
+    activation_key = family.names["activation"]
+    spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
+    table[activation_key] = spellings[0]
+    table |= dict.fromkeys(family.implied, 0.0)
+    if family.theta_key:
+        rope = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
+        if family.factor_is_free:
+            rope["partial_rotary_factor"] = _factor(fields["rotary_dim"], fields["head_dim"])
+        table["rope_parameters"] = rope
+    return table
+
+
+def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
+    for key, value in {**family.implied, **table}.items():
+        if key in ONLY and value not in ONLY[key]:
+            absent = "" if key in table else " (what its absence means)"
+            raise ModelError(f"{key} = {value!r}{absent} is not implemented: set it to {json.dumps(ONLY[key][0])}")
+
+
+def _rope_keys(family: Family) -> set[str]:
+    if not family.theta_key:
+        return set()
+    keys = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+    return keys | {family.theta_key, family.factor_key} - {""}
+
+
+def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what the file may leave out because it follows from other keys."""
+    family = FAMILIES[fields["family"]]
+    hidden, heads = fields["hidden_size"], fields["num_heads"]
+    if fields["intermediate_size"] is None:
+        fields["intermediate_size"] = 4 * hidden
+    if fields.get("num_kv_heads") is None:
+        fields["num_kv_heads"] = heads
+    if fields.get("head_dim") is None:
+        if heads > 0 and hidden % heads:
+            raise ModelError(
+                f"{family.names['hidden_size']} = {hidden} does not divide into "
+                f"{family.names['num_heads']} = {heads}: make it a multiple"
+            )
+        fields["head_dim"] = hidden // heads if heads > 0 else 0
+    activation = fields["activation"]
+    if activation not in ACTIVATIONS:
+        key = family.names["activation"]
+        raise ModelError(f"{key} = {activation!r} is not implemented{did_you_mean(activation, ACTIVATIONS)}")
+    fields["activation"] = ACTIVATIONS[activation]
+    theta, factor = _read_rope(table, family) if family.theta_key else (0.0, 0.0)
+    # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
+    return fields | {"rope_theta": theta, "rotary_dim": int(fields["head_dim"] * factor)}
+
+
+def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
+    """Return the RoPE base and the rotated fraction, from the newer or the older keys."""
+    found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
+    for where in ("rope_parameters", "rope_scaling"):
+        inner = table.get(where) or {}
+        if not isinstance(inner, Mapping):
+            raise ModelError(f"{where} = {inner!r} must be a table or null")
+        kind = inner.get("rope_type", inner.get("type", "default"))
+        if kind != "default":
+            raise ModelError(f"{where}.rope_type = {kind!r} is not implemented: set {where} to null")
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        for key in inner:
+            if key not in known:
+                raise ModelError(f"unknown key {where}.{key}{did_you_mean(key, known)}")
+        found["theta"][f"{where}.rope_theta"] = inner.get("rope_theta")
+        found["factor"][f"{where}.partial_rotary_factor"] = inner.get("partial_rotary_factor")
+    for key in ("rope_theta", family.theta_key):
+        found["theta"][key] = table.get(key)
+    for key in ("partial_rotary_factor", family.factor_key):
+        found["factor"][key] = table.get(key)
+    theta = _agreed(found["theta"], 10000.0)
+    factor = _agreed(found["factor"], family.default_factor)
+    if not family.factor_is_free and factor != family.default_factor:
+        raise ModelError(f"partial_rotary_factor = {factor} is not part of this family: set it to 1.0")
+    return theta, factor
+
+
+def _agreed(found: Mapping[str, Any], default: float) -> float:
+    given = {key: value for key, value in found.items() if value is not None}
+    for key, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{key} = {value!r} must be a number")
+    if len(set(given.values())) > 1:
+        listed = " and ".join(f"{key} = {value!r}" for key, value in given.items())
+        raise ModelError(f"{listed} disagree: keep one of them")
+    return float(next(iter(given.values()), default))
+
+
+def _factor(rotary_dim: int, head_dim: int) -> float:
+    """Return a fraction of `head_dim` that rounds down to `rotary_dim` again."""
+    factor = rotary_dim / head_dim
+    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)

@@ -1,0 +1,65 @@
+"""Initial values of parameters, each a function of (configuration, seed, name, shape) alone.
+
+Every parameter has its own generator, seeded by a hash of the seed and its full name. So a value does not
+depend on the order of initialisation, on which rank makes it, or on the plan.
+
+Matrices are normal with `init_std`; the two projections that write to the residual stream are scaled down
+by sqrt(2 * num_layers), after GPT-2, so that the stream's variance does not grow with depth. Norm weights
+are one and biases zero.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+
+from terrace.model.config import ModelConfig, block_specs
+
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+
+
+def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return the initial value of one parameter, an fp32 CPU tensor of `shape`.
+
+    Always the whole parameter: a caller that holds a shard cuts it from this.
+    """
+    if param_name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    std = config.init_std
+    if param_name in _RESIDUAL_OUTPUTS:
+        std /= math.sqrt(2 * config.num_layers)
+    generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def initialise(
+    blocks: Sequence[nn.Module],
+    config: ModelConfig,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Give all blocks of a model their values, in place, on one device; meta blocks become real.
+
+    The `Parameter` objects stay the same, so ties and lists made of them stay valid.
+    """
+    specs = block_specs(config)
+    assert len(specs) == len(blocks), f"{len(blocks)} blocks for a model of {len(specs)}"
+    for spec, block in zip(specs, blocks, strict=True):
+        for param in spec.params:
+            value = initial_value(config, spec.name, param.name, param.shape, seed)
+            old = block.get_parameter(param.name)
+            new = nn.Parameter(value.to(device, dtype), requires_grad=old.requires_grad)
+            # Assigning `.data` cannot turn a meta tensor into a real one; swapping keeps the object.
+            swap_tensors(old, new)  # type: ignore[no-untyped-call]
+
+
+def _seed_of(seed: int, name: str) -> int:
+    # Python's own hash differs from process to process; a digest is the same everywhere.
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,142 @@
+"""The parts of a decoder layer: norms, rotary positions, attention, MLP.
+
+Plain single-device PyTorch: the sizes come from a `ModelConfig`, a forward pass sees whole tensors, and
+nothing here knows how they may be sharded.
+
+Shape legend: B batch, S sequence, H hidden, N query heads, K key-value heads, D head_dim, R rotary_dim,
+I intermediate.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.model.config import ModelConfig
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+# A run has one or two sequence lengths (training, validation); more are recomputed, not kept.
+_MAX_TABLES = 4
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square over the last dim; (..., H) to (..., H).
+
+    `F.rms_norm` computes in fp32 for half-precision input and in the input's precision otherwise.
+    """
+
+    def __init__(self, size: int, eps: float, **where: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, **where))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., H)."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
+    """Return the model's norm over H; `where` is the device and dtype."""
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, config.norm_eps, **where)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, **where)
+
+
+class Rotary:
+    """Rotary position embedding in the rotate-half convention, on the first `dim` elements of a head.
+
+    Pair i is elements i and i + R/2; position s turns it by s * theta^(-2i/R). The tables are computed on
+    first use and kept here, not in module buffers, so that a model built on the meta device holds
+    nothing but its parameters. One object serves all layers.
+    """
+
+    def __init__(self, dim: int, theta: float) -> None:
+        self.dim = dim
+        self.theta = theta
+        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def tables(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
+        key = (sequence, device, dtype)
+        if key not in self._tables:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            # Outside inference mode: a table made inside it could not be saved for a later backward.
+            with torch.inference_mode(False):
+                self._tables[key] = self._compute(sequence, device, dtype)
+        return self._tables[key]
+
+    def _compute(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        compute = torch.promote_types(dtype, torch.float32)
+        exponents = torch.arange(0, self.dim, 2, device=device, dtype=compute) / self.dim  # (R/2)
+        positions = torch.arange(sequence, device=device, dtype=compute)  # (S)
+        angles = torch.outer(positions, 1.0 / self.theta**exponents)  # (S, R/2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn x (B, N, S, D) by its positions 0 .. S-1."""
+        cos, sin = self.tables(x.shape[-2], x.device, x.dtype)
+        half = self.dim // 2
+        first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        if self.dim < x.shape[-1]:
+            parts.append(rest)
+        return torch.cat(parts, dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key-value heads; (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, **where: Any) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.attention_bias
+        query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.grouped = config.num_kv_heads != config.num_heads
+        self.rotary = rotary
+        self.query = nn.Linear(hidden, query_size, bias=bias, **where)
+        self.key = nn.Linear(hidden, key_size, bias=bias, **where)
+        self.value = nn.Linear(hidden, key_size, bias=bias, **where)
+        self.output = nn.Linear(query_size, hidden, bias=bias, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend within x (B, S, H); position s sees positions up to s."""
+        query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.grouped
+        )  # (B, N, S, D)
+        mixed = mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
+        output: Tensor = self.output(mixed)
+        return output
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # (B, S, N*D) -> (B, N, S, D)
+
+
+class MLP(nn.Module):
+    """The feed-forward part, gated or plain; (B, S, H) to (B, S, H)."""
+
+    def __init__(self, config: ModelConfig, **where: Any) -> None:
+        super().__init__()
+        hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate = nn.Linear(hidden, intermediate, bias=bias, **where) if config.gated_mlp else None
+        self.up = nn.Linear(hidden, intermediate, bias=bias, **where)
+        self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply to every position of x (B, S, H) alone."""
+        up = self.up(x)  # (B, S, I)
+        inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        output: Tensor = self.down(inner)
+        return output

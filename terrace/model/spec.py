@@ -1,0 +1,70 @@
+"""What the rest of Terrace knows about a model: its blocks and the shapes in them.
+
+A model is an ordered list of blocks (embedding, layers, head). The block is the unit of sharding, of
+recomputation, of pipeline placement and of cost. This file is pure: planning needs no torch.
+"""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from terrace.base.errors import ModelError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter: its name inside the block and its logical shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to norms and biases."""
+        return len(self.shape) >= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One block: the parameters it owns, and the earlier blocks whose parameters it also reads.
+
+    A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner.
+    """
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    borrows: tuple[int, ...] = ()
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of trainable elements owned."""
+        return sum(param.numel for param in self.params if param.trainable)
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of frozen elements owned."""
+        return sum(param.numel for param in self.params if not param.trainable)
+
+
+def freeze(blocks: Sequence[BlockSpec], patterns: Sequence[str]) -> tuple[BlockSpec, ...]:
+    """Return `blocks` with every parameter that matches a pattern over `block.parameter` frozen.
+
+    Raises `ModelError` for a pattern that matches nothing.
+    """
+    names = [f"{block.name}.{param.name}" for block in blocks for param in block.params]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ModelError(f"freeze pattern {pattern!r} matches no parameter{did_you_mean(pattern, names)}")
+
+    def apply(block: BlockSpec, param: ParamSpec) -> ParamSpec:
+        hit = any(fnmatch.fnmatchcase(f"{block.name}.{param.name}", pattern) for pattern in patterns)
+        return replace(param, trainable=param.trainable and not hit)
+
+    return tuple(replace(block, params=tuple(apply(block, param) for param in block.params)) for block in blocks)

@@ -1,0 +1,139 @@
+"""Closed formulas for the model-state memory of one rank at its peak, in bytes by category.
+
+With P padded elements per block, c and m the bytes of the compute and of the master dtype:
+
+    params      P / span(params) * c                      always
+    secondary   P / span(params_backward) * c             always
+    gathered    P * c for every block resident at once    peak over the step
+    grads       P / span(grads) * m                       always (accumulated)
+    grads_full  P * c for every gradient not yet reduced  peak over the step
+    optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart)
+    buffers     largest message in flight                 with the sum it makes and what it is converted from
+
+P counts the trainable and the frozen parameters of a block apart: each has a flat buffer, padded for
+itself. The categories need not peak together, so their sum is a bound that a step may stay below.
+Activations are not model state and are not counted here, nor is what a kernel allocates for itself.
+NCCL receives sums, so there a message in flight takes less than the formula's.
+"""
+
+from collections.abc import Sequence
+
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.plan import Plan
+from terrace.plan.residency import residencies, step_uses
+from terrace.plan.wire import FORMATS, MessageClass
+
+
+def keeps_master(plan: Plan, layout: Layout) -> bool:
+    """Return whether the master parameters are a copy apart from the working parameters.
+
+    They can be one memory when dtypes agree and no refresh message rounds the working copy.
+    """
+    refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
+    rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
+    return plan.compute != plan.master or rounded
+
+
+def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
+    """Return whether autograd can add straight into the accumulated gradient, with no message between."""
+    return layout.span(layout.grads) == 1 and plan.compute == plan.master
+
+
+def model_state_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
+    """Return the peak bytes of each category of model state on one rank."""
+    layout = Layout.of(cluster, plan)
+    compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    trainable = [layout.padded(block.num_trainable) for block in blocks]
+    frozen = [layout.padded(block.num_frozen) for block in blocks]
+    whole = [fixed + size for fixed, size in zip(frozen, trainable, strict=True)]
+    optimizer_item = master * (3 if keeps_master(plan, layout) else 2)
+    return {
+        "params": sum(whole) // layout.span(layout.params) * compute,
+        "secondary": sum(whole) // layout.span(layout.params_backward) * compute if layout.has_secondary else 0,
+        "gathered": _peak_gathered(layout, plan, blocks, whole, num_micros) * compute,
+        "grads": sum(trainable) // layout.span(layout.grads) * master,
+        "grads_full": _peak_gradients(layout, plan, blocks, trainable, num_micros) * compute,
+        "optimizer": sum(trainable) // layout.span(layout.optimizer) * optimizer_item,
+        "buffers": _largest_buffers(layout, plan, trainable, frozen),
+    }
+
+
+def _crossed(layout: Layout) -> list[int]:
+    return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
+
+
+def _peak_gathered(
+    layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], whole: Sequence[int], num_micros: int
+) -> int:
+    if layout.params == DEVICE:
+        return 0
+    # The second micro-batch repeats for all further ones, so three show every overlap.
+    stays = residencies(blocks, min(num_micros, 3), plan.prefetch)
+    change: dict[int, int] = {}
+    for stay in stays:
+        change[stay.issue] = change.get(stay.issue, 0) + whole[stay.block]
+        change[stay.last + 1] = change.get(stay.last + 1, 0) - whole[stay.block]
+    peak = now = 0
+    for position in sorted(change):
+        now += change[position]
+        peak = max(peak, now)
+    return peak
+
+
+def _peak_gradients(
+    layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], trainable: Sequence[int], num_micros: int
+) -> int:
+    """At most one reduction is in flight while the next block runs backward; a lender's buffer waits for its own."""
+    if accumulates_in_place(plan, layout):
+        return 0
+    held: set[int] = set()
+    in_flight, peak = 0, 0
+    for use in step_uses(len(blocks), min(num_micros, 2)):
+        if use.backward:
+            held |= {use.block, *blocks[use.block].borrows}
+            peak = max(peak, in_flight + sum(trainable[block] for block in held))
+            held.discard(use.block)
+            in_flight = trainable[use.block] or in_flight  # a frozen block reduces nothing
+    return peak
+
+
+def _largest_buffers(layout: Layout, plan: Plan, trainable: Sequence[int], frozen: Sequence[int]) -> int:
+    largest_trainable = max(trainable, default=0)
+    largest = max(largest_trainable, *frozen, 0)
+    return max(
+        _reduce_buffers(layout, plan, MessageClass.REDUCE, largest_trainable, 0, layout.grads),
+        _reduce_buffers(layout, plan, MessageClass.SYNC, largest_trainable, layout.grads + 1, layout.outermost),
+        _gather_buffers(layout, plan, MessageClass.GATHER, largest, 0, layout.params),
+        _gather_buffers(layout, plan, MessageClass.GATHER_BACKWARD, largest, 0, layout.params_backward),
+        _gather_buffers(layout, plan, MessageClass.REFRESH, largest_trainable, layout.params + 1, layout.optimizer),
+    )
+
+
+def _reduce_buffers(layout: Layout, plan: Plan, message: MessageClass, numel: int, first: int, last: int) -> int:
+    """Per tier: the outgoing message if it must be converted, the incoming one, and the sum."""
+    master = FORMATS[plan.master].element_bytes
+    held_dtype = plan.compute if message is MessageClass.REDUCE else plan.master
+    peak = held_sum = 0
+    for tier in range(first, last + 1):
+        if layout.degrees[tier] == 1:
+            continue
+        wire = plan.wire_format(message, layout.tiers[tier])
+        incoming = wire.message_bytes(numel // layout.span(tier - 1))
+        converted = incoming if wire.name != held_dtype else 0
+        result = numel // layout.span(tier) * master
+        peak = max(peak, held_sum + converted + incoming + result)
+        held_sum, held_dtype = result, plan.master
+    return peak
+
+
+def _gather_buffers(layout: Layout, plan: Plan, message: MessageClass, numel: int, first: int, last: int) -> int:
+    """Gathers are in place unless the format differs from the dtype in memory."""
+    peak = 0
+    for tier in range(first, last + 1):
+        wire = plan.wire_format(message, layout.tiers[tier])
+        if layout.degrees[tier] > 1 and wire.name != plan.compute:
+            whole, piece = numel // layout.span(tier - 1), numel // layout.span(tier)
+            peak = max(peak, wire.message_bytes(whole) + wire.message_bytes(piece))
+    return peak

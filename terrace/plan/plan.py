@@ -1,0 +1,44 @@
+"""The Plan: a small frozen value that says everything about how a step is spread over the cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from terrace.plan.wire import FORMATS, MessageClass, WireFormat
+
+AXES = ("data", "tensor", "context", "pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Placements by tier name, the mapping table, wire formats, precision and schedule numbers.
+
+    A state placed on a tier is sharded over all ranks of one group of that tier; `device` is the
+    implicit innermost tier of size one, so a state placed there is replicated. A tier that is absent
+    from `mapping` belongs wholly to the data axis. A message class and tier absent from `wire` travel
+    in the compute dtype. `terrace.plan.validate` checks a plan against a cluster and a model.
+    """
+
+    name: str = "custom"
+    params: str
+    grads: str
+    optimizer: str
+    params_backward: str | None = None  # where a secondary copy of the parameters serves later gathers
+    mapping: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # tier -> axis -> degree
+    wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
+    compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
+    master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
+    micro_batch: int = 1  # sequences per rank and micro-batch
+    recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
+    prefetch: int = 1  # how many uses ahead a block is gathered
+
+    def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
+        """Return the format in which `message` crosses `tier`."""
+        return FORMATS[self.wire.get(message.value, {}).get(tier, self.compute)]
+
+    def degree(self, tier: str, axis: str, tier_size: int) -> int:
+        """Return the degree of `axis` on `tier`, whose size in the cluster is `tier_size`."""
+        row = self.mapping.get(tier)
+        if row is None:
+            return tier_size if axis == "data" else 1
+        return row.get(axis, 1)

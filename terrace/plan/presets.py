@@ -1,0 +1,103 @@
+"""Known systems as plans. Each preset is a function of the cluster, derived from another where it can be.
+
+`node` stands for the tier of that name, or else the tier below the outermost; `first` and `last` are
+the innermost and the outermost tier. On a cluster with fewer tiers than a scheme has levels, levels
+coincide (three-level on one tier is ZeRO-3), and the printed table shows it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrace.base.errors import ConfigError, PlanError, did_you_mean
+from terrace.base.schema import dump, load, merge
+from terrace.cluster import Cluster
+from terrace.plan.plan import Plan
+
+Preset = Callable[[Cluster], Plan]
+PRESETS: dict[str, Preset] = {}
+
+
+def _preset(name: str) -> Callable[[Preset], Preset]:
+    def register(build: Preset) -> Preset:
+        PRESETS[name] = lambda cluster: replace(build(cluster), name=name)
+        return build
+
+    return register
+
+
+def preset(name: str, cluster: Cluster) -> Plan:
+    """Return a preset for this cluster; raises `PlanError` for an unknown name."""
+    if name not in PRESETS:
+        raise PlanError(f"no plan preset {name!r}{did_you_mean(name, PRESETS)}")
+    return PRESETS[name](cluster)
+
+
+def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
+    """Build a plan from its table; `preset = "name"` gives the values that the table leaves out."""
+    own = dict(table)
+    name = own.pop("preset", None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"plan.preset = {name!r} must be the name of a preset{did_you_mean('', PRESETS)}")
+    base = dump(preset(name, cluster)) if name is not None else {}
+    return load(Plan, merge(base, own), "plan")
+
+
+def _node(cluster: Cluster) -> str:
+    names = [tier.name for tier in cluster.tiers]
+    return "node" if "node" in names else names[max(0, len(names) - 2)]
+
+
+@_preset("ddp")
+def ddp(cluster: Cluster) -> Plan:
+    """Everything replicated; gradients all-reduced once a step, tier by tier."""
+    return Plan(params="device", grads="device", optimizer="device")
+
+
+@_preset("zero1")
+def zero1(cluster: Cluster) -> Plan:
+    """ZeRO stage 1 (arXiv 1910.02054): the optimizer over all ranks."""
+    return replace(ddp(cluster), optimizer=cluster.tiers[-1].name)
+
+
+@_preset("zero2")
+def zero2(cluster: Cluster) -> Plan:
+    """ZeRO stage 2: gradients too."""
+    return replace(zero1(cluster), grads=cluster.tiers[-1].name)
+
+
+@_preset("zero3")
+def zero3(cluster: Cluster) -> Plan:
+    """ZeRO stage 3, or fully sharded data parallel: parameters too."""
+    return replace(zero2(cluster), params=cluster.tiers[-1].name)
+
+
+@_preset("hsdp")
+def hsdp(cluster: Cluster) -> Plan:
+    """Hybrid sharding: everything inside the node, replicated across nodes; gradients cross once a step."""
+    node = _node(cluster)
+    return Plan(params=node, grads=node, optimizer=node)
+
+
+@_preset("mics")
+def mics(cluster: Cluster) -> Plan:
+    """MiCS (arXiv 2205.00119): the same placement; its hierarchical collectives are how every plan runs here."""
+    return hsdp(cluster)
+
+
+@_preset("zero++")
+def zero_plus_plus(cluster: Cluster) -> Plan:
+    """ZeRO++ (arXiv 2306.10209) in placement: ZeRO-3 with a secondary copy on the node.
+
+    The copy serves every gather after a step's first. Formats int8 and int4 are not among the wire
+    formats yet, so messages travel in the compute dtype.
+    """
+    node = _node(cluster)
+    base = zero3(cluster)
+    return base if base.params == node else replace(base, params_backward=node)
+
+
+@_preset("three-level")
+def three_level(cluster: Cluster) -> Plan:
+    """3-level partitioning (arXiv 2501.04266): params innermost, grads on the node, optimizer everywhere."""
+    return Plan(params=cluster.tiers[0].name, grads=_node(cluster), optimizer=cluster.tiers[-1].name)

@@ -1,0 +1,144 @@
+"""Checks of a plan against its cluster, model and batch. Every message carries the value, the rule and the fix."""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+
+from terrace.base.errors import ClusterError, PlanError, did_you_mean
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.plan import AXES, Plan
+from terrace.plan.wire import FORMATS, PLACEABLE, MessageClass
+
+
+def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
+    """Return the layout of a plan that can run; raises `PlanError` with the first rule it breaks."""
+    _check_mapping(cluster, plan)
+    try:
+        layout = Layout.of(cluster, plan)
+    except ClusterError as error:
+        raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
+    _check_placements(plan, layout)
+    _check_wire(plan, layout)
+    _check_numbers(plan, blocks)
+    return layout
+
+
+def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
+    """Return how many micro-batches each rank runs for a global batch of `batch` sequences.
+
+    Raises `PlanError` when the batch does not divide.
+    """
+    unit = plan.micro_batch * layout.data_degree
+    if batch < 1 or batch % unit:
+        below = max(0, batch) // unit * unit
+        near = f"{below} or {below + unit}" if below else f"{unit}"
+        raise PlanError(
+            f"batch = {batch} is not a multiple of micro_batch x data ranks = {plan.micro_batch} x "
+            f"{layout.data_degree} = {unit}: use {near}, or another plan.micro_batch"
+        )
+    return batch // unit
+
+
+def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
+    """Return the indexes of the blocks whose forward is run again in the backward."""
+    return frozenset(
+        index
+        for index, block in enumerate(blocks)
+        if any(fnmatch.fnmatchcase(block.name, pattern) for pattern in plan.recompute)
+    )
+
+
+def _check_mapping(cluster: Cluster, plan: Plan) -> None:
+    sizes = {tier.name: tier.size for tier in cluster.tiers}
+    for name, row in plan.mapping.items():
+        if name not in sizes:
+            raise PlanError(f"mapping names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
+        for axis, degree in row.items():
+            if axis not in AXES:
+                raise PlanError(f"mapping.{name} names axis {axis!r}{did_you_mean(axis, AXES)}")
+            if degree < 1:
+                raise PlanError(f"mapping.{name}.{axis} = {degree}: a degree is at least 1")
+            if axis != "data" and degree > 1:
+                raise PlanError(
+                    f"mapping.{name}.{axis} = {degree}: this version runs the data axis only; "
+                    f"write mapping.{name} = {{data = {sizes[name]}}}"
+                )
+        product = math.prod(row.values())
+        if product != sizes[name]:
+            raise PlanError(
+                f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
+                f"make them multiply to {sizes[name]}, or leave the row out to give the tier to the data axis"
+            )
+
+
+def _check_placements(plan: Plan, layout: Layout) -> None:
+    order = " <= ".join(("device", *layout.tiers))
+    for inner, outer in (("params", "grads"), ("grads", "optimizer")):
+        if getattr(layout, inner) > getattr(layout, outer):
+            raise PlanError(
+                f"{inner} = {getattr(plan, inner)!r} lies outside {outer} = {getattr(plan, outer)!r}: placements "
+                f"must satisfy params <= grads <= optimizer in the order {order}; "
+                f"place {outer} on {getattr(plan, inner)!r} or further out"
+            )
+    if plan.params_backward is None:
+        return
+    if layout.params_backward == DEVICE:
+        raise PlanError(
+            "params_backward = 'device' keeps a whole copy of the parameters: write params = 'device' instead"
+        )
+    if layout.params_backward >= layout.params:
+        raise PlanError(
+            f"params_backward = {plan.params_backward!r} does not lie inside params = {plan.params!r}: "
+            "name a tier further in, or leave params_backward out"
+        )
+
+
+def _check_wire(plan: Plan, layout: Layout) -> None:
+    tiers = layout.tiers
+    messages = [message.value for message in PLACEABLE]
+    for message, row in plan.wire.items():
+        if message not in messages:
+            raise PlanError(f"wire names message class {message!r}{did_you_mean(message, messages)}")
+        for tier, name in row.items():
+            if tier not in tiers:
+                raise PlanError(
+                    f"wire.{message} names tier {tier!r}, which is not in the cluster{did_you_mean(tier, tiers)}"
+                )
+            if name not in FORMATS:
+                raise PlanError(f"wire.{message}.{tier} = {name!r} is not a format{did_you_mean(name, FORMATS)}")
+            widest = plan.compute if message in ("gather", "gather_backward", "refresh") else plan.master
+            if FORMATS[name].mantissa_bits > FORMATS[widest].mantissa_bits:
+                raise PlanError(
+                    f"wire.{message}.{tier} = {name!r} is wider than the {widest} values it would carry: "
+                    f"use {widest!r} or leave it out"
+                )
+            _check_crosses(plan, layout, MessageClass(message), tier)
+
+
+def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str) -> None:
+    index = layout.tiers.index(tier)
+    if index in layout.route(message):
+        return
+    crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
+    raise PlanError(
+        f"wire.{message.value}.{tier} has no effect: under params = {plan.params!r}, grads = {plan.grads!r}, "
+        f"optimizer = {plan.optimizer!r} no {message.value} message crosses {tier!r}; "
+        + (f"what does is {', '.join(crossing)}" if crossing else "nothing does: leave it out")
+    )
+
+
+def _check_numbers(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    if plan.micro_batch < 1:
+        raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
+    if plan.prefetch < 0:
+        raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
+    if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
+        raise PlanError(
+            f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"
+        )
+    names = [block.name for block in blocks]
+    for pattern in plan.recompute:
+        if not fnmatch.filter(names, pattern):
+            raise PlanError(f"recompute pattern {pattern!r} matches no block{did_you_mean(pattern, names)}")

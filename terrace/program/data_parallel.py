@@ -1,0 +1,72 @@
+"""The data-parallel builder: one stage, any placement of states, any number of micro-batches.
+
+For every micro-batch: forward through the blocks, backward through them in reverse, each gradient
+reduced as soon as its block is done. Gathers are issued `prefetch` uses ahead of the first use they
+serve (terrace.plan.residency). In the last micro-batch each block is synchronised right after its last
+reduction, so that the outer tiers work while inner blocks still compute. Then the global norm, and
+block by block, in forward order, update and refresh: the next step can start on block 0 while later
+blocks are still being refreshed.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from terrace.base.errors import PlanError
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan, validate
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.residency import Residency, residencies, step_uses
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+
+
+def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Program:
+    """Return the program of every rank for a step of `num_micros` micro-batches.
+
+    Raises `PlanError` when the plan cannot run. Cost and size do not depend on the world size.
+    """
+    layout = validate(cluster, plan, blocks)
+    if num_micros < 1:
+        raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
+    instructions = [*_passes(layout, plan, blocks, num_micros), *_updates(layout, blocks)]
+    return Program(
+        cluster=cluster,
+        plan=plan,
+        layout=layout,
+        blocks=tuple(blocks),
+        num_micros=num_micros,
+        instructions=tuple(instructions),
+    )
+
+
+def _passes(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Iterator[Instruction]:
+    stays = residencies(blocks, num_micros, plan.prefetch) if layout.params != DEVICE else []
+    issued, freed = defaultdict(list), defaultdict(list)
+    for stay in stays:
+        issued[stay.issue].append(stay)
+        freed[stay.last].append(stay)
+    for position, use in enumerate(step_uses(len(blocks), num_micros)):
+        yield from (_gather(layout, stay) for stay in issued[position])
+        if not use.backward:
+            yield Instruction(Op.FORWARD, use.block, use.micro)
+        else:
+            yield Instruction(Op.BACKWARD, use.block, use.micro)
+            if blocks[use.block].num_trainable:
+                yield Instruction(Op.REDUCE, use.block, use.micro)
+                if use.micro == num_micros - 1:
+                    yield Instruction(Op.SYNC, use.block)
+        yield from (Instruction(Op.FREE, stay.block) for stay in freed[position])
+
+
+def _gather(layout: Layout, stay: Residency) -> Instruction:
+    secondary = layout.has_secondary and not stay.opening
+    return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
+
+
+def _updates(layout: Layout, blocks: Sequence[BlockSpec]) -> Iterator[Instruction]:
+    yield Instruction(Op.CLIP)
+    for index, block in enumerate(blocks):
+        if block.num_trainable:
+            yield Instruction(Op.UPDATE, index)
+            yield Instruction(Op.REFRESH, index)

@@ -1,0 +1,40 @@
+"""A program as text: what `terrace explain` prints."""
+
+from collections.abc import Iterator
+
+from terrace.plan.validate import recomputed
+from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.program import Program
+
+
+def program_text(program: Program, *, max_lines: int | None = None) -> str:
+    """Return one line an instruction: position, instruction, block name and what crosses which tier."""
+    lines = list(_lines(program))
+    if max_lines is not None and len(lines) > max_lines:
+        head, tail = lines[: max_lines // 2], lines[len(lines) - max_lines // 2 :]
+        lines = [*head, f"  ...  {len(lines) - len(head) - len(tail)} more instructions", *tail]
+    return "\n".join(lines)
+
+
+def _lines(program: Program) -> Iterator[str]:
+    again = recomputed(program.plan, program.blocks)
+    width = len(str(len(program.instructions)))
+    for position, instruction in enumerate(program.instructions):
+        name = program.blocks[instruction.block].name if instruction.block >= 0 else ""
+        yield f"{position:>{width}}  {instruction!s:<44} {name:<14} {_note(program, instruction, again)}".rstrip()
+
+
+def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> str:
+    if instruction.op is Op.BACKWARD and instruction.block in again:
+        return "recomputes its forward"
+    if instruction.op not in COLLECTIVES:
+        return ""
+    crossed = [program.layout.tiers[tier] for tier in program.crossed(instruction)]
+    if instruction.op in (Op.GATHER, Op.REFRESH):
+        crossed.reverse()
+    if not crossed:
+        return "local"
+    message = program.message(instruction)
+    if instruction.op is Op.CLIP:
+        return "control: " + ", ".join(crossed)
+    return ", ".join(f"{tier} ({program.plan.wire_format(message, tier).name})" for tier in crossed)

@@ -1,0 +1,66 @@
+"""The loss curve as an SVG file, which every browser opens."""
+
+from collections.abc import Sequence
+from html import escape
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 360, 60, 44, 36, 20
+
+
+def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, target: float | None = None) -> str:
+    """Return a picture of loss over steps: every step faint, their running mean strong, the target dashed."""
+    low = min([*losses, *([target] if target is not None else [])])
+    high = max(losses)
+    low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
+    first, last = steps[0], max(steps[-1], steps[0] + 1)
+
+    def x(step: float) -> float:
+        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(loss: float) -> float:
+        return _TOP + (high - loss) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def line(values: Sequence[float], style: str) -> str:
+        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, values, strict=True))
+        return f'<polyline points="{points}" fill="none" {style}/>'
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<text x="{_LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
+    ]
+    for tick in _ticks(low, high):
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e4e4e7"/>'
+        )
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="#52525b">{tick:g}</text>')
+    for tick in _ticks(first, last):
+        parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#52525b">{tick:g}</text>')
+    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 6}" text-anchor="middle" fill="#52525b">step</text>')
+    parts.append(line(losses, 'stroke="#93c5fd" stroke-width="1"'))
+    parts.append(line(_running_mean(losses), 'stroke="#1d4ed8" stroke-width="2"'))
+    if target is not None:
+        style = 'stroke="#dc2626" stroke-dasharray="6 4"'
+        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(target):.1f}" y2="{y(target):.1f}" {style}/>')
+        label = f'<text x="{_WIDTH - _RIGHT}" y="{y(target) - 5:.1f}" text-anchor="end" fill="#dc2626">'
+        parts.append(f"{label}target {target:g}</text>")
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _running_mean(values: Sequence[float], weight: float = 0.1) -> list[float]:
+    means: list[float] = []
+    for value in values:
+        means.append(value if not means else means[-1] + weight * (value - means[-1]))
+    return means
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers between `low` and `high`."""
+    span = high - low
+    step = 10.0 ** int(f"{span / 5:e}".split("e")[1])
+    step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= span / 5)
+    tick, ticks = -(-low // step) * step, []
+    while tick <= high:
+        ticks.append(round(tick, 10))
+        tick += step
+    return ticks

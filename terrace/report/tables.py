@@ -1,0 +1,159 @@
+"""Tables for the terminal: a plan as tiers x axes, and step reports, predicted beside measured."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+
+from terrace.cluster import Cluster
+from terrace.plan import AXES, Layout, MessageClass, Plan
+from terrace.program import StepReport
+
+STATES = ("params", "params_backward", "grads", "optimizer")
+_CATEGORY_ORDER = ("forward", "backward", "clip", "update")
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a number with a metric prefix: 1234567 B -> 1.23 MB."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.0f} {unit}" if value == int(value) else f"{value:.3g} {unit}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration in the unit that suits it."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def plan_table(cluster: Cluster, plan: Plan) -> Table:
+    """Return the plan: tiers down (outermost first), axes across, and the states placed on each tier.
+
+    `params /2` on a tier reads: parameters are sharded over the 2 ranks inside one group of that tier.
+    """
+    layout = Layout.of(cluster, plan)
+    degrees = {tier.name: {axis: plan.degree(tier.name, axis, tier.size) for axis in AXES} for tier in cluster.tiers}
+    axes = [axis for axis in AXES if axis == "data" or any(row[axis] > 1 for row in degrees.values())]
+    table = _table(f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks")
+    for heading in ("tier", "joins", *axes, "link", "states placed here"):
+        table.add_column(heading, justify="left" if heading in ("tier", "states placed here") else "right")
+    placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
+    for index in range(layout.outermost, -1, -1):
+        tier = cluster.tiers[index]
+        states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
+        link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
+        link += ", shared" if tier.shared else ""
+        cells = (str(degrees[tier.name][axis]) for axis in axes)
+        table.add_row(tier.name, str(tier.size), *cells, link, ", ".join(states))
+    whole = ", ".join(state for state, where in placed.items() if where < 0)
+    table.add_row("device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else "")
+    return table
+
+
+def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
+    """Return what one rank sends in a step: message classes down, tiers across."""
+    table = _table("bytes one rank sends in a step")
+    table.add_column("message")
+    for tier in tiers:
+        table.add_column(tier, justify="right")
+    for message in MessageClass:
+        if any((message, tier) in predicted for tier in tiers):
+            cells = (predicted.get((message, tier), 0) for tier in tiers)
+            table.add_row(message.value, *(quantity(cell, "B") if cell else "-" for cell in cells))
+    total = (sum(count for (_, where), count in predicted.items() if where == tier) for tier in tiers)
+    table.add_section()
+    table.add_row("total", *(quantity(count, "B") if count else "-" for count in total))
+    return table
+
+
+def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
+    """Return the model state of one rank at its peak, by category."""
+    table = _table(
+        f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})"
+    )
+    table.add_column("category")
+    table.add_column("predicted", justify="right")
+    for category, size in predicted.items():
+        if size:
+            table.add_row(category, quantity(size, "B"))
+    table.add_section()
+    table.add_row("total", quantity(sum(predicted.values()), "B"))
+    return table
+
+
+def time_table(predicted: StepReport) -> Table:
+    """Return the predicted seconds of a step by category."""
+    table = _table("seconds of a step, predicted from the cluster's own figures")
+    table.add_column("category")
+    table.add_column("predicted", justify="right")
+    for category in _categories(predicted.time_s):
+        table.add_row(category, seconds(predicted.time_s[category]))
+    table.add_section()
+    table.add_row("step", seconds(predicted.step_s))
+    return table
+
+
+def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table]:
+    """Return predicted beside measured: bytes (which must be equal), memory and time."""
+    return [
+        _compare_bytes(predicted, measured),
+        _compare(
+            "model state of one rank at its peak",
+            "total",
+            predicted.memory_bytes,
+            measured.memory_bytes,
+            lambda size: quantity(size, "B"),
+        ),
+        _compare("seconds of a step (mean)", "step", predicted.time_s, measured.time_s, seconds),
+    ]
+
+
+def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
+    table = _table("bytes one rank sends in a step")
+    for heading in ("message", "tier", "predicted", "measured", ""):
+        table.add_column(heading, justify="left" if heading in ("message", "tier", "") else "right")
+    for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
+        expected = predicted.sent_bytes.get((message, tier), 0)
+        found = measured.sent_bytes.get((message, tier), 0)
+        verdict = "equal" if expected == found else "[bold red]DIFFERENT[/]"
+        table.add_row(message.value, tier, f"{expected:,}", f"{found:,}", verdict)
+    return table
+
+
+def _compare(
+    title: str,
+    total: str,
+    predicted: Mapping[str, float],
+    measured: Mapping[str, float],
+    show: Callable[[float], str],
+) -> Table:
+    table = _table(title)
+    for heading in ("category", "predicted", "measured", "error"):
+        table.add_column(heading, justify="left" if heading == "category" else "right")
+    rows = [(name, predicted.get(name, 0), measured.get(name, 0)) for name in _categories({**predicted, **measured})]
+    for name, expected, found in rows:
+        if expected or found:
+            table.add_row(name, show(expected), show(found), _error(expected, found))
+    table.add_section()
+    expected, found = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    table.add_row(total, show(expected), show(found), _error(expected, found))
+    return table
+
+
+def _error(expected: float, found: float) -> str:
+    """Relative to what was measured; nothing where one side has no such category."""
+    return f"{100 * (expected - found) / found:+.0f} %" if expected and found else ""
+
+
+def _categories(values: Mapping[str, float]) -> list[str]:
+    """Compute first, then waits, then the rest; other kinds of values keep their order."""
+    known = [name for name in _CATEGORY_ORDER if name in values]
+    waits = sorted(name for name in values if name.startswith("wait "))
+    return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
+
+
+def _table(title: str) -> Table:
+    width = len(title) + 2  # a narrower table would break its title into lines
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width
+    )

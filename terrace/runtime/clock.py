@@ -1,0 +1,72 @@
+"""Where the time of a step goes: one mark after each thing done, on the host or on the CUDA stream."""
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+
+import torch
+
+
+class Clock(ABC):
+    """Attributes the time since the last mark to a category."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin a step."""
+
+    @abstractmethod
+    def mark(self, category: str) -> None:
+        """Everything since the last mark, or since the start, was `category`."""
+
+    @abstractmethod
+    def totals(self) -> dict[str, float]:
+        """Return seconds by category since the start; on CUDA this waits for the device."""
+
+
+class HostClock(Clock):
+    """For a CPU: instructions run when they are called."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = defaultdict(float)
+        self._last = 0.0
+
+    def start(self) -> None:
+        self._totals.clear()
+        self._last = time.perf_counter()
+
+    def mark(self, category: str) -> None:
+        now = time.perf_counter()
+        self._totals[category] += now - self._last
+        self._last = now
+
+    def totals(self) -> dict[str, float]:
+        return dict(self._totals)
+
+
+class CudaClock(Clock):
+    """For CUDA: events on the compute stream, read at the end of the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        self._events = []
+        self.mark("start")
+
+    def mark(self, category: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append((category, event))
+
+    def totals(self) -> dict[str, float]:
+        totals: dict[str, float] = defaultdict(float)
+        self._events[-1][1].synchronize()
+        for (_, before), (category, after) in zip(self._events, self._events[1:], strict=False):
+            totals[category] += before.elapsed_time(after) / 1e3
+        return dict(totals)
+
+
+def make_clock(device: torch.device) -> Clock:
+    """Return the clock for this device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()

@@ -1,0 +1,40 @@
+"""From modules to block specs, and the replacing of their parameters by views of flat buffers.
+
+A parameter that two blocks share (a tied embedding) belongs to the first; the later block borrows it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from terrace.model.spec import BlockSpec, ParamSpec, freeze
+
+
+def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence[str] = ()) -> tuple[BlockSpec, ...]:
+    """Return the specs of `blocks`.
+
+    `frozen` holds patterns over `block.parameter`; a parameter whose `requires_grad` is off is frozen as
+    well. Raises `ModelError` for a pattern that matches nothing.
+    """
+    owners: dict[int, int] = {}
+    specs = []
+    for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        params: list[ParamSpec] = []
+        borrows: list[int] = []
+        for param_name, param in block.named_parameters():
+            owner = owners.setdefault(id(param), index)
+            if owner == index:
+                shape = tuple(param.shape)
+                params.append(ParamSpec(name=param_name, shape=shape, trainable=param.requires_grad))
+            elif owner not in borrows:
+                borrows.append(owner)
+        specs.append(BlockSpec(name=name, params=tuple(params), borrows=tuple(borrows)))
+    return freeze(specs, frozen)
+
+
+def replace_parameters(blocks: Sequence[nn.Module], replacements: Mapping[int, nn.Parameter]) -> None:
+    """Swap parameters in place, by the identity of the old one, wherever in `blocks` it appears."""
+    for block in blocks:
+        for module in block.modules():
+            for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, replacements[id(old)])

@@ -1,0 +1,178 @@
+"""The engine: blocks, a plan and a world, ready to step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrace.base.errors import ProgramError
+from terrace.cluster import Cluster
+from terrace.comm import Collectives, Ledger, Meter, TierGroups, make_lane
+from terrace.model.spec import ParamSpec
+from terrace.plan import MessageClass, Plan, step_bytes
+from terrace.program import Program, StepReport, build, verify
+from terrace.runtime.block_state import BlockState
+from terrace.runtime.clock import make_clock
+from terrace.runtime.describe import describe, replace_parameters
+from terrace.runtime.executor import Batch, Executor, Objective, Progress
+from terrace.runtime.settings import AdamWConfig
+
+InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    time_s: dict[str, float]
+
+
+_EXCHANGE_TIMEOUTS = 5
+
+
+def _no_progress(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+    """Nobody is told."""
+
+
+class Engine:
+    """Trains `blocks` under `plan` on this rank's part of `cluster`.
+
+    Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when
+    the world has more than one rank. The parameters of `blocks` are replaced by views of flat buffers,
+    in the compute dtype. Initial values come from `initial`, or else from the blocks as they are, which
+    then must be the same on every rank.
+
+    Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        *,
+        names: Sequence[str] | None = None,
+        cluster: Cluster,
+        plan: Plan,
+        num_micros: int,
+        objective: Objective,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        adamw: AdamWConfig | None = None,
+        initial: InitialValue | None = None,
+        freeze: Sequence[str] = (),
+        timeout: timedelta = timedelta(minutes=10),
+        progress: Progress = _no_progress,
+        program: Program | None = None,
+    ) -> None:
+        names = list(names or (f"block.{index}" for index in range(len(blocks))))
+        specs = describe(blocks, names, freeze)
+        self.program = program or build(cluster, plan, specs, num_micros)
+        asked = (cluster, plan, specs, num_micros)
+        if (self.program.cluster, self.program.plan, self.program.blocks, self.program.num_micros) != asked:
+            raise ProgramError("the program was built for another cluster, plan, model or number of micro-batches")
+        verify(self.program, rank)
+        self.rank = rank
+        self.device = torch.device(device)
+        adamw = adamw or AdamWConfig()
+        layout, coordinates = self.program.layout, cluster.coordinates(rank)
+        self._ledger, self._meter = Ledger(), Meter()
+        self._num_steps = 0
+        self.groups = TierGroups(cluster, layout, rank, timeout)
+        # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
+        everyone = _EXCHANGE_TIMEOUTS * timeout
+        self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
+        self.states = [
+            BlockState(spec, block, layout, coordinates, plan, self.device, self._meter)
+            for spec, block in zip(specs, blocks, strict=True)
+        ]
+        self._adopt(blocks, initial, adamw)
+        self.collectives = Collectives(self.groups, plan, self._ledger, self._meter)
+        self._lane = make_lane(self.device)
+        self._clock = make_clock(self.device)
+        self._executor = Executor(
+            self.program, self.states, self.collectives, self._lane, self._clock, objective, adamw.clip, rank, progress
+        )
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """Run one step on this rank's micro-batches of (inputs, labels)."""
+        sums = self._executor.run(batches, lr)
+        self._num_steps += 1
+        loss, norm, count = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens]).tolist()
+        self._clock.mark("other")
+        return StepResult(loss=loss, grad_norm=norm, num_tokens=int(count), time_s=self._clock.totals())
+
+    def drain(self) -> None:
+        """Wait until every parameter is up to date."""
+        self._executor.drain()
+
+    def check_bytes(self) -> None:
+        """Drain, and hold the ledger against the plan's formula.
+
+        Raises `ProgramError` when a byte was sent that the plan does not declare, or the reverse.
+        """
+        self.drain()
+        measured, expected = self._ledger.total(), self.expected_bytes()
+        for key in sorted(measured.keys() | expected.keys()):
+            sent, declared = measured.get(key, 0), expected.get(key, 0) * self._num_steps
+            if sent != declared:
+                message, tier = key
+                raise ProgramError(
+                    f"rank {self.rank} sent {sent} bytes of {message} on tier {tier!r} in {self._num_steps} steps, "
+                    f"but the plan declares {declared}"
+                )
+
+    def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """Return what the plan's formula says a step sends."""
+        program = self.program
+        return step_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+
+    def report(self, time_s: dict[str, float]) -> StepReport:
+        """Return the measured report of a step with these times; bytes are the mean of all steps so far."""
+        steps = max(1, self._num_steps)
+        sent = {key: total // steps for key, total in self._ledger.total().items()}
+        return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self._meter.peak())
+
+    def refresh_all(self) -> None:
+        """Bring every working copy up to date with the master parameters, as after loading a checkpoint.
+
+        Not counted in the ledger: it belongs to no step.
+        """
+        self._executor.drain()  # a refresh under way would bring old values after the new ones
+        collectives = Collectives(self.groups, self.program.plan, Ledger(), self._meter)
+        for state in self.states:
+            if state.trainable is not None:
+                state.publish()
+                state.refresh(collectives)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the small picklable `value` of every rank, in rank order. Every rank calls this."""
+        if self.program.cluster.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.program.cluster.world_size
+        dist.all_gather_object(values, value, group=self._everyone)
+        return values
+
+    def close(self) -> None:
+        """Stop the lane. The groups stay with the world."""
+        self._lane.close()
+
+    def _adopt(self, blocks: Sequence[nn.Module], initial: InitialValue | None, adamw: AdamWConfig) -> None:
+        replacements: dict[int, nn.Parameter] = {}
+        for state, block in zip(self.states, blocks, strict=True):
+            old = dict(block.named_parameters())
+
+            def value(spec: ParamSpec, state: BlockState = state, old: dict[str, nn.Parameter] = old) -> Tensor:
+                if initial is not None:
+                    return initial(state.spec.name, spec.name, spec.shape)
+                return old[spec.name].detach()
+
+            state.initialise(value, adamw)
+            for name, new in state.named_parameters():
+                replacements[id(old[name])] = new
+        replace_parameters(blocks, replacements)

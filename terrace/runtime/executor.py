@@ -1,0 +1,309 @@
+"""The executor: runs a program on blocks.
+
+A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a
+reduction or a recomputation happens where the program says and nowhere else; no hook is involved.
+Communication goes to the lane; an instruction waits only for what it reads:
+
+    FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters
+    BACKWARD            all reductions but the newest, so that at most one gradient is in flight
+    CLIP                every SYNC
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from terrace.comm import Collectives, Lane, Ticket
+from terrace.plan.layout import DEVICE
+from terrace.plan.validate import recomputed
+from terrace.program import Instruction, Op, Program
+from terrace.runtime.block_state import BlockState
+from terrace.runtime.clock import Clock
+
+Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
+Batch = tuple[Tensor, Tensor]  # inputs and labels of one micro-batch
+
+IGNORED_LABEL = -100
+_NORM_ROW = 4096
+
+
+class Progress(Protocol):
+    """Told where the rank is; `waiting_on` holds the ranks it waits for, itself included."""
+
+    def __call__(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What CLIP finds: mean loss and gradient norm over the valid tokens of the global step."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: Tensor
+
+
+@dataclass
+class _Pending:
+    """Communication under way, and the instruction that issued it."""
+
+    ticket: Ticket
+    counter: int
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    inputs: Tensor
+    output: Tensor | None  # with its graph; None when the backward recomputes it
+    random_state: Tensor | None
+
+
+class Executor:
+    """Runs one rank's program, step after step."""
+
+    def __init__(
+        self,
+        program: Program,
+        states: Sequence[BlockState],
+        collectives: Collectives,
+        lane: Lane,
+        clock: Clock,
+        objective: Objective,
+        clip: float,
+        rank: int,
+        progress: Progress,
+    ) -> None:
+        self._program = program
+        self._states = states
+        self._collectives = collectives
+        self._lane = lane
+        self._clock = clock
+        self._objective = objective
+        self._clip_norm = clip
+        self._progress = progress
+        self._again = recomputed(program.plan, program.blocks)
+        self._waiters = _Waiters(program, rank)
+        self._counts_norm = all(here == 0 for here in program.cluster.coordinates(rank)[program.layout.optimizer + 1 :])
+        self._handlers: dict[Op, Callable[[Instruction], None]] = {
+            Op.GATHER: self._gather,
+            Op.FREE: self._free,
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.REDUCE: self._reduce,
+            Op.SYNC: self._sync,
+            Op.CLIP: self._clip,
+            Op.UPDATE: self._update,
+            Op.REFRESH: self._refresh,
+        }
+        missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
+        assert not missing, f"the executor has no handler for {sorted(missing)}"
+        self._gathers: dict[int, _Pending] = {}
+        self._refreshes: dict[int, _Pending] = {}
+        self._reductions: deque[tuple[_Pending, BlockState, Tensor]] = deque()
+        self._syncs: list[_Pending] = []
+        self._sums = StepSums(torch.empty(0), torch.empty(0), torch.empty(0))  # until the first CLIP
+
+    def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
+        """Run one step; `batches` are this rank's micro-batches. Refreshes may still be under way after it."""
+        assert len(batches) == self._program.num_micros, f"{len(batches)} micro-batches for {self._program.num_micros}"
+        self._batches = batches
+        self._lr = lr
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._flow: dict[int, Tensor] = {}  # micro -> newest activation or gradient between blocks
+        self._loss = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
+        self._clock.start()
+        for counter, instruction in enumerate(self._program.instructions):
+            self._counter = counter
+            self._progress(counter, instruction, ())
+            self._handlers[instruction.op](instruction)
+        return self._sums
+
+    def drain(self) -> None:
+        """Wait for everything under way."""
+        while self._refreshes:
+            self._wait(self._refreshes.popitem()[1], "wait refresh")
+
+    def _wait(self, pending: _Pending, category: str) -> None:
+        instruction = self._program.instructions[pending.counter]
+        self._progress(pending.counter, instruction, self._waiters(instruction))
+        pending.ticket.wait()
+        self._clock.mark(category)
+
+    def _submit(self, work: Callable[[], None]) -> _Pending:
+        return _Pending(self._lane.submit(work), self._counter)
+
+    def _parameters_of(self, block: int) -> tuple[int, ...]:
+        return (block, *self._program.blocks[block].borrows)
+
+    def _await_parameters(self, block: int) -> None:
+        for needed in self._parameters_of(block):
+            if needed in self._gathers:
+                pending = self._gathers.pop(needed)
+                backward = self._program.instructions[pending.counter].backward
+                self._wait(pending, "wait gather_backward" if backward else "wait gather")
+            if self._program.layout.params == DEVICE and needed in self._refreshes:
+                self._wait(self._refreshes.pop(needed), "wait refresh")
+
+    def _gather(self, now: Instruction) -> None:
+        state, message = self._states[now.block], self._program.message(now)
+        self._refreshes.pop(now.block, None)  # the lane is in order: this gather runs after it
+        self._gathers[now.block] = self._submit(lambda: state.gather(self._collectives, message, now.secondary))
+
+    def _free(self, now: Instruction) -> None:
+        self._await_parameters(now.block)  # the lane must not fill what is being freed
+        self._states[now.block].free()
+
+    def _forward(self, now: Instruction) -> None:
+        self._await_parameters(now.block)
+        self._progress(self._counter, now, ())
+        inputs, labels = self._batches[now.micro]
+        if now.block > 0:
+            inputs = self._flow.pop(now.micro).detach().requires_grad_()
+        random_state = _random_state(inputs.device) if now.block in self._again else None
+        with torch.set_grad_enabled(random_state is None):
+            output = self._run_block(now.block, inputs, labels)
+        kept = output if random_state is None else None
+        self._kept[now.block, now.micro] = _Kept(inputs, kept, random_state)
+        if now.block == len(self._states) - 1:
+            self._loss += output.detach()
+        else:
+            self._flow[now.micro] = output
+        self._clock.mark("forward")
+
+    def _backward(self, now: Instruction) -> None:
+        self._await_parameters(now.block)
+        for needed in self._parameters_of(now.block):
+            self._open_gradient(self._states[needed])
+        self._progress(self._counter, now, ())
+        kept = self._kept.pop((now.block, now.micro))
+        output = kept.output
+        if output is None:
+            labels = self._batches[now.micro][1]
+            with _restored(kept.random_state, kept.inputs.device):
+                output = self._run_block(now.block, kept.inputs, labels)
+        gradient = self._flow.pop(now.micro, None)  # None at the last block: the loss has gradient one
+        if output.requires_grad:
+            torch.autograd.backward(output, gradient)
+        if now.block > 0:
+            assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
+            self._flow[now.micro] = kept.inputs.grad
+        self._clock.mark("backward")
+
+    def _run_block(self, block: int, inputs: Tensor, labels: Tensor) -> Tensor:
+        output: Tensor = self._states[block].module(inputs)
+        return self._objective(output, labels) if block == len(self._states) - 1 else output
+
+    def _open_gradient(self, state: BlockState) -> None:
+        if state.needs_buffer:
+            while len(self._reductions) > 1:
+                self._finish_reduction()
+            state.open_gradient()
+
+    def _reduce(self, now: Instruction) -> None:
+        state = self._states[now.block]
+        buffer = state.take_gradient()
+        if buffer is not None:
+            pending = self._submit(lambda: state.reduce(self._collectives, buffer))
+            self._reductions.append((pending, state, buffer))
+
+    def _finish_reduction(self) -> None:
+        # Only now may the buffer go: on CUDA the lane may still read it when the work was merely enqueued,
+        # and the allocator would hand its memory to the compute stream.
+        pending, state, buffer = self._reductions.popleft()
+        self._wait(pending, "wait reduce")
+        state.release(buffer)
+
+    def _sync(self, now: Instruction) -> None:
+        state = self._states[now.block]
+        self._syncs.append(self._submit(lambda: state.sync(self._collectives)))
+
+    def _clip(self, now: Instruction) -> None:
+        while self._reductions:
+            self._finish_reduction()
+        for pending in self._syncs:
+            self._wait(pending, "wait sync")
+        self._syncs.clear()
+        owned = [state.owned for state in self._states if state.owned.numel()]
+        squares = torch.stack([squared_norm(part) for part in owned]).sum() if owned else self._loss * 0
+        num_tokens = sum((labels != IGNORED_LABEL).sum() for _, labels in self._batches)
+        values = torch.stack([squares if self._counts_norm else squares * 0, self._loss, self._loss * 0 + num_tokens])
+        total: list[Tensor] = []
+        self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
+        squared, loss, count = total[0].unbind()
+        count = count.clamp(min=1.0)
+        norm = squared.sqrt() / count
+        self._sums = StepSums(loss / count, norm, count)
+        clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else 1.0
+        self._scale = clip / count
+        self._clock.mark("clip")
+
+    def _update(self, now: Instruction) -> None:
+        self._states[now.block].update(self._scale, self._lr)
+        self._clock.mark("update")
+
+    def _refresh(self, now: Instruction) -> None:
+        state = self._states[now.block]
+        self._refreshes[now.block] = self._submit(lambda: state.refresh(self._collectives))
+
+
+class _Waiters:
+    """The ranks that take part in a collective instruction, computed when somebody waits for it."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self._program = program
+        self._rank = rank
+        self._by_tiers: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def __call__(self, instruction: Instruction) -> tuple[int, ...]:
+        tiers = self._program.crossed(instruction)
+        if tiers not in self._by_tiers:
+            ranks = [self._rank]
+            for tier in tiers:
+                ranks = [peer for rank in ranks for peer in self._program.cluster.peers(rank, tier)]
+            self._by_tiers[tiers] = tuple(sorted(ranks))
+        return self._by_tiers[tiers]
+
+
+def squared_norm(values: Tensor) -> Tensor:
+    """Return the sum of squares of a 1-D tensor as an fp64 scalar.
+
+    One fp32 sum over a large shard is percents too low on a CPU, and by how much depends on the size of
+    the shard, so on the plan: rows of a few thousand are summed in the tensor's dtype, the rows in fp64.
+    """
+    cut = values.numel() // _NORM_ROW * _NORM_ROW
+    rows, rest = values[:cut].view(-1, _NORM_ROW), values[cut:]
+    total: Tensor = torch.linalg.vector_norm(rest).double().square()
+    if cut:
+        total = total + torch.linalg.vector_norm(rows, dim=1).double().square().sum()
+    return total
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class _restored:  # noqa: N801  (reads as a statement)
+    """Run the body with an earlier random state, so that a recomputed dropout drops the same elements."""
+
+    def __init__(self, state: Tensor | None, device: torch.device) -> None:
+        self._state = state
+        self._device = device
+
+    def __enter__(self) -> None:
+        assert self._state is not None, "only a recomputed block has a random state"
+        self._now = _random_state(self._device)
+        self._set(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._now)
+
+    def _set(self, state: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state, self._device)
+        else:
+            torch.set_rng_state(state)

@@ -1,0 +1,56 @@
+"""What a process knows about the world it belongs to, and which errors mean that a peer is in trouble.
+
+Nothing here starts a process or reads the environment: `launch` does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed.distributed_c10d import Store
+
+# Words of gloo, NCCL and the socket layer. Only the text tells a lost connection from another
+# `RuntimeError`, since gloo raises no class of its own.
+_LOST_CONNECTION = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_OUT_OF_MEMORY = "can't allocate memory"
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of a joined world.
+
+    `store` is a fresh name space that every rank of this life of the world shares. `on_hang`, if any,
+    delivers a hang message to whoever started the process. `supervised` says that the launcher sends
+    SIGTERM to every rank as soon as one dies. `store_rank` is the rank whose process hosts the store,
+    or None where the store outlives every rank.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    store: Store
+    on_hang: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    supervised: bool = False
+    store_rank: int | None = None
+
+
+def open_store(address: str, port: int, *, host_it: bool, timeout_s: float) -> Store:
+    """Return a client of the store at `address`; with `host_it` serve it, too (port 0: a free one)."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(address, port, is_master=host_it, wait_for_workers=False, timeout=timeout)
+
+
+def is_communication_error(error: BaseException, *, waiting: bool) -> bool:
+    """Say whether `error` is a peer's trouble seen from here, and not this rank's own.
+
+    With `waiting` (the rank was inside a collective) a bare `RuntimeError` counts too. Its subclasses,
+    out of memory among them, never do.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if type(error) is not RuntimeError or _OUT_OF_MEMORY in str(error):
+        return False
+    return waiting or any(word in str(error) for word in _LOST_CONNECTION)

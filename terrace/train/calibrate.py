@@ -1,0 +1,139 @@
+"""A second's measurement at the start of a run, so that the prediction is about this machine.
+
+Measured on all ranks at once, since they may share cores and links: the FLOP/s that one decoder layer
+reaches in its forward, the bandwidth of memory, and per tier latency and bandwidth of an all-gather (from
+a small and a large message, back to back). To every latency comes what messages cost beyond that when they
+alternate with computation, as they do in a step: a rank waits for partners that are not quite there, while
+another one may use the core. The result is the cluster with these constants in place of its own.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from terrace.cluster import Cluster, Tier
+from terrace.comm import TierGroup
+from terrace.comm.collectives import DTYPES, all_gather
+from terrace.model.config import forward_flops
+from terrace.model.decoder import build_blocks
+from terrace.model.init import initialise
+from terrace.runtime.engine import Engine
+from terrace.train.config import RunConfig
+
+_SOURCE = "measured at the start of the run"
+_SMALL_BYTES, _LARGE_BYTES = 4_096, 1_048_576  # per rank; around the sizes of a small model's messages
+_BUDGET_S = 0.3
+_REPEATS = 20  # of a collective: every member must make the same number of calls
+
+Work = Callable[[], object]
+Progress = Callable[[str], None]
+
+
+def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: None) -> Cluster:
+    """Return `run.cluster` with measured constants, the same on every rank. Every rank calls this.
+
+    `progress` is told what is measured next.
+    """
+    progress("compute and memory")
+    layer, flops = _layer(engine, run)
+    layer_s = _mean_seconds(engine, layer)
+    own = [flops / layer_s, _memory_bytes_per_s(engine)]
+    groups = [engine.groups[index] for index in range(len(run.cluster.tiers)) if engine.groups[index].size > 1]
+    for group in groups:
+        progress(group.tier)
+        own += _latency_and_bandwidth(engine, group)
+    progress("messages between computation")
+    own.append(_skew_s(engine, groups, layer, layer_s))
+    progress("the figures of all ranks")
+    everyone = torch.tensor(engine.exchange(own), dtype=torch.float64)  # (world size, constants)
+    mean = everyone.mean(0).tolist()
+    device = replace(
+        run.cluster.device,
+        peak_flops_per_s={**run.cluster.device.peak_flops_per_s, run.plan.compute: mean[0]},
+        memory_bandwidth_bytes_per_s=mean[1],
+        source=_SOURCE,
+    )
+    constants = dict(zip((group.tier for group in groups), zip(mean[2:-1:2], mean[3:-1:2], strict=True), strict=True))
+    tiers = [
+        _measured(tier, constants[tier.name][0] + mean[-1], constants[tier.name][1]) if tier.name in constants else tier
+        for tier in run.cluster.tiers
+    ]
+    return replace(run.cluster, device=device, tiers=tuple(tiers))
+
+
+def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float) -> Tier:
+    return replace(tier, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s, source=_SOURCE)
+
+
+def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
+    """Return a call that runs one layer forward on a micro-batch, and its FLOPs."""
+    config, dtype = replace(run.model, num_layers=1, vocab_size=1), DTYPES[run.plan.compute]
+    blocks = build_blocks(config)
+    initialise(blocks, config, 0, dtype, engine.device)
+    sizes = (run.plan.micro_batch, run.train.sequence)
+    x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
+    return lambda: blocks[1](x), forward_flops(config, 1, *sizes)
+
+
+def _memory_bytes_per_s(engine: Engine) -> float:
+    a = torch.zeros(_LARGE_BYTES, device=engine.device)
+    return 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
+
+
+def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
+    copies = group.size - 1
+    small_s, large_s = (
+        _mean_seconds(engine, _gather(engine, group, size), _REPEATS) for size in (_SMALL_BYTES, _LARGE_BYTES)
+    )
+    if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
+        return [0.0, copies * _LARGE_BYTES / large_s]
+    bandwidth = copies * (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
+    return [max(0.0, small_s / copies - _SMALL_BYTES / bandwidth), bandwidth]
+
+
+def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: float) -> float:
+    """Return what a message between computation costs beyond one back to back, averaged over tiers and neighbours."""
+    if not groups:
+        return 0.0
+    gathers = [_gather(engine, group, _SMALL_BYTES) for group in groups]
+
+    def messages() -> None:
+        for gather in gathers:
+            gather()
+
+    def alternating() -> None:
+        for gather in gathers:
+            layer()
+            gather()
+
+    together_s, apart_s = (_mean_seconds(engine, work, _REPEATS) for work in (alternating, messages))
+    neighbours = sum(group.size - 1 for group in groups)
+    return max(0.0, together_s - len(groups) * layer_s - apart_s) / neighbours
+
+
+def _gather(engine: Engine, group: TierGroup, num_bytes: int) -> Work:
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device=engine.device)
+    whole = torch.zeros(num_bytes * group.size, dtype=torch.uint8, device=engine.device)
+    return lambda: all_gather(whole, own, group=group.handle)
+
+
+def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:
+    """Return the mean time of a call, all ranks starting together; for about the budget, or `repeats` times."""
+    work()
+    if dist.is_initialized() and engine.program.cluster.world_size > 1:
+        dist.barrier()
+    _finish(engine)
+    begin, calls = time.perf_counter(), 0
+    while calls < repeats if repeats else (calls < 3 or time.perf_counter() - begin < _BUDGET_S):
+        work()
+        calls += 1
+    _finish(engine)
+    return (time.perf_counter() - begin) / calls
+
+
+def _finish(engine: Engine) -> None:
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)

@@ -1,0 +1,7 @@
+"""Checkpoints: written by all ranks of any plan, read by any ranks of any other."""
+
+from terrace.train.checkpoint.layout import check_model, checkpoint_bytes, latest
+from terrace.train.checkpoint.reading import Checkpoint, restore
+from terrace.train.checkpoint.writing import save
+
+__all__ = ["Checkpoint", "check_model", "checkpoint_bytes", "latest", "restore", "save"]

@@ -1,0 +1,196 @@
+"""The configuration of a run: one file plus dotted overrides, resolved and checked before anything starts.
+
+Layers, each laid over the one before: the embedded default, the file of `--config`, the flags `--model`,
+`--cluster`, `--plan` (a name or a file replaces the whole section), `--data`, then `--section.key value`.
+What a file names by a relative path lies beside that file; what a flag names, in the working directory.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
+from terrace.base.schema import dump, load, merge, read_table
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
+from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
+from terrace.model.spec import BlockSpec, freeze
+from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
+from terrace.runtime.settings import AdamWConfig
+
+_WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
+_NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": ""}  # key -> the value that is no path
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the text is, and how it becomes tokens."""
+
+    path: str = "stdlib"
+    tokenizer: str = "bytes"
+    cache: str = ".terrace-cache"
+
+    def absolute(self) -> "DataConfig":
+        """Return the same places under names that hold in any working directory."""
+        named = {name: getattr(self, name) for name in _NAMES_OF_DATA}
+        return replace(self, **{name: os.path.abspath(at) for name, at in named.items() if at != _NAMES_OF_DATA[name]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at a time, and what is written. `batch` is in sequences per step, over all ranks."""
+
+    steps: int
+    batch: int
+    sequence: int
+    seed: int = 0
+    warmup_steps: int = 0
+    final_lr_fraction: float = 0.1  # the cosine ends at this part of the peak learning rate
+    freeze: tuple[str, ...] = ()  # patterns over block.parameter
+    log_every: int = 10
+    checkpoint_every: int = 0  # 0: only at the end
+    keep_checkpoints: int = 2
+    timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
+    target_loss: float | None = None  # the run fails when its last losses lie above
+    prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1}
+        least |= {"checkpoint_every": 0, "keep_checkpoints": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
+        if not 0 <= self.final_lr_fraction <= 1:
+            raise ConfigError(f"train.final_lr_fraction = {self.final_lr_fraction} must lie between 0 and 1")
+        if not 0 < self.timeout_s <= 1e6:
+            raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
+        if self.target_loss is not None and not math.isfinite(self.target_loss):
+            raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run."""
+
+    model: ModelConfig
+    cluster: Cluster
+    plan: Plan
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """Return the block specs with frozen parameters marked."""
+        return freeze(block_specs(self.model), self.train.freeze)
+
+    def num_micros(self) -> int:
+        """Return the micro-batches per rank and step."""
+        return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.train.batch)
+
+
+def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]) -> RunConfig:
+    """Return the checked configuration.
+
+    `flags` may hold model, cluster, plan and data; `overrides` is the nested table of dotted overrides.
+    Raises the `TerraceError` of whatever is wrong.
+    """
+    table = read_table(Path(str(resources.files(__package__) / "default.toml")))
+    if config_path is not None:
+        table = _lay_over(table, read_table(Path(config_path)), Path(config_path).parent)
+    for name in _WHOLE:
+        if flags.get(name) is not None:
+            table[name] = flags[name]
+    if flags.get("data") is not None:
+        table = merge(table, {"data": {"path": flags["data"]}})
+    table = {name: section(name, value) for name, value in table.items()}
+    return parse_run(merge(table, overrides))
+
+
+def parse_run(table: Mapping[str, Any]) -> RunConfig:
+    """Build and check a run from its whole table."""
+    known = [item.name for item in fields(RunConfig)]
+    for name, value in table.items():
+        if name not in known:
+            raise ConfigError(f"unknown section {name!r}{did_you_mean(name, known)}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {value!r} must be a table of keys")
+    for name in ("model", "cluster", "plan", "train"):
+        if name not in table:
+            raise ConfigError(f"section [{name}] is missing")
+    cluster = parse_cluster(dict(table["cluster"]))
+    run = RunConfig(
+        model=parse_model(table["model"]),
+        cluster=cluster,
+        plan=parse_plan(table["plan"], cluster),
+        data=load(DataConfig, table.get("data", {}), "data"),
+        train=load(TrainConfig, table["train"], "train"),
+        optimizer=load(AdamWConfig, table.get("optimizer", {}), "optimizer"),
+    )
+    _check(run)
+    return run
+
+
+def run_toml(run: RunConfig) -> str:
+    """Return the resolved configuration as TOML; `parse_run` reads it back to an equal value."""
+    table = {item.name: dump(getattr(run, item.name)) for item in fields(run)}
+    table["model"] = dump(to_table(run.model))
+    return tomli_w.dumps(table)
+
+
+def section(name: str, value: Any) -> Any:
+    """Return the table of a section that may be given by name or path."""
+    if not isinstance(value, str) or name not in _WHOLE:
+        return value
+    if name == "cluster":
+        return cluster_table(value)
+    if name == "model":
+        return read_table(Path(value, "config.json") if os.path.isdir(value) else Path(value))
+    if value in PRESETS:
+        return {"preset": value}
+    if Path(value).suffix not in (".toml", ".json") and not os.path.exists(value):
+        raise PlanError(f"no plan preset or file {value!r}{did_you_mean(value, PRESETS)}")
+    return read_table(Path(value))
+
+
+def _check(run: RunConfig) -> None:
+    blocks = run.blocks()
+    validate(run.cluster, run.plan, blocks)
+    run.num_micros()
+    if run.model.learned_positions and run.train.sequence > run.model.max_positions:
+        raise ModelError(
+            f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
+            f"model has: use at most {run.model.max_positions}"
+        )
+    if not any(block.num_trainable for block in blocks):
+        raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
+
+
+def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Lay a user's file over the defaults; a section that is whole by nature replaces the default's."""
+    result = merge(table, {name: value for name, value in own.items() if name not in _WHOLE})
+    result |= {name: _beside(folder, name, own[name]) for name in _WHOLE if name in own}
+    data = own.get("data")
+    if isinstance(data, Mapping):
+        named = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
+        result["data"] = merge(result["data"], named)
+    return result
+
+
+def _beside(folder: Path, name: str, value: Any) -> Any:
+    """Return a preset's name as it is, and the path of a file in `folder`."""
+    presets = {"cluster": preset_names(), "plan": list(PRESETS), "model": []}[name]
+    if not isinstance(value, str) or not value or value in presets:
+        return value
+    path = folder / value
+    # A bare word that is no file is more likely a misspelt preset, whose error then shows it as written.
+    return str(path) if name == "model" or path.suffix or os.path.exists(path) else value
+
+
+def _is_path(key: str, value: Any) -> bool:
+    return key in _NAMES_OF_DATA and isinstance(value, str) and value not in ("", _NAMES_OF_DATA[key])

@@ -1,0 +1,19 @@
+"""Data: text to tokens once, then the batch of any step on any number of ranks."""
+
+from terrace.train.data.batches import Batches
+from terrace.train.data.corpus import find_documents, read_documents
+from terrace.train.data.order import SampleOrder
+from terrace.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from terrace.train.data.tokens import TokenFile, prepare_tokens
+
+__all__ = [
+    "Batches",
+    "ByteTokenizer",
+    "SampleOrder",
+    "TokenFile",
+    "Tokenizer",
+    "find_documents",
+    "load_tokenizer",
+    "prepare_tokens",
+    "read_documents",
+]

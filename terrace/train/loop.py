@@ -1,0 +1,219 @@
+"""The training loop of one rank.
+
+    with the world joined:  engine -> resume -> calibrate and predict -> steps -> checkpoint -> sample
+
+Everything a user may have got wrong was checked before; what can still fail here is the machine.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrace.base.errors import TrainingError
+from terrace.cluster import Cluster
+from terrace.model.config import forward_flops, num_params, to_table
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.init import initial_value
+from terrace.program import StepReport, build
+from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.watchdog import Watchdog, watch
+from terrace.runtime.world import World
+from terrace.simulate import simulate, step_costs
+from terrace.train.calibrate import calibrate
+from terrace.train.checkpoint import Checkpoint, latest, restore, save
+from terrace.train.config import RunConfig
+from terrace.train.data import Batches, TokenFile, load_tokenizer
+from terrace.train.generate import generate
+from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.schedule import learning_rate
+
+_PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
+_SAMPLE_MAX_PARAMS = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank is handed: the run, its folder, its tokens, and the checkpoint to go on from."""
+
+    run: RunConfig
+    folder: Path
+    tokens: TokenFile
+    tokenizer_fingerprint: str
+    resume: Path | None = None
+
+
+def train(world: World, job: Job, observer: Observer) -> Outcome:
+    """Train to the last step and return how it ended. Every rank calls this, each with its own observer.
+
+    Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError`
+    when the loss is not a number any more.
+    """
+    with watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
+        return _Run(world, job, observer, dog).outcome()
+
+
+class _Run:
+    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog) -> None:
+        run = job.run
+        self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
+        self.step = 0
+        self.engine = Engine(
+            build_blocks(run.model),
+            names=[spec.name for spec in run.blocks()],
+            cluster=run.cluster,
+            plan=run.plan,
+            num_micros=run.num_micros(),
+            objective=token_loss,
+            rank=world.rank,
+            device=device_of(),
+            adamw=run.optimizer,
+            initial=self._initial,
+            freeze=run.train.freeze,
+            timeout=timedelta(seconds=2 * run.train.timeout_s),  # the watchdog speaks first
+            progress=lambda counter, instruction, ranks: dog.at(self.step, counter, instruction, ranks),
+        )
+        self.batches = Batches(job.tokens, run.train.sequence, run.train.batch, run.train.seed)
+
+    def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.job.resume is not None:
+            return torch.zeros(1).expand(shape)  # the checkpoint has the values
+        return initial_value(self.run.model, block, name, shape, self.run.train.seed)
+
+    def outcome(self) -> Outcome:
+        first_step = self._resume()
+        everyone = tuple(range(self.world.world_size))
+        cluster = calibrate(self.engine, self.run, lambda what: self.dog.at(first_step, 0, f"MEASURE {what}", everyone))
+        predicted = predict(self.run, cluster)
+        self.observer.started(predicted, cluster, first_step)
+        summary = self._steps(first_step)
+        folder = latest(self.job.folder)
+        assert folder is not None, "a run ends with a checkpoint"
+        result = Outcome(
+            final_loss=summary.final_loss,
+            num_steps=self.run.train.steps,
+            checkpoint=folder,
+            predicted=predicted,
+            measured=self.engine.report(summary.mean_time_s),
+            sample=self._sample(folder),
+        )
+        self.engine.close()
+        self.observer.finished(result)
+        return result
+
+    def _resume(self) -> int:
+        if self.job.resume is None:
+            return 0
+        self.dog.idle("loading the checkpoint")
+        checkpoint = Checkpoint(self.job.resume)
+        restore(self.engine, checkpoint)
+        return checkpoint.step
+
+    def _steps(self, first_step: int) -> Summary:
+        train, summary = self.run.train, Summary(self.run.train.steps - first_step)
+        metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
+        begin = time.perf_counter()
+        for self.step in range(first_step, train.steps):
+            started = time.perf_counter()
+            rate = learning_rate(self.step, train, self.run.optimizer)
+            result = self.engine.step(self._micro_batches(), rate)
+            record = self._record(result, rate, time.perf_counter() - started)
+            summary.add(record)
+            if metrics is not None:
+                metrics.write(record)
+            done = self.step + 1 - first_step
+            per_step_s = (time.perf_counter() - begin) / done
+            self.observer.stepped(record, per_step_s * (train.steps - self.step - 1))
+            _check_finite(result, self.step)
+            if self.step == first_step:
+                self.engine.check_bytes()  # a wrong byte count stops the run while it has cost nothing
+            if train.checkpoint_every and (self.step + 1) % train.checkpoint_every == 0 and self.step + 1 < train.steps:
+                self._save(self.step + 1)
+        if first_step < train.steps:
+            self._save(train.steps)
+        if metrics is not None:
+            metrics.close()
+        return summary
+
+    def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        layout, device = self.engine.program.layout, self.engine.device
+        micros = []
+        for micro in range(self.engine.program.num_micros):
+            arrays = self.batches.micro_batch(
+                self.step, micro, self.world.rank, layout.data_degree, self.run.plan.micro_batch
+            )
+            inputs, labels = (torch.from_numpy(array).to(device) for array in arrays)
+            micros.append((inputs, labels))
+        return micros
+
+    def _record(self, result: StepResult, rate: float, step_s: float) -> StepRecord:
+        return StepRecord(
+            step=self.step + 1,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            num_tokens=result.num_tokens,
+            step_s=step_s,
+            tokens_per_s=result.num_tokens / step_s,
+            time_s={**result.time_s, "other": result.time_s.get("other", 0.0) + step_s - sum(result.time_s.values())},
+        )
+
+    def _save(self, step: int) -> None:
+        self.engine.drain()
+        self.dog.idle("saving a checkpoint")
+        folder = save(self.engine, self.job.folder, step, self._facts(), self.run.train.keep_checkpoints)
+        self.observer.saved(folder)
+        self.engine.check_bytes()
+
+    def _facts(self) -> Mapping[str, Any]:
+        return {
+            "model": to_table(self.run.model),
+            "plan": self.run.plan.name,
+            "tokenizer": self.job.tokenizer_fingerprint,
+            "data": self.job.tokens.digest,
+            "seed": self.run.train.seed,
+            "batch": self.run.train.batch,
+            "sequence": self.run.train.sequence,
+        }
+
+    def _sample(self, folder: Path) -> str | None:
+        if self.world.rank != 0:
+            return None
+        self.dog.idle("generating a sample")
+        if num_params(self.run.model) > _SAMPLE_MAX_PARAMS:
+            return None  # the ranks would wait for one of them; `terrace generate` does it afterwards
+        tokenizer, train = load_tokenizer(self.run.data.tokenizer), self.run.train
+        prompt = train.prompt
+        if prompt is None:
+            prompt = tokenizer.decode(self.job.tokens.open()[:_PROMPT_TOKENS].tolist())
+        return prompt + generate(
+            folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
+        )
+
+
+def device_of() -> torch.device:
+    """Return the device of this rank: its GPU where ranks talk over nccl, else the CPU."""
+    if dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
+
+
+def predict(run: RunConfig, cluster: Cluster) -> StepReport:
+    """Return the predicted report of a steady step of this run on `cluster`."""
+    program = build(cluster, run.plan, run.blocks(), run.num_micros())
+    sizes = (run.plan.micro_batch, run.train.sequence)
+    flops = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
+    return simulate(program, step_costs(program, flops))
+
+
+def _check_finite(result: StepResult, step: int) -> None:
+    if not (abs(result.loss) < float("inf") and abs(result.grad_norm) < float("inf")):
+        raise TrainingError(
+            f"step {step + 1} has loss {result.loss} and gradient norm {result.grad_norm}: the run cannot go on; "
+            "lower optimizer.lr and resume from the last checkpoint"
+        )

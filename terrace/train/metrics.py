@@ -1,0 +1,146 @@
+"""What a run reports while it goes and when it ends, and the metrics file."""
+
+import json
+from collections import defaultdict, deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from terrace.base.errors import TrainingError
+from terrace.base.files import write_atomic
+from terrace.cluster import Cluster
+from terrace.program import StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is that of the whole world."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    step_s: float
+    tokens_per_s: float
+    time_s: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended: final loss (mean of the last tenth of the steps) and the two reports."""
+
+    final_loss: float
+    num_steps: int
+    checkpoint: Path
+    predicted: StepReport
+    measured: StepReport
+    sample: str | None
+
+
+class Summary:
+    """The figures a run ends with, kept in constant memory: mean times, and the mean loss of the last tenth.
+
+    The first steps are left out of the times: they warm caches up.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_warm_up = min(num_steps // 4, 10)
+        self._num_seen = 0
+        self._losses: deque[float] = deque(maxlen=max(1, num_steps // 10))
+        self._time_s: dict[str, float] = defaultdict(float)
+
+    def add(self, record: StepRecord) -> None:
+        """Take one step in."""
+        self._num_seen += 1
+        self._losses.append(record.loss)
+        if self._num_seen > self._num_warm_up:
+            for category, seconds in record.time_s.items():
+                self._time_s[category] += seconds
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last tenth of the steps; NaN before the first."""
+        return sum(self._losses) / len(self._losses) if self._losses else float("nan")
+
+    @property
+    def mean_time_s(self) -> dict[str, float]:
+        """Mean seconds by category."""
+        steps = max(1, self._num_seen - self._num_warm_up)
+        return {category: total / steps for category, total in self._time_s.items()}
+
+
+class Observer(Protocol):
+    """Told what happens; only rank 0 has one that shows it."""
+
+    def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
+        """The engine is ready; `cluster` carries the measured constants behind the prediction."""
+
+    def stepped(self, record: StepRecord, seconds_left: float) -> None:
+        """A step is done."""
+
+    def saved(self, folder: Path) -> None:
+        """A checkpoint is complete."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """The run is over."""
+
+
+class Silent:
+    """The observer of the other ranks."""
+
+    def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None: ...
+
+    def stepped(self, record: StepRecord, seconds_left: float) -> None: ...
+
+    def saved(self, folder: Path) -> None: ...
+
+    def finished(self, outcome: Outcome) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run folder. On resume, lines of steps that will be run again are dropped.
+
+    So is a last line that a crash cut short. Raises `TrainingError` when the file cannot be written.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        self._path = path
+        try:
+            records = read_metrics(path) if path.exists() else []
+            write_atomic(path, "".join(_line(record) for record in records if record.step <= first_step))
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line and hand it to the system at once, so that it can be followed."""
+        try:
+            self._file.write(_line(record))
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> TrainingError:
+        return TrainingError(
+            f"cannot write {self._path}: {error.strerror}; make room, then go on from the last checkpoint with --resume"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """Return the records of a metrics file, up to the first line that is not one: a crash may cut the last short."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            records.append(StepRecord(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return records
+
+
+def _line(record: StepRecord) -> str:
+    return json.dumps(asdict(record)) + "\n"

@@ -1,0 +1,91 @@
+"""Faults put into a running engine on purpose: each must make a comparison fail that passes without it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from terrace.comm import Collectives
+from terrace.plan import MessageClass
+from terrace.runtime.engine import Engine
+
+VICTIM = 2  # the block that a fault befalls
+
+
+def wrong_divisor(engine: Engine) -> None:
+    """Divide by twice the number of tokens."""
+    inner = engine.collectives.sum_control
+
+    def doubled(values: Tensor) -> Tensor:
+        return inner(values) * torch.tensor([1.0, 1.0, 2.0], dtype=values.dtype)
+
+    engine.collectives.sum_control = doubled  # type: ignore[method-assign]
+
+
+def wrong_scale(engine: Engine) -> None:
+    """Scale one block's gradient wrongly, after the norm was taken."""
+    state = engine.states[VICTIM]
+    inner = state.update
+    state.update = lambda scale, lr: inner(scale * 0.5, lr)  # type: ignore[method-assign]
+
+
+def skipped_reduce(engine: Engine) -> None:
+    """Lose one block's gradient of all micro-batches but the first, on every rank."""
+    state = engine.states[VICTIM]
+    inner = state.reduce
+
+    def lossy(collectives: Collectives, buffer: Tensor) -> None:
+        if state._is_fresh:
+            inner(collectives, buffer)
+
+    state.reduce = lossy  # type: ignore[method-assign]
+
+
+def stale_refresh(engine: Engine) -> None:
+    """Send one block's new parameters as usual, but keep the old ones of the other ranks."""
+    state = engine.states[VICTIM]
+    inner = state.refresh
+
+    def stale(collectives: Collectives) -> None:
+        flat, layout = state.trainable, engine.program.layout
+        assert flat is not None
+        own = flat.part_within(layout.optimizer, layout.params)
+        inner(collectives)
+        others = torch.ones(flat.shard.numel(), dtype=torch.bool)
+        others[own] = False
+        flat.shard[others] = before[others]
+        before.copy_(flat.shard)
+
+    assert state.trainable is not None
+    before = state.trainable.shard.clone()
+    state.refresh = stale  # type: ignore[method-assign]
+
+
+def unrounded_own_part(engine: Engine) -> None:
+    """Put back the rank's own values after a gather whose format rounds, so that replicas drift apart."""
+    whole_gather = engine.collectives.gather
+
+    def gather(message: MessageClass, piece: Callable[[int], Tensor], outer: int, inner: int) -> None:
+        own = piece(outer).clone()
+        whole_gather(message, piece, outer, inner)
+        piece(outer).copy_(own)
+
+    engine.collectives.gather = gather  # type: ignore[method-assign]
+
+
+def uncounted_byte(engine: Engine) -> None:
+    """Send one byte that no formula declares."""
+    engine._ledger.add(MessageClass.REDUCE, "node", 1)
+
+
+SABOTAGES: dict[str, Callable[[Engine], None]] = {
+    function.__name__: function
+    for function in (
+        wrong_divisor,
+        wrong_scale,
+        skipped_reduce,
+        stale_refresh,
+        unrounded_own_part,
+        uncounted_byte,
+    )
+}

@@ -1,0 +1,58 @@
+"""Every `terrace` or `torchrun` command that the docs show is run, and every `make` target exists."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _commands() -> list[tuple[str, str]]:
+    found = []
+    for path in DOCS:
+        for block in re.findall(r"```(?:console|sh|bash)\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
+            for line in block.splitlines():
+                if line.startswith("$ "):
+                    found.append((path.name, line[2:].split("  #")[0].strip()))
+    return found
+
+
+def _runs_here() -> list[tuple[str, str]]:
+    return [(name, command) for name, command in _commands() if command.split()[0] in ("terrace", "torchrun")]
+
+
+def test_the_docs_show_commands() -> None:
+    assert {"README.md", "plans.md", "training.md"} <= {name for name, _ in _commands()}
+    for name, command in _commands():
+        assert command.split()[0] in ("terrace", "torchrun", "make", "git", "cd"), f"{name}: {command}"
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name, command in _commands():
+        if command.split()[0] == "make":
+            assert re.search(rf"^{command.split()[1]}:", makefile, re.M), f"{name}: {command}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("document", sorted({name for name, _ in _runs_here()}))
+def test_commands_of_a_document_run_in_order(document: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    for name, command in _runs_here():
+        if name != document:
+            continue
+        here = command.replace("/tmp/", f"{tmp_path}/")
+        done = subprocess.run(
+            here, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout.strip(), f"{command} printed nothing"

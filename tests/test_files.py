@@ -1,0 +1,70 @@
+"""Atomic files: the old content or the new one, and nothing left behind."""
+
+import errno
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from terrace.base.files import sync_folder, write_atomic
+
+
+def _no_space(*_args: object, **_kwargs: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(("content", "raw"), [("caf\u00e9\n", b"caf\xc3\xa9\n"), (b"\x00\r\n", b"\x00\r\n"), ("", b"")])
+def test_writes_exactly_the_content(tmp_path: Path, content: str | bytes, raw: bytes) -> None:
+    path = tmp_path / "new" / "folder" / "file"
+    write_atomic(path, content)
+    assert path.read_bytes() == raw
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_replaces_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a long old content", encoding="utf-8")
+    write_atomic(path, "new")
+    assert path.read_text(encoding="utf-8") == "new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "chmod", "replace"])
+@pytest.mark.parametrize("old", ["old", None])
+def test_failure_leaves_the_folder_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, old: str | None
+) -> None:
+    path = tmp_path / "file"
+    if old is not None:
+        path.write_text(old, encoding="utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, _no_space)
+        with pytest.raises(OSError, match="No space left") as caught:
+            write_atomic(path, "new")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ([] if old is None else ["file"])
+    assert old is None or path.read_text(encoding="utf-8") == old
+
+
+def test_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_handle: int) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomic(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_content_that_cannot_be_encoded_touches_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(tmp_path / "new" / "file", "\ud800")
+    assert os.listdir(tmp_path) == []
+
+
+def test_sync_folder(tmp_path: Path) -> None:
+    sync_folder(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_folder(tmp_path / "missing")

@@ -1,0 +1,91 @@
+"""What people look at: tables say what they should, the picture is valid and holds the data."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from terrace.cluster import load_cluster
+from terrace.plan import MessageClass, preset
+from terrace.program import StepReport
+from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table
+from terrace.report.tables import quantity, seconds
+
+LOCAL = load_cluster("local")
+
+
+def _text(*tables: Table) -> str:
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for table in tables:
+        console.print(table)
+    return console.export_text()
+
+
+def test_plan_table_places_every_state_on_its_tier() -> None:
+    lines = _text(plan_table(LOCAL, preset("three-level", LOCAL))).splitlines()
+    placed = {line.split()[0]: line for line in lines if line.split()[:1] and line.split()[0] in "package node system"}
+    assert "params /2" in placed["package"]
+    assert "grads /4" in placed["node"]
+    assert "optimizer /8" in placed["system"]
+    replicated = _text(plan_table(LOCAL, preset("ddp", LOCAL)))
+    assert "params, grads, optimizer (replicated)" in replicated
+
+
+def test_plan_table_says_which_links_are_shared() -> None:
+    ethernet = load_cluster("ethernet")
+    lines = _text(plan_table(ethernet, preset("zero3", ethernet))).splitlines()
+    for tier in ethernet.tiers:
+        line = next(line for line in lines if line.split()[:1] == [tier.name])
+        assert (", shared" in line) == tier.shared
+
+
+def test_bytes_table_totals_each_tier() -> None:
+    sent = {(MessageClass.GATHER, "package"): 1500, (MessageClass.SYNC, "system"): 2_000_000}
+    text = _text(bytes_table(sent, ["package", "node", "system"]))
+    total = next(line for line in text.splitlines() if line.startswith(" total"))
+    assert re.findall(r"1\.5 kB|2 MB", total) == ["1.5 kB", "2 MB"]
+
+
+def test_memory_table_adds_up() -> None:
+    text = _text(memory_table({"params": 1000, "grads": 500, "secondary": 0}, 2e9))
+    assert "1.5 kB" in text
+    assert "secondary" not in text
+
+
+def test_comparison_says_where_bytes_differ() -> None:
+    predicted = StepReport(
+        time_s={"forward": 1.0}, sent_bytes={(MessageClass.SYNC, "node"): 8}, memory_bytes={"params": 4}
+    )
+    measured = StepReport(
+        time_s={"forward": 2.0, "other": 0.5}, sent_bytes={(MessageClass.SYNC, "node"): 9}, memory_bytes={"params": 4}
+    )
+    text = _text(*comparison_tables(predicted, measured))
+    assert "DIFFERENT" in text
+    assert "-50 %" in text
+    assert "equal" in _text(*comparison_tables(predicted, predicted))
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB")])
+def test_quantities(value: float, text: str) -> None:
+    assert quantity(value, "B") == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(2.5, "2.50 s"), (0.0125, "12.5 ms"), (3e-5, "30 us")])
+def test_seconds(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize("losses", [[3.0, 2.0, 1.5], [2.0], [1.0, 1.0], [1e-3, 5.0, 4.0]])
+def test_loss_curve_is_valid_and_complete(losses: list[float]) -> None:
+    svg = loss_svg(list(range(1, len(losses) + 1)), losses, title="a < b & c", target=1.2)
+    root = ElementTree.fromstring(svg)
+    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
+    assert len(lines) == 2
+    for line in lines:
+        points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+        assert len(points) == len(losses)
+        assert all(0 <= x <= 720 and 0 <= y <= 360 for x, y in points)
+    assert "a < b & c" in "".join(root.itertext())
+    assert "target 1.2" in "".join(root.itertext())

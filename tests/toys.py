@@ -1,0 +1,129 @@
+"""Small models, batches and clusters for tests of plans, programs and the runtime.
+
+The toy model is awkward on purpose: tied embeddings, a frozen matrix, a parameter of one element, sizes
+that no world size divides, sequences with different numbers of labels, and one without any.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.cluster import Cluster, load_cluster
+from terrace.model.config import ModelConfig, parse_model
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.init import initialise
+from terrace.plan import Layout, Plan
+from terrace.plan.wire import PLACEABLE
+
+VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
+TIER_NAMES = ("package", "node", "system", "site")
+
+
+def cluster_of(*sizes: int, memory_bytes: float = 2e9) -> Cluster:
+    """A cluster with these tier sizes, innermost first, named package, node, system and site."""
+    local = load_cluster("local")
+    tiers = tuple(replace(local.tiers[0], name=name, size=size) for name, size in zip(TIER_NAMES, sizes, strict=False))
+    return replace(local, name="test", device=replace(local.device, memory_bytes=memory_bytes), tiers=tiers)
+
+
+class _Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, HIDDEN) * 0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class _Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.weight)
+
+
+def _toy() -> list[nn.Module]:
+    torch.manual_seed(0)
+    embedding, layers = _Embedding(), [_Layer() for _ in range(3)]
+    layers[1].up.weight.requires_grad = False
+    return [embedding, *layers, _Head(embedding.weight)]
+
+
+def _summed_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+def _decoder(config: ModelConfig) -> Callable[[], list[nn.Module]]:
+    def build() -> list[nn.Module]:
+        blocks = build_blocks(config, dtype=torch.float64)
+        initialise(blocks, replace(config, init_std=0.3), seed=0, dtype=torch.float64)
+        return blocks
+
+    return build
+
+
+@dataclass(frozen=True)
+class Model:
+    """How to build a model in fp64, the same on every rank, and its summed loss."""
+
+    build: Callable[[], list[nn.Module]]
+    objective: Callable[[Tensor, Tensor], Tensor]
+
+    def blocks(self, dtype: torch.dtype) -> list[nn.Module]:
+        """Fresh blocks; a shared parameter stays shared."""
+        blocks = self.build()
+        for block in blocks:
+            for parameter in block.parameters():
+                parameter.data = parameter.data.to(dtype)
+        return blocks
+
+
+_SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LLAMA = _SIZES | {"model_type": "llama", "intermediate_size": 10, "num_key_value_heads": 2, "hidden_act": "silu"}
+_NEOX = _SIZES | {"model_type": "gpt_neox", "intermediate_size": 12, "rotary_pct": 1.0}
+_GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+MODELS = {
+    "toy": Model(_toy, _summed_cross_entropy),
+    "llama tied": Model(_decoder(replace(parse_model(_LLAMA), tied_embeddings=True)), token_loss),
+    "gpt2": Model(_decoder(parse_model(_GPT2)), token_loss),
+    "gpt_neox": Model(_decoder(parse_model(_NEOX)), token_loss),
+}
+
+
+def make_batch(step: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels (batch, SEQUENCE) of one step of the whole world; some labels are ignored."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (batch, SEQUENCE), generator=generator)
+    labels = tokens.roll(-1, dims=1)
+    labels[0, :3] = -100
+    if batch > 2:
+        labels[2] = -100
+    return tokens, labels
+
+
+def with_wires(cluster: Cluster, plan: Plan, name: str) -> Plan:
+    """Return the plan with every message in one format, wherever it crosses."""
+    layout = Layout.of(cluster, plan)
+    table = {message.value: {layout.tiers[tier]: name for tier in layout.route(message)} for message in PLACEABLE}
+    return replace(plan, wire=table)
