@@ -1,11 +1,27 @@
 """Message classes and wire formats.
 
-A message class says what a message is for; a wire format says how many bytes its elements take. The
-table `wire.<class>.<tier> = "<format>"` of a plan combines them.
+A message class says what a message is for; a wire format says how its elements travel and how many bytes
+they take. The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format is written
+
+    fp64 | fp32 | bf16                       a dtype: every element as it is, or rounded
+    fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale
+
+A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of
+all elements, then zeros up to a multiple of 16 bytes:
+
+    bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
+
+The last block may be short, so any n can travel: one element, a prime number, none. `+feedback` keeps what
+rounding took from a gradient and adds it to the next one sent the same way (error feedback, arXiv
+1901.09847).
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
+
+from terrace.base.errors import PlanError, did_you_mean
 
 
 class MessageClass(StrEnum):
@@ -16,30 +32,77 @@ class MessageClass(StrEnum):
     REDUCE = "reduce"  # gradients of one micro-batch, up to the grads tier
     SYNC = "sync"  # accumulated gradients, once a step, over the tiers outside
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
-    CONTROL = "control"  # squared gradient norm, loss and token count: three fp64 numbers a step
+    CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
 PLACEABLE = tuple(message for message in MessageClass if message is not MessageClass.CONTROL)
+GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 
-# One control message: the squared norm, the loss sum and the token count, as fp64.
-CONTROL_BYTES = 3 * 8
+SCALE_BYTES = 2  # a bf16: the range of fp32, and rounding it up costs at most 1/128 of the step
+MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
+_BLOCKS = range(16, 4096 + 1)
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How elements travel. `mantissa_bits` orders formats by precision."""
+    """How elements travel.
 
-    name: str
-    element_bytes: int
+    `codec` is a dtype or a block codec, `bits` one element without its scale, `block` how many elements
+    share a scale (0 for a dtype), `mantissa_bits` orders formats by precision.
+    """
+
+    name: str  # as the plan writes it
+    codec: str
+    bits: int
     mantissa_bits: int
+    block: int = 0
+    feedback: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of a dtype."""
+        assert not self.block, f"{self.name} has no whole bytes an element"
+        return self.bits // 8
 
     def message_bytes(self, numel: int) -> int:
-        """Return the size of one message of `numel` elements."""
-        return self.element_bytes * numel
+        """Return the size of one message of `numel` elements, scales and padding included."""
+        if not self.block:
+            return self.bits // 8 * numel
+        used = SCALE_BYTES * -(-numel // self.block) + -(-numel * self.bits // 8)
+        return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
 
 FORMATS = {
-    "fp64": WireFormat("fp64", 8, 52),
-    "fp32": WireFormat("fp32", 4, 23),
-    "bf16": WireFormat("bf16", 2, 7),
+    wire.name: wire
+    for wire in (
+        WireFormat("fp64", "fp64", 64, 52),
+        WireFormat("fp32", "fp32", 32, 23),
+        WireFormat("bf16", "bf16", 16, 7),
+        WireFormat("fp8", "fp8", 8, 3, block=128),  # e4m3: 4 bits of exponent, 3 of mantissa
+        WireFormat("int8", "int8", 8, 6, block=128),
+        WireFormat("int4", "int4", 4, 2, block=128),
+    )
 }
+
+
+@lru_cache(maxsize=256)
+def parse_format(text: str) -> WireFormat:
+    """Return the format that `text` names; raises `PlanError` for one that does not exist."""
+    match = re.fullmatch(r"([^:+]*)(?::([^+]*))?(\+.*)?", text)
+    assert match is not None, f"{text!r}: the pattern takes any text"
+    codec, block, suffix = match.groups()
+    if codec not in FORMATS:
+        raise PlanError(f"{text!r} is not a wire format{did_you_mean(codec, FORMATS)}")
+    if suffix not in (None, "+feedback"):
+        raise PlanError(f"wire format {text!r} ends in {suffix!r}: what a format can end in is '+feedback'")
+    wire = replace(FORMATS[codec], name=text, feedback=suffix is not None)
+    if not wire.block and (block is not None or wire.feedback):
+        raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
+    if block is None:
+        return wire
+    if not (block.isascii() and block.isdigit() and int(block) in _BLOCKS and int(block).bit_count() == 1):
+        raise PlanError(
+            f"wire format {text!r}: a block is a power of two from {_BLOCKS[0]} to {_BLOCKS[-1]}; "
+            f"write {codec}:{FORMATS[codec].block}, or leave it out for that"
+        )
+    return replace(wire, block=int(block))
