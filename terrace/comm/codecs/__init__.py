@@ -1,0 +1,157 @@
+"""Block codecs: messages of 8 or 4 bits an element, with a scale for every block.
+
+A message of n elements in blocks of B is `wire.message_bytes(n)` bytes: the ceil(n / B) scales as bf16 in the
+machine's byte order, then the codes, then zeros. The last block may be short.
+
+    int8   a signed byte an element, -127 .. 127
+    fp8    a byte an element, e4m3 (no inf; largest 448)
+    int4   two elements -7 .. 7 a signed byte, low + 16 high: with m elements in a block and h = ceil(m / 2),
+           byte i holds elements i (low) and h + i (high; 0 where there is none)
+
+Every implementation does the same fp32 arithmetic and agrees bit for bit, whatever the number of rows, the
+strides and the device. For a block with the largest magnitude a, on a grid up to q (127, 7 or 448):
+
+    scale s = bf16(a * fp32(1 / q)), rounded up, at least 2^-126, at most what keeps s q a finite bf16
+    code    = round half even(x * fp32(1 / s)), at most q in magnitude
+    decoded = code * s (exact in fp32), rounded to the dtype asked for
+
+so with a / q (1 - 2^-22) <= s <= max(2^-126, a / q (1 + 2^-7 + 2^-22)) unless s is capped, an element loses
+
+    int8, int4   |x - x^| <= s / 2 + |x| 2^-22
+    fp8          |x - x^| <= max(|x| / 16, s 2^-10) + |x| 2^-22
+
+and for a > 2^127 in int8, where s is capped at 2^121, at most s. Inputs in fp64 are rounded to fp32 first.
+
+With feedback, a message carries values + residual (their fp32 sum v), and what it lost stays: residual =
+v - v^. So what k messages delivered differs from what k inputs asked for by the last residual, one
+rounding step, and fp32 rounding of the sums v.
+
+A block codec cannot carry inf or nan. On a CPU `encode` raises `TrainingError`; on CUDA nothing may wait for
+the device, so the block's scale becomes NaN and all of it decodes to NaN.
+
+`reference.py` is the definition, `cpu.py` what runs on a CPU, `kernels.py` what runs on CUDA if Triton is
+installed (else the reference does). Nothing here allocates in proportion to a message except the reference.
+"""
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from terrace.comm.codecs import cpu, reference
+from terrace.plan.wire import WireFormat
+
+__all__ = ["MAX_SAMPLE", "backend", "decode", "decode_add", "encode", "encode_with_feedback", "error_sums"]
+
+MAX_SAMPLE = 1 << 16  # elements of a sample of which the error is measured: a choice, about 0.2 ms on a CPU core
+_ELEMENTS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@torch.no_grad()
+def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str) -> None:
+    """Write the message of every row of `values` [rows, n] into `out` [rows, wire.message_bytes(n)], uint8.
+
+    `values` is fp64, fp32 or bf16; both may be views with a stride between rows, and rows of `out` begin at
+    even bytes. `name` says what is sent, for the error. Raises `TrainingError` on a CPU for inf or nan;
+    `out` is then partly written.
+    """
+    _check(values, wire, out)
+    _encode(values, wire, out, name, None)
+
+
+@torch.no_grad()
+def encode_with_feedback(values: Tensor, wire: WireFormat, residual: Tensor, out: Tensor, name: str) -> None:
+    """Write the messages of `values + residual` and leave in `residual` [rows, n], fp32, what they lost.
+
+    Otherwise as `encode`. After a `TrainingError` the residual is partly updated, so it cannot be used again.
+    """
+    _check(values, wire, out)
+    assert residual.dtype == torch.float32, f"a residual of {residual.dtype}; it is fp32"
+    assert residual.shape == values.shape, f"a residual {tuple(residual.shape)} of values {tuple(values.shape)}"
+    _encode(values, wire, out, name, residual)
+
+
+@torch.no_grad()
+def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Write the elements of `messages` [rows, bytes], uint8, into `out` [rows, n], fp64, fp32 or bf16."""
+    _check(out, wire, messages)
+    if not out.numel():
+        return
+    if out.device.type == "cpu":
+        cpu.decode(messages, wire, out)
+    elif not _has_triton():
+        reference.decode(messages, wire, out)
+    else:
+        import_module("terrace.comm.codecs.kernels").decode(messages, wire, out)
+
+
+@torch.no_grad()
+def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Add the elements of `messages` [rows, bytes], uint8, to `out` [n], fp32 or fp64, in the order of the rows."""
+    assert out.ndim == 1, f"decode_add sums rows into one dim, not into {tuple(out.shape)}"
+    assert out.dtype in (torch.float32, torch.float64), f"a sum in {out.dtype} would round after every row"
+    _check(out.expand(messages.shape[0], -1), wire, messages)
+    if not out.numel() or not messages.shape[0]:
+        return
+    if out.device.type == "cpu":
+        cpu.decode_add(messages, wire, out)
+    elif not _has_triton():
+        reference.decode_add(messages, wire, out)
+    else:
+        import_module("terrace.comm.codecs.kernels").decode_add(messages, wire, out)
+
+
+@torch.no_grad()
+def error_sums(values: Tensor, wire: WireFormat, name: str) -> Tensor:
+    """Return [sum of (x - x^)^2, sum of x^2], fp64, of a sample `values` [m] that begins where a block begins.
+
+    m is at most `MAX_SAMPLE`. The result stays on the device of the sample. Raises as `encode` does.
+    """
+    assert values.ndim == 1, f"a sample has one dim, not {values.ndim}"
+    assert values.numel() <= MAX_SAMPLE, f"a sample of {values.numel()} elements; at most {MAX_SAMPLE}"
+    message = torch.empty(1, wire.message_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    decoded = torch.empty(1, values.numel(), dtype=torch.float32, device=values.device)
+    encode(values[None], wire, message, name)
+    decode(message, wire, decoded)
+    exact = values.to(torch.float64)
+    return torch.stack([(exact - decoded[0]).square().sum(), exact.square().sum()])
+
+
+def backend(device: torch.device) -> str:
+    """Say in words what encodes and decodes on a device."""
+    if device.type == "cpu":
+        return f"torch {torch.__version__} on the CPU"
+    if not _has_triton():
+        return "torch: triton is not installed"
+    return f"triton {import_module('triton').__version__} kernels"
+
+
+def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None) -> None:
+    """Encode where the values are."""
+    if not values.numel():
+        return
+    if values.device.type == "cpu":
+        cpu.encode(values, wire, out, name, residual)
+    elif not _has_triton():
+        reference.encode(values, wire, out, residual)
+    else:
+        import_module("terrace.comm.codecs.kernels").encode(values, wire, out, residual)
+
+
+def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:
+    """Assert what every function asks of its arguments."""
+    assert wire.block, f"{wire.name} is a dtype, not a block codec"
+    assert values.dtype in _ELEMENTS, f"elements of {values.dtype}; a codec takes {_ELEMENTS}"
+    assert messages.dtype == torch.uint8, f"messages of {messages.dtype}; they are uint8"
+    expected = (values.shape[0], wire.message_bytes(values.shape[1]))
+    assert tuple(messages.shape) == expected, f"messages {tuple(messages.shape)}; {wire.name} needs {expected}"
+    assert values.device == messages.device, f"values on {values.device}, messages on {messages.device}"
+    assert messages.stride(0) % 2 == 0 and messages.storage_offset() % 2 == 0, "a message begins at an odd byte"
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return find_spec("triton") is not None

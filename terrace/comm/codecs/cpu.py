@@ -1,0 +1,191 @@
+"""The codecs on a CPU: eager torch over chunks that stay in the second-level cache.
+
+Eager torch runs one loop an operation, so what costs is the number of passes, and for small chunks the
+number of operations. An int8 encode of bf16 takes six passes: clear signs, largest, widen, scale, round,
+narrow.
+
+    largest    of the bits without their sign, as integers: several times faster than any maximum of
+               absolute values that torch has; it orders inf and nan above everything
+    views      made once a call and split into chunks by `Tensor.split`: one made by slicing costs as much as
+               a pass over a tenth of a chunk
+    scratch    allocated once a thread and written with `out=`: two buffers of `CHUNK` fp32
+    int4       a byte is low + 16 high, so packing is an addition and unpacking two, of whole bytes
+    e4m3       decodes through fp16, whose conversion to fp32 the processor has and which holds e4m3
+               times 2^-8 exactly, subnormals included
+
+A product of a code and a scale is exact in fp32 (at most 7 bits times 8), so it does not matter whether
+torch contracts `addcmul` to a fused multiply-add. The product of an element and 1 / scale is not exact:
+nothing is fused there.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrace.base.errors import TrainingError
+from terrace.comm.codecs.layout import GRIDS, MIN_SCALE_BITS, Section, message_parts, sections
+from terrace.plan.wire import WireFormat
+
+CHUNK = 1 << 17  # elements; two fp32 buffers, the input and the codes are 1.4 MB: measured best with 2 MB of cache
+_INTEGER = {torch.bfloat16: (torch.int16, 0x7FFF), torch.float32: (torch.int32, 0x7FFFFFFF)}
+_SATURATING = 2.0**125  # from this magnitude on a scale may have been capped, and a code lie outside the grid
+
+_local = threading.local()
+
+
+def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None = None) -> None:
+    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    for part in sections(wire, values.shape[1]):
+        kept = _split(_elements(residual, part), part) if residual is not None else None
+        views = (_elements(values, part), _scales(out, part), _codes(out, part))
+        for x, scale_out, codes in zip(*(_split(view, part) for view in views), strict=True):
+            scratch = _scratch(x.shape)
+            rest = next(kept) if kept is not None else None
+            scaled = scratch.first
+            if rest is not None:
+                x, scaled = scratch.first.copy_(x).add_(rest), scratch.second
+            elif x.dtype == torch.float64:
+                x = scratch.first.copy_(x)
+            scale, largest = _block_scales(x, scratch, wire, name)
+            if x.dtype == torch.float32:
+                torch.mul(x, scale.reciprocal(), out=scaled)
+            else:
+                scaled.copy_(x).mul_(scale.reciprocal())
+            _round(scaled, wire, codes, largest)
+            scale_out.copy_(scale)
+            if rest is not None:
+                # What int8 rounded is still there; the others are read back from their codes.
+                points, factor = (scaled, scale) if wire.codec == "int8" else _points(codes, scale, wire, scaled)
+                torch.addcmul(x, points, factor, value=-1, out=rest)
+    parts = message_parts(wire, values.shape[1])
+    if parts.padding < parts.total:
+        out[:, parts.padding :].zero_()
+
+
+def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Write the elements of every message; see `terrace.comm.codecs`."""
+    for part in sections(wire, out.shape[1]):
+        views = (_elements(out, part), _scales(messages, part), _codes(messages, part))
+        for target, scale, codes in zip(*(_split(view, part) for view in views), strict=True):
+            scratch = _scratch(target.shape)
+            points, factor = _points(codes, scale.to(torch.float32), wire, scratch.first)
+            if out.dtype == torch.float32:
+                torch.mul(points, factor, out=target)
+            else:
+                target.copy_(points.mul_(factor))
+
+
+def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
+    for part in sections(wire, out.shape[0]):
+        views = (_elements(out[None], part), _scales(messages, part), _codes(messages, part))
+        for target, scales, codes in zip(*(view.split(CHUNK // part.width, 1) for view in views), strict=True):
+            scratch = _scratch(target.shape)
+            for scale, code in zip(scales.float().split(1), codes.split(1), strict=True):  # sums stay in the cache
+                points, factor = _points(code, scale, wire, scratch.first)
+                if out.dtype == torch.float32:
+                    target.addcmul_(points, factor)
+                else:
+                    target.add_(points.mul_(factor))
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Two fp32 buffers in the shape of a chunk, and the second as integers; contents last until the next chunk."""
+
+    shape: torch.Size  # rows, blocks, width
+    first: Tensor
+    second: Tensor
+    integers: dict[torch.dtype, Tensor]
+
+
+def _scratch(shape: torch.Size) -> _Scratch:
+    """Return this thread's scratch for a chunk."""
+    scratch: _Scratch | None = getattr(_local, "scratch", None)
+    if scratch is None or scratch.shape != shape:
+        if not hasattr(_local, "buffers"):
+            with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+                _local.buffers = [torch.empty(CHUNK, dtype=torch.float32) for _ in range(2)]
+        first, second = _local.buffers
+        numel = shape.numel()
+        integers = {bits: second.view(bits)[:numel].view(shape) for bits in (torch.int16, torch.int32)}
+        scratch = _Scratch(shape, first[:numel].view(shape), second[:numel].view(shape), integers)
+        _local.scratch = scratch
+    return scratch
+
+
+def _split(view: Tensor, part: Section) -> Iterator[Tensor]:
+    """Cut a view [rows, blocks, ...] of a section into chunks: some whole rows, or some blocks of one row."""
+    rows = max(1, CHUNK // (part.num_blocks * part.width))
+    for band in view.split(rows, 0):
+        yield from band.split(CHUNK // part.width, 1)
+
+
+def _elements(tensor: Tensor, part: Section) -> Tensor:
+    """Return the section's elements of a tensor [rows, n] as a view [rows, blocks, width]."""
+    return tensor[:, part.start : part.stop].unflatten(1, (part.num_blocks, part.width))
+
+
+def _scales(messages: Tensor, part: Section) -> Tensor:
+    """Return where the section's scales lie: a view [rows, blocks, 1], bf16."""
+    return messages.view(torch.bfloat16)[:, part.block : part.block + part.num_blocks].unsqueeze(2)
+
+
+def _codes(messages: Tensor, part: Section) -> Tensor:
+    """Return where the section's codes lie: a view [rows, blocks, bytes of a block], int8."""
+    return messages.view(torch.int8)[:, part.code : part.code_stop].unflatten(1, (part.num_blocks, part.code_width))
+
+
+def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> tuple[Tensor, float]:
+    """Return the scales [rows, blocks, 1], fp32, and the largest magnitude of a chunk; uses `scratch.second`.
+
+    Raises `TrainingError` for inf and nan.
+    """
+    integer, mask = _INTEGER[x.dtype]
+    magnitudes = torch.bitwise_and(x.view(integer), mask, out=scratch.integers[integer])
+    amax = magnitudes.amax(dim=-1, keepdim=True).view(x.dtype).to(torch.float32)
+    largest = float(amax.max())
+    if not largest < float("inf"):
+        raise TrainingError(
+            f"{name}: it holds inf or nan, which the block codec {wire.name} cannot carry; look for what made it "
+            "(the loss, the learning rate), or send it as bf16"
+        )
+    grid = GRIDS[wire.codec]
+    bits = amax.mul_(grid.reciprocal).view(torch.int32)
+    bits.add_(0xFFFF).bitwise_and_(~0xFFFF).clamp_(MIN_SCALE_BITS, grid.max_scale_bits)
+    return bits.view(torch.float32), largest
+
+
+def _round(scaled: Tensor, wire: WireFormat, codes: Tensor, largest: float) -> None:
+    """Round scaled elements [rows, blocks, width] in place and write their codes."""
+    if wire.codec == "fp8":
+        codes.view(torch.float8_e4m3fn).copy_(scaled)  # a capped scale leaves at most 453, which rounds to 448
+        return
+    scaled.round_()
+    if largest >= _SATURATING:  # else the scale was rounded up, and no code can lie outside the grid
+        qmax = GRIDS[wire.codec].qmax
+        scaled.clamp_(-qmax, qmax)
+    if wire.codec == "int4":
+        half = codes.shape[-1]
+        high = scaled[..., half:]
+        scaled = scaled[..., :half]
+        scaled[..., : high.shape[-1]].add_(high, alpha=16)
+    codes.copy_(scaled)
+
+
+def _points(codes: Tensor, scale: Tensor, wire: WireFormat, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Write what codes stand for into `points` [rows, blocks, width] and return it with the factor it takes."""
+    if wire.codec == "int8":
+        return points.copy_(codes), scale
+    if wire.codec == "int4":
+        half = codes.shape[-1]
+        high = torch.add(codes, 8).bitwise_right_shift_(4)
+        points[..., half:].copy_(high[..., : points.shape[-1] - half])
+        points[..., :half].copy_(high.mul_(-16).add_(codes))
+        return points, scale
+    # [s eeee mmm], sign-extended to 16 bits and moved by 7, is s s eeee mmm 0000000: without the second s, fp16.
+    words = codes.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return points.copy_(words.view(torch.float16)), scale * 256
