@@ -48,8 +48,8 @@ class Outcome:
 
 
 def exact(name: str, cluster: Cluster, **changes: object) -> Plan:
-    """A preset in fp64, so that rounding cannot hide an error."""
-    return replace(preset(name, cluster), compute="fp64", master="fp64", **changes)  # type: ignore[arg-type]
+    """A preset in fp64 whose messages do not round, so that rounding cannot hide an error."""
+    return replace(preset(name, cluster), compute="fp64", master="fp64", wire={}, **changes)  # type: ignore[arg-type]
 
 
 def train(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from terrace.comm import Collectives
+from terrace.comm import Collectives, Origin
 from terrace.plan import MessageClass
 from terrace.runtime.engine import Engine
 
@@ -17,7 +17,9 @@ def wrong_divisor(engine: Engine) -> None:
     inner = engine.collectives.sum_control
 
     def doubled(values: Tensor) -> Tensor:
-        return inner(values) * torch.tensor([1.0, 1.0, 2.0], dtype=values.dtype)
+        total = inner(values)
+        total[2] *= 2.0
+        return total
 
     engine.collectives.sum_control = doubled  # type: ignore[method-assign]
 
@@ -65,9 +67,9 @@ def unrounded_own_part(engine: Engine) -> None:
     """Put back the rank's own values after a gather whose format rounds, so that replicas drift apart."""
     whole_gather = engine.collectives.gather
 
-    def gather(message: MessageClass, piece: Callable[[int], Tensor], outer: int, inner: int) -> None:
+    def gather(message: MessageClass, piece: Callable[[int], Tensor], outer: int, inner: int, origin: Origin) -> None:
         own = piece(outer).clone()
-        whole_gather(message, piece, outer, inner)
+        whole_gather(message, piece, outer, inner, origin)
         piece(outer).copy_(own)
 
     engine.collectives.gather = gather  # type: ignore[method-assign]

@@ -45,6 +45,8 @@ def wire_tables(draw: st.DrawFn, layout: Layout, compute: str, master: str) -> d
         parameters = message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
         widest = FORMATS[compute if parameters else master].mantissa_bits
         names = [name for name, wire in FORMATS.items() if wire.mantissa_bits <= widest]
+        names += ["int4:16", "int8:16", "fp8:32"]
+        names += [] if parameters else ["int4:16+feedback", "int8+feedback"]
         tiers = [layout.tiers[index] for index in layout.route(message)]
         if tiers:
             table[message.value] = draw(st.dictionaries(st.sampled_from(tiers), st.sampled_from(names)))

@@ -40,6 +40,7 @@ PLACEMENTS = {
         ("package", "node", "site"),
     ),
 }
+PLACEMENTS["three-level-compressed"] = PLACEMENTS["three-level"]
 
 
 @pytest.mark.parametrize("num_tiers", CLUSTERS)
@@ -84,7 +85,14 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(wire={"gathr": {"node": "bf16"}}), ("message class 'gathr'", "did you mean 'gather'?")),
     (zero3(wire={"control": {"node": "bf16"}}), ("message class 'control'", "known: gather, gather_backward")),
     (zero3(wire={"gather": {"nod": "bf16"}}), ("wire.gather", "'nod'", "did you mean 'node'?")),
-    (zero3(wire={"gather": {"node": "bf61"}}), ("wire.gather.node = 'bf61'", "did you mean 'bf16'?")),
+    (zero3(wire={"gather": {"node": "bf61"}}), ("wire.gather.node: 'bf61'", "did you mean 'bf16'?")),
+    (zero3(wire={"gather": {"node": "int4:100"}}), ("wire.gather.node: wire format 'int4:100'", "a power of two")),
+    (zero3(wire={"gather": {"node": "int4:8"}}), ("a power of two from 16 to 4096", "write int4:128")),
+    (zero3(wire={"gather": {"node": "int4:+"}}), ("wire.gather.node", "'int4:+'")),
+    (zero3(wire={"reduce": {"node": "int4+feed"}}), ("wire.reduce.node", "'+feed'", "'+feedback'")),
+    (zero3(wire={"reduce": {"node": "bf16+feedback"}}), ("a dtype has neither blocks nor feedback", "write 'bf16'")),
+    (zero3(wire={"gather": {"node": "bf16:64"}}), ("a dtype has neither blocks nor feedback",)),
+    (zero3(wire={"gather": {"node": "int8+feedback"}}), ("error feedback is for gradients", "write 'int8'")),
     (zero3(wire={"gather": {"node": "fp64"}}), ("wire.gather.node = 'fp64'", "wider than the fp32", "use 'fp32'")),
     (zero3(compute="bf16", wire={"refresh": {"node": "fp32"}}), ("wire.refresh.node = 'fp32'", "wider than the bf16")),
     (zero3(wire={"sync": {"node": "fp64"}}), ("wire.sync.node = 'fp64'", "wider than the fp32")),
@@ -162,9 +170,11 @@ CHANGES = st.fixed_dictionaries(
 
 @given(st.sampled_from(sorted(PRESETS)), CHANGES)
 def test_plan_survives_its_table(name: str, changes: dict[str, Any]) -> None:
-    plan = replace(preset(name, THREE), **changes)
+    base = preset(name, THREE)
+    plan = replace(base, **changes)
     assert parse_plan(dump(plan), THREE) == plan
-    assert parse_plan({"preset": name, **dump(changes)}, THREE) == plan
+    wire = {**base.wire, **{message: {**base.wire.get(message, {}), **row} for message, row in plan.wire.items()}}
+    assert parse_plan({"preset": name, **dump(changes)}, THREE) == replace(plan, wire=wire)  # tables are laid over
 
 
 DEGREES = st.lists(st.integers(1, 5), min_size=1, max_size=4)

@@ -4,6 +4,7 @@ Sizes below: P elements of all padded parameters, b bytes of the compute dtype, 
 cluster of tiers n0 x n1 x n2, the innermost first.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -12,7 +13,6 @@ from hypothesis import given, settings
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, MessageClass, preset, step_bytes
-from terrace.plan.wire import FORMATS
 from terrace.program import Op, build
 from tests.strategies import Setting, settings_of_a_step
 from tests.toys import cluster_of
@@ -111,6 +111,7 @@ CLOSED_FORMS = {
     "mics": hsdp,
     "zero++": zero_plus_plus,
     "three-level": three_level,
+    "three-level-compressed": three_level,
 }
 
 
@@ -124,7 +125,7 @@ def as_words(sent: dict[tuple[MessageClass, str], int]) -> Bytes:
 @pytest.mark.parametrize("name", PRESETS)
 def test_formula_equals_closed_form(name: str, degrees: Degrees, a: int, compute: str) -> None:
     cluster = cluster_of(*degrees)
-    plan = replace(preset(name, cluster), compute=compute)  # type: ignore[arg-type]
+    plan = replace(preset(name, cluster), compute=compute, wire={})  # type: ignore[arg-type]
     sheet = Sheet(degrees)
     CLOSED_FORMS[name](sheet, a)
     assert as_words(step_bytes(cluster, plan, blocks(), a)) == sheet.result(4 if compute == "fp32" else 2)
@@ -162,6 +163,7 @@ def test_one_rank_sends_nothing() -> None:
 def recount(case: Setting) -> Bytes:
     """Walk the built program; spans, padding and formats are worked out here."""
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)
+    num_control = 3 + 2 * count_lossy(case)
     world, sent = case.cluster.world_size, defaultdict[tuple[str, str], int](int)
     outside_optimizer = case.cluster.index(case.plan.optimizer) + 1
     for instruction in program.instructions:
@@ -173,13 +175,82 @@ def recount(case: Setting) -> Bytes:
         for tier in program.crossed(instruction):
             name, ways = case.cluster.tiers[tier].name, case.cluster.tiers[tier].size - 1
             if instruction.op is Op.CLIP:
-                sent[message, name] += ways * 24
+                sent[message, name] += ways * 8 * num_control
                 continue
-            item = FORMATS[case.plan.wire.get(message, {}).get(name, case.plan.compute)].element_bytes
-            span = case.cluster.ranks_within(tier)
-            both_ways = 2 if instruction.op is Op.SYNC and tier >= outside_optimizer else 1
-            sent[message, name] += sum(both_ways * ways * item * (-(-size // world) * world // span) for size in sizes)
+            for size in (-(-size // world) * world for size in sizes if size):
+                if instruction.op in (Op.REDUCE, Op.SYNC):
+                    part = size // case.cluster.ranks_within(tier)
+                    sent[message, name] += ways * message_bytes(format_of(case, message, tier), part)
+                if instruction.op in (Op.GATHER, Op.REFRESH) or (
+                    instruction.op is Op.SYNC and tier >= outside_optimizer
+                ):
+                    sent[message, name] += ways * gathered_bytes(
+                        case, message, tier, program.crossed(instruction), size
+                    )
     return {key: count for key, count in sent.items() if count}
+
+
+def format_of(case: Setting, message: str, tier: int) -> str:
+    return case.plan.wire.get(message, {}).get(case.cluster.tiers[tier].name, case.plan.compute)
+
+
+def message_bytes(name: str, numel: int) -> int:
+    """Scales of two bytes, then codes, then zeros up to 16 bytes; a dtype is just its elements."""
+    codec, _, block = name.removesuffix("+feedback").partition(":")
+    if codec in ("fp64", "fp32", "bf16"):
+        return {"fp64": 8, "fp32": 4, "bf16": 2}[codec] * numel
+    num_scales = math.ceil(numel / int(block or 128))
+    codes = math.ceil(numel / 2) if codec == "int4" else numel
+    return math.ceil((2 * num_scales + codes) / 16) * 16
+
+
+def gathered_bytes(case: Setting, message: str, tier: int, crossed: tuple[int, ...], size: int) -> int:
+    """What a rank passes to each peer: the messages that the outer tiers of the same block format brought."""
+    name, outermost = format_of(case, message, tier), tier
+    for outer in sorted(crossed):
+        if outer > tier and format_of(case, message, outer) == name:
+            outermost = outer
+        elif outer > tier:
+            break
+    if name.partition(":")[0].removesuffix("+feedback") in ("fp64", "fp32", "bf16"):
+        outermost = tier
+    forwarded = case.cluster.ranks_within(outermost) // case.cluster.ranks_within(tier)
+    return forwarded * message_bytes(name, size // case.cluster.ranks_within(outermost))
+
+
+def count_lossy(case: Setting) -> int:
+    """How many message classes cross some tier in a block format."""
+    spans = {"device": -1} | {tier.name: index for index, tier in enumerate(case.cluster.tiers)}
+    params, grads, optimizer = spans[case.plan.params], spans[case.plan.grads], spans[case.plan.optimizer]
+    backward = params if case.plan.params_backward is None else spans[case.plan.params_backward]
+    last = len(case.cluster.tiers) - 1
+    routes = {
+        "gather": range(params + 1),
+        "gather_backward": range(backward + 1),
+        "reduce": range(grads + 1),
+        "sync": range(grads + 1, last + 1),
+        "refresh": range(params + 1, optimizer + 1),
+    }
+    dtypes = ("fp64", "fp32", "bf16")
+    return sum(
+        any(case.cluster.tiers[tier].size > 1 and format_of(case, message, tier) not in dtypes for tier in route)
+        for message, route in routes.items()
+    )
+
+
+@pytest.mark.parametrize("a", [1, 4])
+def test_compressed_three_level_stays_below_080_s_between_nodes(a: int) -> None:
+    """int4 gradients out and int8 new weights in: 0.75 S, a scale of 16 bits for 128 elements, each 4 or 8 bits."""
+    cluster = cluster_of(2, 2, 2)
+    block = BlockSpec(name="block", params=(ParamSpec(name="weight", shape=(1 << 20,)),))
+    plan = replace(preset("three-level-compressed", cluster), compute="bf16")
+    sent = as_words(step_bytes(cluster, plan, [block], a))
+    part = (1 << 20) // 8
+    assert sent["sync", "system"] == part // 2 + 2 * part // 128
+    assert sent["refresh", "system"] == part + 2 * part // 128
+    assert sent["refresh", "node"] == 2 * sent["refresh", "system"], "the messages are forwarded as they came"
+    in_s = 8 * (sent["sync", "system"] + sent["refresh", "system"]) / (2 * (1 << 20))
+    assert in_s == 0.75 + 2 / 128
 
 
 @settings(max_examples=300, deadline=None)

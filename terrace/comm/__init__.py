@@ -4,16 +4,19 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.lane import Lane, StreamLane, ThreadLane, Ticket, make_lane
 from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.rounding import Origin, relative_errors
 
 __all__ = [
     "Collectives",
     "Lane",
     "Ledger",
     "Meter",
+    "Origin",
     "StreamLane",
     "ThreadLane",
     "Ticket",
     "TierGroup",
     "TierGroups",
     "make_lane",
+    "relative_errors",
 ]

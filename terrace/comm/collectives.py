@@ -11,6 +11,12 @@ once. Sums are made in the master dtype whatever the wire format, so a reduce-sc
 is an all-to-all and a local sum. On gloo it always is: gloo's own sends as much as an all-reduce, twice
 the bytes.
 
+Block formats (terrace.comm.codecs) travel as bytes, scales and codes of one part in one message:
+
+    gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
+             the rank's own part is rounded too, so that all members hold the same values
+    reduce   on each tier: encode the parts of the others, exchange, add what came to the exact own part
+
 Every function here blocks (or, on CUDA, enqueues on the current stream); terrace.comm.lane makes them
 asynchronous.
 """
@@ -21,9 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrace.comm.groups import TierGroup, TierGroups
+from terrace.comm import codecs
+from terrace.comm.arena import Arena
+from terrace.comm.groups import TierGroups
 from terrace.comm.ledger import Ledger, Meter
-from terrace.plan import MessageClass, Plan
+from terrace.comm.rounding import ErrorLog, Origin
+from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.hops import Hop, encodings, gather_hops, lossy_messages, reduce_hops
+from terrace.plan.memory import gather_buffers, reduce_buffers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -37,43 +48,55 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Collectives:
     """The collectives of one rank.
 
-    `ledger` counts what is handed to torch, `meter` temporary buffers.
+    `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding
+    does to them.
     """
 
-    def __init__(self, groups: TierGroups, plan: Plan, ledger: Ledger, meter: Meter) -> None:
+    def __init__(
+        self, groups: TierGroups, layout: Layout, plan: Plan, ledger: Ledger, meter: Meter, device: torch.device
+    ) -> None:
         self._groups = groups
+        self._layout = layout
         self._plan = plan
         self._ledger = ledger
-        self._meter = meter
         self._master = DTYPES[plan.master]
+        self._arena = Arena(device, meter)
+        self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
-    def gather(self, message: MessageClass, piece: Piece, outer: int, inner: int) -> None:
+    def gather(self, message: MessageClass, piece: Piece, outer: int, inner: int, origin: Origin) -> None:
         """Fill `piece(inner)` from the `piece(outer)` of every rank, in place.
 
         A rounding format rounds the rank's own part too, so that all members hold the same values.
         """
-        for tier in range(outer, inner, -1):
-            group = self._groups[tier]
-            if group.handle is not None:
-                self._all_gather(message, group, piece(tier - 1), piece(tier))
+        numel = piece(inner).numel() * self._layout.span(inner)
+        hops = gather_hops(self._layout, self._plan, message, numel, outer, inner)
+        self._arena.begin(gather_buffers(self._plan, message, hops))
+        for run in encodings(hops):
+            if run[0].wire.block:
+                self._gather_codes(message, run, piece, origin)
+            else:
+                self._gather_values(message, run[0], piece)
 
-    def reduce(self, message: MessageClass, source: Tensor, inner: int, outer: int) -> Tensor:
+    def reduce(self, message: MessageClass, source: Tensor, inner: int, outer: int, origin: Origin) -> Tensor:
         """Return this rank's `piece(outer)` of the sum of every rank's `source`, a `piece(inner)`.
 
-        The result is in the master dtype; where no tier between has peers it is `source` itself, in its own.
+        The result is in the master dtype and valid until the next collective; where no tier between has
+        peers it is `source` itself, in its own.
         """
-        held_bytes = 0
-        for tier in range(inner + 1, outer + 1):
-            group = self._groups[tier]
-            if group.handle is not None:
-                source = self._reduce_scatter(message, group, source)
-                self._meter.add("buffers", -held_bytes)
-                held_bytes = source.nbytes
-        self._meter.add("buffers", -held_bytes)
+        numel = source.numel() * self._layout.span(inner)
+        hops = reduce_hops(self._layout, self._plan, message, numel, inner, outer)
+        self._arena.begin(reduce_buffers(self._plan, message, hops))
+        for hop in hops:
+            reduce_hop = self._reduce_codes if hop.wire.block else self._reduce_values
+            source = reduce_hop(message, hop, source, origin)
         return source
 
     def sum_control(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks of three fp64 numbers, the same bits on every rank."""
+        """Return the sum over all ranks of `values`, fp64, and of this rank's rounding errors behind them.
+
+        The same bits on every rank.
+        """
+        values = torch.cat([values, self.errors.take()])
         for tier in range(len(self._groups.coordinates)):
             group = self._groups[tier]
             if group.handle is not None:
@@ -83,35 +106,73 @@ class Collectives:
                 values = everyone.view(group.size, -1).sum(0)
         return values
 
-    def _all_gather(self, message: MessageClass, group: TierGroup, whole: Tensor, own: Tensor) -> None:
-        dtype = DTYPES[self._plan.wire_format(message, group.tier).name]
-        sent = own
+    def _gather_values(self, message: MessageClass, hop: Hop, piece: Piece) -> None:
+        group, dtype = self._groups[hop.tier], DTYPES[hop.wire.codec]
+        whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
             all_gather(whole, own, group=group.handle)
         else:
-            sent, received = own.to(dtype), whole.new_empty(whole.numel(), dtype=dtype)
-            self._meter.add("buffers", sent.nbytes + received.nbytes)
+            sent = self._arena.take([own.numel()], dtype).copy_(own)
+            received = self._arena.take([whole.numel()], dtype)
             all_gather(received, sent, group=group.handle)
             whole.copy_(received)
-            self._meter.add("buffers", -sent.nbytes - received.nbytes)
-        self._ledger.add(message, group.tier, (group.size - 1) * sent.nbytes)
+        self._ledger.add(message, group.tier, hop.sent_bytes)
 
-    def _reduce_scatter(self, message: MessageClass, group: TierGroup, source: Tensor) -> Tensor:
-        """Return this rank's part of the sum, which stays counted in the meter."""
-        outgoing = source.to(DTYPES[self._plan.wire_format(message, group.tier).name])
-        length = source.numel() // group.size
-        temporary = outgoing.nbytes if outgoing is not source else 0
-        if self._groups.backend == "gloo" or outgoing.dtype != self._master:
-            incoming = torch.empty_like(outgoing)
-            self._meter.add("buffers", temporary + incoming.nbytes)
+    def _gather_codes(self, message: MessageClass, run: list[Hop], piece: Piece, origin: Origin) -> None:
+        first, wire = run[0], run[0].wire
+        sent = self._arena.take([1, first.part_bytes], torch.uint8)
+        self._encode(message, first, "gather", piece(first.tier).view(1, -1), sent, origin)
+        for hop in run:
+            group = self._groups[hop.tier]
+            received = self._arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
+            all_gather(received.view(-1), sent.view(-1), group=group.handle)
+            self._ledger.add(message, group.tier, (group.size - 1) * sent.nbytes)
+            sent = received
+        codecs.decode(sent, wire, piece(run[-1].tier - 1).view(-1, first.numel))
+
+    def _reduce_values(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
+        group, dtype = self._groups[hop.tier], DTYPES[hop.wire.codec]
+        outgoing = source
+        if source.dtype != dtype:
+            outgoing = self._arena.take([source.numel()], dtype).copy_(source)
+        if self._groups.backend == "gloo" or dtype != self._master:
+            incoming = self._arena.take([source.numel()], dtype)
             dist.all_to_all_single(incoming, outgoing, group=group.handle)
-            result = incoming.view(group.size, length).sum(0, dtype=self._master)
-            self._meter.add("buffers", result.nbytes)
-            self._meter.add("buffers", -temporary - incoming.nbytes)
+            result = self._arena.take([hop.numel], self._master)
+            torch.sum(incoming.view(hop.degree, hop.numel), 0, dtype=self._master, out=result)
         else:
-            result = outgoing.new_empty(length)
-            self._meter.add("buffers", temporary + result.nbytes)
+            result = self._arena.take([hop.numel], self._master)
             _reduce_scatter(result, outgoing, group=group.handle)
-            self._meter.add("buffers", -temporary)
-        self._ledger.add(message, group.tier, outgoing.nbytes // group.size * (group.size - 1))
+        self._ledger.add(message, group.tier, hop.sent_bytes)
         return result
+
+    def _reduce_codes(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
+        group = self._groups[hop.tier]
+        rows, own = source.view(hop.degree, hop.numel), group.position
+        outgoing = self._arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        incoming = self._arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        self._encode(message, hop, "before", rows[:own], outgoing[:own], origin)
+        self._encode(message, hop, "after", rows[own + 1 :], outgoing[own:], origin)
+        splits = [hop.part_bytes] * hop.degree
+        splits[own] = 0
+        dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
+        self._ledger.add(message, group.tier, outgoing.nbytes)
+        result = self._arena.take([hop.numel], self._master).copy_(rows[own])
+        codecs.decode_add(incoming, hop.wire, result)
+        return result
+
+    def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
+        """Encode `values` [rows, numel] into `out` [rows, message bytes], feed back and measure its error."""
+        if not values.numel():
+            return
+        name = f"{message.value} of block {origin.name!r} over tier {self._layout.tiers[hop.tier]!r}"
+        part = self.errors.sample(message, origin.name, hop.numel, hop.wire.block)
+        if hop.wire.feedback:
+            residual = origin.residual(message, hop.tier, leg, *values.shape)
+            codecs.encode_with_feedback(values, hop.wire, residual, out, name)
+            squares = [residual[0, part].double().square().sum(), values[0, part].double().square().sum()]
+            sums = torch.stack(squares)
+        else:
+            codecs.encode(values, hop.wire, out, name)
+            sums = codecs.error_sums(values[0, part], hop.wire, name)
+        self.errors.add(message, origin.name, sums)

@@ -8,7 +8,8 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     grads       P / span(grads) * m                       always (accumulated)
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart)
-    buffers     largest message in flight                 with the sum it makes and what it is converted from
+    feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
+    buffers     largest message: what it is converted to, what comes in and the sums, over all its hops
 
 P counts the trainable and the frozen parameters of a block apart: each has a flat buffer, padded for
 itself. The categories need not peak together, so their sum is a bound that a step may stay below.
@@ -20,10 +21,13 @@ from collections.abc import Sequence
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residencies, step_uses
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import FORMATS, PLACEABLE, MessageClass
+
+ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 
 def keeps_master(plan: Plan, layout: Layout) -> bool:
@@ -56,6 +60,7 @@ def model_state_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec],
         "grads": sum(trainable) // layout.span(layout.grads) * master,
         "grads_full": _peak_gradients(layout, plan, blocks, trainable, num_micros) * compute,
         "optimizer": sum(trainable) // layout.span(layout.optimizer) * optimizer_item,
+        "feedback": sum(sum(residual_numels(layout, plan, numel)) for numel in trainable) * RESIDUAL_BYTES,
         "buffers": _largest_buffers(layout, plan, trainable, frozen),
     }
 
@@ -100,40 +105,49 @@ def _peak_gradients(
 
 
 def _largest_buffers(layout: Layout, plan: Plan, trainable: Sequence[int], frozen: Sequence[int]) -> int:
-    largest_trainable = max(trainable, default=0)
-    largest = max(largest_trainable, *frozen, 0)
-    return max(
-        _reduce_buffers(layout, plan, MessageClass.REDUCE, largest_trainable, 0, layout.grads),
-        _reduce_buffers(layout, plan, MessageClass.SYNC, largest_trainable, layout.grads + 1, layout.outermost),
-        _gather_buffers(layout, plan, MessageClass.GATHER, largest, 0, layout.params),
-        _gather_buffers(layout, plan, MessageClass.GATHER_BACKWARD, largest, 0, layout.params_backward),
-        _gather_buffers(layout, plan, MessageClass.REFRESH, largest_trainable, layout.params + 1, layout.optimizer),
-    )
-
-
-def _reduce_buffers(layout: Layout, plan: Plan, message: MessageClass, numel: int, first: int, last: int) -> int:
-    """Per tier: the outgoing message if it must be converted, the incoming one, and the sum."""
-    master = FORMATS[plan.master].element_bytes
-    held_dtype = plan.compute if message is MessageClass.REDUCE else plan.master
-    peak = held_sum = 0
-    for tier in range(first, last + 1):
-        if layout.degrees[tier] == 1:
-            continue
-        wire = plan.wire_format(message, layout.tiers[tier])
-        incoming = wire.message_bytes(numel // layout.span(tier - 1))
-        converted = incoming if wire.name != held_dtype else 0
-        result = numel // layout.span(tier) * master
-        peak = max(peak, held_sum + converted + incoming + result)
-        held_sum, held_dtype = result, plan.master
-    return peak
-
-
-def _gather_buffers(layout: Layout, plan: Plan, message: MessageClass, numel: int, first: int, last: int) -> int:
-    """Gathers are in place unless the format differs from the dtype in memory."""
+    sizes = (max(trainable, default=0), max(frozen, default=0))
     peak = 0
-    for tier in range(first, last + 1):
-        wire = plan.wire_format(message, layout.tiers[tier])
-        if layout.degrees[tier] > 1 and wire.name != plan.compute:
-            whole, piece = numel // layout.span(tier - 1), numel // layout.span(tier)
-            peak = max(peak, wire.message_bytes(whole) + wire.message_bytes(piece))
+    for message in PLACEABLE:
+        sources: list[int | None] = [None]
+        if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD):
+            sources = [layout.params, layout.params_backward]
+        for numel in sizes if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD) else sizes[:1]:
+            for source in sources:
+                reduction, gathering = block_hops(layout, plan, message, numel, source)
+                peak = max(peak, arena_bytes(reduce_buffers(plan, message, reduction)))
+                peak = max(peak, arena_bytes(gather_buffers(plan, message, gathering)))
     return peak
+
+
+def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
+    """Return the bytes of each buffer that a reduction takes, in order.
+
+    Per hop: the outgoing message if it must be converted, the incoming one, and the sum. Of a block format a
+    rank's own part is neither coded nor sent.
+    """
+    sizes = []
+    held = plan.compute if message is MessageClass.REDUCE else plan.master
+    for hop in hops:
+        if hop.wire.block:
+            sizes += [hop.sent_bytes, hop.sent_bytes]
+        else:
+            whole = hop.degree * hop.part_bytes
+            sizes += [whole if hop.wire.codec != held else 0, whole]
+        sizes.append(hop.numel * FORMATS[plan.master].element_bytes)
+        held = plan.master
+    return sizes
+
+
+def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
+    """Return the bytes of each buffer that a gather takes, in order: none where the values travel as they lie."""
+    sizes = []
+    held = plan.master if message is MessageClass.SYNC else plan.compute
+    for hop in hops:
+        if hop.wire.codec != held:
+            sizes += [hop.part_bytes if hop.pieces == 1 else 0, hop.degree * hop.part_bytes]
+    return sizes
+
+
+def arena_bytes(sizes: Sequence[int]) -> int:
+    """Return the memory that buffers of these sizes take when they lie behind one another, aligned."""
+    return sum(-(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT for size in sizes)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from terrace.plan.wire import FORMATS, MessageClass, WireFormat
+from terrace.plan.wire import MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
 
@@ -33,8 +33,8 @@ class Plan:
     prefetch: int = 1  # how many uses ahead a block is gathered
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
-        """Return the format in which `message` crosses `tier`."""
-        return FORMATS[self.wire.get(message.value, {}).get(tier, self.compute)]
+        """Return the format in which `message` crosses `tier`; raises `PlanError` for one that does not exist."""
+        return parse_format(self.wire.get(message.value, {}).get(tier, self.compute))
 
     def degree(self, tier: str, axis: str, tier_size: int) -> int:
         """Return the degree of `axis` on `tier`, whose size in the cluster is `tier_size`."""

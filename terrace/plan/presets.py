@@ -87,17 +87,39 @@ def mics(cluster: Cluster) -> Plan:
 
 @_preset("zero++")
 def zero_plus_plus(cluster: Cluster) -> Plan:
-    """ZeRO++ (arXiv 2306.10209) in placement: ZeRO-3 with a secondary copy on the node.
+    """ZeRO++ (arXiv 2306.10209): ZeRO-3, int8 gathers, a secondary copy on the node, int4 gradients.
 
-    The copy serves every gather after a step's first. Formats int8 and int4 are not among the wire
-    formats yet, so messages travel in the compute dtype.
+    The secondary copy serves every gather after a step's first, and a backward reads it unrounded.
     """
     node = _node(cluster)
     base = zero3(cluster)
-    return base if base.params == node else replace(base, params_backward=node)
+    wire = {"gather": _every(cluster, "int8"), "reduce": _every(cluster, "int4")}
+    return replace(base, wire=wire, params_backward=None if base.params == node else node)
 
 
 @_preset("three-level")
 def three_level(cluster: Cluster) -> Plan:
     """3-level partitioning (arXiv 2501.04266): params innermost, grads on the node, optimizer everywhere."""
     return Plan(params=cluster.tiers[0].name, grads=_node(cluster), optimizer=cluster.tiers[-1].name)
+
+
+@_preset("three-level-compressed")
+def three_level_compressed(cluster: Cluster) -> Plan:
+    """3-level partitioning with int4 gradients and int8 new weights on every tier but the innermost.
+
+    The innermost tier is the fastest: there a codec would cost more time than it saves. What crosses the tiers
+    outside the grads' feeds its rounding error back.
+    """
+    base = three_level(cluster)
+    placed = {state: cluster.index(getattr(base, state)) for state in ("params", "grads", "optimizer")}
+    names = [tier.name for tier in cluster.tiers]
+    wire = {
+        "reduce": dict.fromkeys(names[1:placed["grads"] + 1], "int4"),
+        "sync": dict.fromkeys(names[placed["grads"] + 1:], "int4+feedback"),
+        "refresh": dict.fromkeys(names[placed["params"] + 1:placed["optimizer"] + 1], "int8"),
+    }
+    return replace(base, wire={message: row for message, row in wire.items() if row})
+
+
+def _every(cluster: Cluster, wire: str) -> dict[str, str]:
+    return {tier.name: wire for tier in cluster.tiers}

@@ -9,7 +9,7 @@ from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import AXES, Plan
-from terrace.plan.wire import FORMATS, PLACEABLE, MessageClass
+from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -106,15 +106,26 @@ def _check_wire(plan: Plan, layout: Layout) -> None:
                 raise PlanError(
                     f"wire.{message} names tier {tier!r}, which is not in the cluster{did_you_mean(tier, tiers)}"
                 )
-            if name not in FORMATS:
-                raise PlanError(f"wire.{message}.{tier} = {name!r} is not a format{did_you_mean(name, FORMATS)}")
-            widest = plan.compute if message in ("gather", "gather_backward", "refresh") else plan.master
-            if FORMATS[name].mantissa_bits > FORMATS[widest].mantissa_bits:
-                raise PlanError(
-                    f"wire.{message}.{tier} = {name!r} is wider than the {widest} values it would carry: "
-                    f"use {widest!r} or leave it out"
-                )
+            _check_format(plan, MessageClass(message), tier, name)
             _check_crosses(plan, layout, MessageClass(message), tier)
+
+
+def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> None:
+    try:
+        wire = parse_format(name)
+    except PlanError as error:
+        raise PlanError(f"wire.{message.value}.{tier}: {error}") from error
+    widest = plan.master if message in GRADIENTS else plan.compute
+    if wire.mantissa_bits > FORMATS[widest].mantissa_bits:
+        raise PlanError(
+            f"wire.{message.value}.{tier} = {name!r} is wider than the {widest} values it would carry: "
+            f"use {widest!r} or leave it out"
+        )
+    if wire.feedback and message not in GRADIENTS:
+        raise PlanError(
+            f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients, and {message.value} carries "
+            f"parameters, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
+        )
 
 
 def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str) -> None:

@@ -38,6 +38,7 @@ class MessageClass(StrEnum):
 PLACEABLE = tuple(message for message in MessageClass if message is not MessageClass.CONTROL)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 
+CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
 SCALE_BYTES = 2  # a bf16: the range of fp32, and rounding it up costs at most 1/128 of the step
 MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
 _BLOCKS = range(16, 4096 + 1)

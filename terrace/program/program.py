@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.wire import CONTROL_BYTES
+from terrace.plan.hops import block_hops, control_numbers
+from terrace.plan.wire import CONTROL_NUMBER_BYTES
 from terrace.program.instruction import Instruction, Op
 
 
@@ -38,17 +40,12 @@ class Program:
     def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
         """Yield (tier index, bytes) for every collective that an instruction makes this rank take part in."""
         layout, message = self.layout, self.message(instruction)
-        sizes = [0]  # a control message has no block
-        if message is not MessageClass.CONTROL:
-            block = self.blocks[instruction.block]
-            sizes = [block.num_trainable, *([block.num_frozen] if instruction.op is Op.GATHER else [])]
-        for tier in self.crossed(instruction):
-            copies, name = layout.degrees[tier] - 1, layout.tiers[tier]
-            # Over the tiers outside the optimizer's, replicas all-reduce: a reduce-scatter and a gather.
-            rounds = 2 if instruction.op is Op.SYNC and tier > layout.optimizer else 1
-            for numel in (layout.padded(size) for size in sizes):
-                if message is MessageClass.CONTROL:
-                    yield tier, copies * CONTROL_BYTES
-                elif numel:
-                    piece = self.plan.wire_format(message, name).message_bytes(numel // layout.span(tier))
-                    yield from ((tier, copies * piece) for _ in range(rounds))
+        if message is MessageClass.CONTROL:
+            message_bytes = control_numbers(layout, self.plan) * CONTROL_NUMBER_BYTES
+            yield from ((tier, (layout.degrees[tier] - 1) * message_bytes) for tier in self.crossed(instruction))
+            return
+        block = self.blocks[instruction.block]
+        source = layout.params_backward if instruction.secondary else None
+        for numel in (block.num_trainable, *([block.num_frozen] if instruction.op is Op.GATHER else [])):
+            hops = block_hops(layout, self.plan, message, layout.padded(numel), source)
+            yield from ((hop.tier, hop.sent_bytes) for hop in chain(*hops))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from terrace.comm import Collectives, Meter
+from terrace.comm import Collectives, Meter, Origin
 from terrace.comm.collectives import DTYPES
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, MessageClass, Plan
@@ -38,6 +38,7 @@ class BlockState:
         self.module = module
         self._layout = layout
         self._meter = meter
+        self._origin = Origin(spec.name, device, meter)
         self._master_dtype = DTYPES[plan.master]
         self._keeps_master = keeps_master(plan, layout)
         self._in_place = accumulates_in_place(plan, layout)
@@ -83,7 +84,7 @@ class BlockState:
             def piece(tier: int, flat: Flat = flat) -> Tensor:
                 return flat.full[flat.part(tier)]
 
-            collectives.gather(message, piece, source, DEVICE)
+            collectives.gather(message, piece, source, DEVICE, self._origin)
             if flat.secondary is not None and not secondary:
                 flat.secondary.copy_(piece(layout.params_backward))
 
@@ -113,7 +114,7 @@ class BlockState:
 
     def reduce(self, collectives: Collectives, buffer: Tensor) -> None:
         """Reduce one micro-batch's gradient to the grads tier and add it up."""
-        result = collectives.reduce(MessageClass.REDUCE, buffer, DEVICE, self._layout.grads)
+        result = collectives.reduce(MessageClass.REDUCE, buffer, DEVICE, self._layout.grads, self._origin)
         if self._is_fresh:
             self.grads.copy_(result)
         else:
@@ -132,10 +133,10 @@ class BlockState:
         def piece(tier: int) -> Tensor:
             return self.grads[flat.part_within(tier, layout.grads)]
 
-        total = collectives.reduce(MessageClass.SYNC, self.grads, layout.grads, layout.outermost)
+        total = collectives.reduce(MessageClass.SYNC, self.grads, layout.grads, layout.outermost, self._origin)
         if total is not self.grads:
             piece(layout.outermost).copy_(total)
-        collectives.gather(MessageClass.SYNC, piece, layout.outermost, layout.optimizer)
+        collectives.gather(MessageClass.SYNC, piece, layout.outermost, layout.optimizer, self._origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
@@ -163,7 +164,7 @@ class BlockState:
         def piece(tier: int) -> Tensor:
             return flat.shard[flat.part_within(tier, layout.params)]
 
-        collectives.gather(MessageClass.REFRESH, piece, layout.optimizer, layout.params)
+        collectives.gather(MessageClass.REFRESH, piece, layout.optimizer, layout.params, self._origin)
 
     def _make_optimizer(self, flat: Flat, values: Tensor, config: AdamWConfig) -> None:
         layout = self._layout

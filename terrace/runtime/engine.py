@@ -1,5 +1,6 @@
 """The engine: blocks, a plan and a world, ready to step."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrace.base.errors import ProgramError
+from terrace.base.errors import ProgramError, TrainingError
 from terrace.cluster import Cluster
-from terrace.comm import Collectives, Ledger, Meter, TierGroups, make_lane
+from terrace.comm import Collectives, Ledger, Meter, TierGroups, make_lane, relative_errors
 from terrace.model.spec import ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.program import Program, StepReport, build, verify
@@ -26,12 +27,17 @@ InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, par
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping."""
+    """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
+
+    `quantisation_error` is the relative error of each message class that travelled in a block format since
+    the step before was summed up: REFRESH comes after that, so its figure is that of the step before.
+    """
 
     loss: float
     grad_norm: float
     num_tokens: int
     time_s: dict[str, float]
+    quantisation_error: dict[str, float]
 
 
 _EXCHANGE_TIMEOUTS = 5
@@ -92,7 +98,7 @@ class Engine:
             for spec, block in zip(specs, blocks, strict=True)
         ]
         self._adopt(blocks, initial, adamw)
-        self.collectives = Collectives(self.groups, plan, self._ledger, self._meter)
+        self.collectives = self._make_collectives(self._ledger, self._meter)
         self._lane = make_lane(self.device)
         self._clock = make_clock(self.device)
         self._executor = Executor(
@@ -100,12 +106,26 @@ class Engine:
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one step on this rank's micro-batches of (inputs, labels)."""
+        """Run one step on this rank's micro-batches of (inputs, labels).
+
+        Raises `TrainingError` naming the message when one that travels in a block format holds inf or nan.
+        """
         sums = self._executor.run(batches, lr)
         self._num_steps += 1
-        loss, norm, count = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens]).tolist()
+        figures = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens])
+        loss, norm, count, *rounding = torch.cat([figures, sums.rounding]).tolist()
         self._clock.mark("other")
-        return StepResult(loss=loss, grad_norm=norm, num_tokens=int(count), time_s=self._clock.totals())
+        errors = self.collectives.errors
+        if not all(math.isfinite(value) for value in rounding):
+            named = "; ".join(errors.not_finite()) or "a message of another rank"
+            raise TrainingError(f"inf or nan in {named}: lower optimizer.lr and resume from the last checkpoint")
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            num_tokens=int(count),
+            time_s=self._clock.totals(),
+            quantisation_error=relative_errors(errors.messages, rounding),
+        )
 
     def drain(self) -> None:
         """Wait until every parameter is up to date."""
@@ -144,7 +164,7 @@ class Engine:
         Not counted in the ledger: it belongs to no step.
         """
         self._executor.drain()  # a refresh under way would bring old values after the new ones
-        collectives = Collectives(self.groups, self.program.plan, Ledger(), self._meter)
+        collectives = self._make_collectives(Ledger(), Meter())
         for state in self.states:
             if state.trainable is not None:
                 state.publish()
@@ -161,6 +181,10 @@ class Engine:
     def close(self) -> None:
         """Stop the lane. The groups stay with the world."""
         self._lane.close()
+
+    def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
+        program = self.program
+        return Collectives(self.groups, program.layout, program.plan, ledger, meter, self.device)
 
     def _adopt(self, blocks: Sequence[nn.Module], initial: InitialValue | None, adamw: AdamWConfig) -> None:
         replacements: dict[int, nn.Parameter] = {}

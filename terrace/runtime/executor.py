@@ -39,11 +39,15 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class StepSums:
-    """What CLIP finds: mean loss and gradient norm over the valid tokens of the global step."""
+    """What CLIP finds: mean loss and gradient norm over the valid tokens of the global step.
+
+    `rounding` holds squared error and square of every lossy message class since the CLIP before.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
+    rounding: Tensor
 
 
 @dataclass
@@ -106,7 +110,7 @@ class Executor:
         self._refreshes: dict[int, _Pending] = {}
         self._reductions: deque[tuple[_Pending, BlockState, Tensor]] = deque()
         self._syncs: list[_Pending] = []
-        self._sums = StepSums(torch.empty(0), torch.empty(0), torch.empty(0))  # until the first CLIP
+        self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
         """Run one step; `batches` are this rank's micro-batches. Refreshes may still be under way after it."""
@@ -234,10 +238,10 @@ class Executor:
         values = torch.stack([squares if self._counts_norm else squares * 0, self._loss, self._loss * 0 + num_tokens])
         total: list[Tensor] = []
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
-        squared, loss, count = total[0].unbind()
+        (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]
         count = count.clamp(min=1.0)
         norm = squared.sqrt() / count
-        self._sums = StepSums(loss / count, norm, count)
+        self._sums = StepSums(loss / count, norm, count, rounding)
         clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else 1.0
         self._scale = clip / count
         self._clock.mark("clip")

@@ -22,6 +22,7 @@ from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
+from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
@@ -57,6 +58,7 @@ class TrainConfig:
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
+    error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
 
@@ -70,6 +72,9 @@ class TrainConfig:
             raise ConfigError(f"train.final_lr_fraction = {self.final_lr_fraction} must lie between 0 and 1")
         if not 0 < self.timeout_s <= 1e6:
             raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
+        for message, limit in self.error_budget.items():
+            if not 0 < limit < math.inf:
+                raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
 
@@ -167,6 +172,13 @@ def _check(run: RunConfig) -> None:
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
             f"model has: use at most {run.model.max_positions}"
         )
+    lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
+    for name in run.train.error_budget:
+        if name not in lossy:
+            raise ConfigError(
+                f"train.error_budget.{name} has no effect: the messages that round in a block format are "
+                f"{', '.join(lossy) or 'none'}{did_you_mean(name, lossy)}"
+            )
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
 

@@ -130,6 +130,7 @@ class _Run:
             per_step_s = (time.perf_counter() - begin) / done
             self.observer.stepped(record, per_step_s * (train.steps - self.step - 1))
             _check_finite(result, self.step)
+            _check_rounding(result, self.step, train.error_budget)
             if self.step == first_step:
                 self.engine.check_bytes()  # a wrong byte count stops the run while it has cost nothing
             if train.checkpoint_every and (self.step + 1) % train.checkpoint_every == 0 and self.step + 1 < train.steps:
@@ -160,6 +161,7 @@ class _Run:
             num_tokens=result.num_tokens,
             step_s=step_s,
             tokens_per_s=result.num_tokens / step_s,
+            quantisation_error=result.quantisation_error,
             time_s={**result.time_s, "other": result.time_s.get("other", 0.0) + step_s - sum(result.time_s.values())},
         )
 
@@ -217,3 +219,14 @@ def _check_finite(result: StepResult, step: int) -> None:
             f"step {step + 1} has loss {result.loss} and gradient norm {result.grad_norm}: the run cannot go on; "
             "lower optimizer.lr and resume from the last checkpoint"
         )
+
+
+def _check_rounding(result: StepResult, step: int, budget: Mapping[str, float]) -> None:
+    for message, limit in budget.items():
+        error = result.quantisation_error.get(message, 0.0)
+        if error > limit:
+            raise TrainingError(
+                f"step {step + 1}: the relative rounding error of {message} messages is {error:.3g}, above "
+                f"train.error_budget.{message} = {limit:g}: use a wider wire format or a smaller block, and resume "
+                "from the last checkpoint"
+            )

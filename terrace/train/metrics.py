@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     time_s: dict[str, float]
+    quantisation_error: dict[str, float] = field(default_factory=dict)  # message class -> relative error
 
 
 @dataclass(frozen=True, kw_only=True)

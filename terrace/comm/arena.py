@@ -1,0 +1,39 @@
+"""Memory for messages, kept and used again.
+
+Messages of a rank follow one another on its lane, so one piece of memory serves them all: it grows to the
+largest message and stays. What a collective returns from it is valid until the next one begins.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terrace.comm.ledger import Meter
+from terrace.plan.memory import ARENA_ALIGNMENT, arena_bytes
+
+
+class Arena:
+    """Buffers of one collective, behind one another in memory that all collectives share."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._meter = meter
+        self._used = 0
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Make room for buffers of these sizes in bytes; every buffer taken before is void."""
+        needed, self._used = arena_bytes(sizes), 0
+        if needed > self._memory.numel():
+            self._meter.add("buffers", needed - self._memory.numel())
+            self._memory = self._memory.new_empty(0)  # gone before its successor comes
+            self._memory = self._memory.new_empty(needed)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the next buffer; its content is undefined."""
+        size = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, self._used + arena_bytes([size])
+        assert self._used <= self._memory.numel(), f"a collective took {self._used} bytes but announced fewer"
+        assert start % ARENA_ALIGNMENT == 0, "buffers lie aligned"
+        return self._memory[start : start + size].view(dtype).view(*shape)

@@ -1,0 +1,90 @@
+"""What rounding takes from messages: kept for the next one, and measured.
+
+Error feedback (arXiv 1901.09847): a rank that sends x over some hop keeps the residual
+
+    r <- (x + r) - decoded(x + r)          and sends          encoded(x + r)
+
+so that over many steps the sum of what arrives follows the sum of what was meant.
+
+The relative error of a message class in a step is sqrt(sum of squared errors / sum of squares), over the
+messages of all ranks. It is measured on a sample of each message, a different part every step, because
+decoding everything once more would cost as much as the message.
+"""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from terrace.comm.ledger import Meter
+from terrace.plan import MessageClass
+
+_SAMPLE_NUMEL = 16384
+
+
+class Origin:
+    """Whose messages these are: a block's name, for errors, and the residuals of its gradients."""
+
+    def __init__(self, name: str, device: torch.device, meter: Meter) -> None:
+        self.name = name
+        self._device = device
+        self._meter = meter
+        self._residuals: dict[tuple[MessageClass, int, str], Tensor] = {}
+
+    def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
+        """Return the residual [rows, numel], in fp32, of one hop; zero at first."""
+        key = (message, tier, leg)
+        if key not in self._residuals:
+            self._residuals[key] = torch.zeros(rows, numel, dtype=torch.float32, device=self._device)
+            self._meter.add("feedback", self._residuals[key].nbytes)
+        return self._residuals[key]
+
+
+class ErrorLog:
+    """Squared errors and squares of the sampled messages since the last `take`, by message class and origin."""
+
+    def __init__(self, messages: tuple[MessageClass, ...], device: torch.device) -> None:
+        self.messages = messages
+        self._device = device
+        self._sums: dict[tuple[MessageClass, str], Tensor] = {}
+        self._last: dict[tuple[MessageClass, str], Tensor] = {}
+        self._visits: dict[tuple[MessageClass, str], int] = defaultdict(int)
+
+    def sample(self, message: MessageClass, origin: str, numel: int, block: int) -> slice:
+        """Return which part of a message of `numel` elements to measure; it begins at a block."""
+        visit = self._visits[message, origin]
+        self._visits[message, origin] += 1
+        places = max(1, -(-numel // _SAMPLE_NUMEL))
+        start = visit % places * _SAMPLE_NUMEL // block * block
+        return slice(start, min(numel, start + _SAMPLE_NUMEL))
+
+    def add(self, message: MessageClass, origin: str, sums: Tensor) -> None:
+        """Record [squared error, square] of a sample, as fp64."""
+        key = (message, origin)
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+
+    def take(self) -> Tensor:
+        """Return [squared error, square] of every lossy class, one after the other, and begin anew."""
+        total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
+        for (message, _), sums in self._sums.items():
+            total[self.messages.index(message)] += sums
+        self._last, self._sums = self._sums, {}
+        return total.view(-1)
+
+    def not_finite(self) -> list[str]:
+        """Name the messages of the last `take` that held inf or nan."""
+        return [
+            f"{message.value} of block {origin!r}"
+            for (message, origin), sums in self._last.items()
+            if not bool(torch.isfinite(sums).all())
+        ]
+
+
+def relative_errors(messages: tuple[MessageClass, ...], totals: list[float]) -> dict[str, float]:
+    """Return the relative error of each message class that sent something, from what `ErrorLog.take` summed."""
+    found = {}
+    for message, squared, square in zip(messages, totals[::2], totals[1::2], strict=True):
+        if square != 0.0:
+            found[message.value] = math.sqrt(squared / square)
+    return found

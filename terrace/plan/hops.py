@@ -1,0 +1,129 @@
+"""The hops of a message: which tier it crosses, in what format, and how much a rank sends there.
+
+A gather goes from the outermost tier inward, a reduction from the innermost outward. With P padded elements
+in a flat buffer, a hop over tier i with n_i members makes a rank send its part of P / span(i) elements to
+n_i - 1 peers:
+
+    bytes(i) = (n_i - 1) * pieces * message_bytes(numel)        pieces * numel = P / span(i)
+
+A reduction codes every part anew after each sum. A gather whose neighbouring tiers use the same block
+format codes once, on the outermost of them, and the tiers inside forward the messages as they came: one
+rounding, however many tiers. There `pieces` messages of `numel` elements travel together.
+
+The traffic formula, the verifier, the memory formula and the collectives all read this.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.plan import Plan
+from terrace.plan.wire import GRADIENTS, PLACEABLE, MessageClass, WireFormat
+
+RESIDUAL_BYTES = 4  # error feedback is kept in fp32
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One tier that a message crosses, with `degree` members; a rank sends `pieces` messages to each peer."""
+
+    tier: int
+    degree: int
+    wire: WireFormat
+    numel: int
+    pieces: int = 1
+
+    @property
+    def part_bytes(self) -> int:
+        """What a rank sends to one peer."""
+        return self.pieces * self.wire.message_bytes(self.numel)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends over this tier."""
+        return (self.degree - 1) * self.part_bytes
+
+
+def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
+    """Return the hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order."""
+    hops: list[Hop] = []
+    for tier in range(outer, inner, -1):
+        degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
+        if degree == 1 or not numel:
+            continue
+        if hops and wire.block and hops[-1].wire == wire:
+            hops.append(Hop(tier, degree, wire, hops[-1].numel, hops[-1].pieces * hops[-1].degree))
+        else:
+            hops.append(Hop(tier, degree, wire, numel // layout.span(tier)))
+    return hops
+
+
+def reduce_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
+    """Return the hops of a reduction of `numel` padded elements from tier `inner` to tier `outer`, in order."""
+    return [
+        Hop(tier, layout.degrees[tier], plan.wire_format(message, layout.tiers[tier]), numel // layout.span(tier))
+        for tier in range(inner + 1, outer + 1)
+        if layout.degrees[tier] > 1 and numel
+    ]
+
+
+def block_hops(
+    layout: Layout, plan: Plan, message: MessageClass, numel: int, source: int | None = None
+) -> tuple[list[Hop], list[Hop]]:
+    """Return (hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
+
+    `source` is the tier that a gather of parameters starts from, where it is not the one the plan names.
+    """
+    match message:
+        case MessageClass.GATHER | MessageClass.GATHER_BACKWARD:
+            start = layout.params if source is None else source
+            return [], gather_hops(layout, plan, message, numel, start, DEVICE)
+        case MessageClass.REDUCE:
+            return reduce_hops(layout, plan, message, numel, DEVICE, layout.grads), []
+        case MessageClass.SYNC:
+            # Over the tiers outside the optimizer's, replicas all-reduce: what went there comes back.
+            reduction = reduce_hops(layout, plan, message, numel, layout.grads, layout.outermost)
+            return reduction, gather_hops(layout, plan, message, numel, layout.outermost, layout.optimizer)
+        case MessageClass.REFRESH:
+            return [], gather_hops(layout, plan, message, numel, layout.optimizer, layout.params)
+    raise AssertionError(f"{message} belongs to no block")
+
+
+def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
+    """Return the message classes that cross some tier in a block format, whose rounding error is measured."""
+    return tuple(
+        message
+        for message in PLACEABLE
+        if any(
+            layout.degrees[tier] > 1 and plan.wire_format(message, layout.tiers[tier]).block
+            for tier in layout.route(message)
+        )
+    )
+
+
+def control_numbers(layout: Layout, plan: Plan) -> int:
+    """Return how many fp64 numbers a control message holds.
+
+    The squared norm, the loss and the token count; then squared error and square of each lossy class.
+    """
+    return 3 + 2 * len(lossy_messages(layout, plan))
+
+
+def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
+    """Yield the elements of each residual that error feedback keeps for a block of `numel` padded elements."""
+    for message in GRADIENTS:
+        reduction, gathering = block_hops(layout, plan, message, numel)
+        yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)
+        yield from (hop.numel for hop in gathering if hop.wire.feedback and hop.pieces == 1)
+
+
+def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
+    """Yield the hops of a gather in runs that share one encoding; a dtype is a run of its own."""
+    run: list[Hop] = []
+    for hop in hops:
+        if run and hop.pieces == 1:
+            yield run
+            run = []
+        run.append(hop)
+    if run:
+        yield run
