@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from terrace.cluster import Cluster
 from terrace.comm import Meter
+from terrace.comm.codecs import cpu
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.runtime import engine as engine_module
@@ -32,7 +33,15 @@ def live_bytes() -> int:
         if issubclass(type(candidate), Tensor) and candidate.device.type == "cpu":
             storage = candidate.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
+    for scratch in codec_scratch():
+        sizes.pop(scratch.untyped_storage().data_ptr(), None)  # of one size whatever the plan: not model state
     return sum(sizes.values())
+
+
+def codec_scratch() -> list[Tensor]:
+    """What the block codecs of this thread keep between calls."""
+    scratch: list[Tensor] = getattr(cpu._local, "buffers", [])
+    return scratch
 
 
 class _WatchedMeter(Meter):

@@ -75,6 +75,16 @@ def test_three_level_on_three_tiers(pool: LocalPool) -> None:
     check(pool, (2, 2, 2), [(plan, 2, "eager"), (with_wires(cluster, plan, "bf16"), 2, "lazy")])
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero++", "three-level-compressed"])
+def test_what_messages_in_block_formats_take(pool: LocalPool, name: str) -> None:
+    """The arena of messages, and what error feedback keeps."""
+    cluster = cluster_of(2, 2, 2)
+    plan = preset(name, cluster)
+    if name == "ddp":
+        plan = replace(plan, wire={"sync": {tier.name: "int4:64+feedback" for tier in cluster.tiers}})
+    check(pool, (2, 2, 2), [(plan, 2, "eager"), (replace(plan, compute="bf16"), 1, "lazy")])
+
+
 class SpecBlock(nn.Module):
     """A block of the given sizes that uses its own parameters and those it borrows."""
 
