@@ -29,7 +29,7 @@ rounding step, and fp32 rounding of the sums v.
 A block codec cannot carry inf or nan. On a CPU `encode` raises `TrainingError`; on CUDA nothing may wait for
 the device, so the block's scale becomes NaN and all of it decodes to NaN.
 
-`reference.py` is the definition, `cpu.py` what runs on a CPU, `kernels.py` what runs on CUDA if Triton is
+`reference.py` is the definition, `cpu.py` what runs on a CPU, `kernels.py` (launched by `cuda.py`) what runs on CUDA if Triton is
 installed (else the reference does). Nothing here allocates in proportion to a message except the reference.
 """
 
@@ -84,7 +84,7 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     elif not _has_triton():
         reference.decode(messages, wire, out)
     else:
-        import_module("terrace.comm.codecs.kernels").decode(messages, wire, out)
+        import_module("terrace.comm.codecs.cuda").decode(messages, wire, out)
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     elif not _has_triton():
         reference.decode_add(messages, wire, out)
     else:
-        import_module("terrace.comm.codecs.kernels").decode_add(messages, wire, out)
+        import_module("terrace.comm.codecs.cuda").decode_add(messages, wire, out)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: 
     elif not _has_triton():
         reference.encode(values, wire, out, residual)
     else:
-        import_module("terrace.comm.codecs.kernels").encode(values, wire, out, residual)
+        import_module("terrace.comm.codecs.cuda").encode(values, wire, out, residual)
 
 
 def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:

@@ -1,0 +1,106 @@
+"""The codecs on CUDA: how the Triton kernels of `kernels.py` are launched. Import it only if Triton is there.
+
+A program works on a few whole blocks of one row, `TILE` elements, so every block's largest magnitude stays in
+it and memory is touched once: an encode reads an element and writes its code. Programs whose blocks are all
+full run without masks, so that loads and stores can be vectorised; a second launch takes what is left at the
+end of every row, a short last block included.
+
+What keeps the kernels equal to `reference.py`:
+
+    largest      of the bits without their sign, as integers: inf and nan lie above every finite magnitude
+    1 / scale    `tl.div_rn`, the correctly rounded quotient
+    rounding     half even by adding 1.5 * 2^23 and looking at the bits; e4m3 by integer arithmetic, as older
+                 devices have no conversion
+    no fusing    `enable_fp_fusion=False`: a fused x * inverse + 1.5 * 2^23 would round once instead of twice
+
+A block that holds inf or nan gets a NaN scale and codes of zero; nothing here waits for the device.
+"""
+
+import torch
+from torch import Tensor
+
+from terrace.comm.codecs.kernels import decode_kernel, encode_kernel
+from terrace.comm.codecs.layout import GRIDS, INF_BITS, MIN_SCALE_BITS, NAN_SCALE_BITS, message_parts
+from terrace.plan.wire import WireFormat
+
+TILE = 4096  # elements of a program, 32 a thread with Triton's 4 warps: a guess, `bench/gpu.py` judges it
+_KINDS = {"int8": 0, "fp8": 1, "int4": 2}
+
+
+def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
+    """Write the message of every row, with its residual if there is one; see `terrace.comm.codecs`."""
+    rows, numel = values.shape
+    grid, parts = GRIDS[wire.codec], message_parts(wire, numel)
+    for full, first, programs in _launches(numel, wire.block):
+        encode_kernel[(programs, rows)](
+            values,
+            values if residual is None else residual,
+            out.view(torch.int8),
+            out.view(torch.int16),
+            numel,
+            values.stride(0),
+            0 if residual is None else residual.stride(0),
+            out.stride(0),
+            parts.codes,
+            first,
+            grid.reciprocal,
+            FULL=full,
+            FEEDBACK=residual is not None,
+            KIND=_KINDS[wire.codec],
+            QMAX=int(grid.qmax),
+            MIN_SCALE=MIN_SCALE_BITS,
+            MAX_SCALE=grid.max_scale_bits,
+            INF=INF_BITS,
+            NAN_SCALE=NAN_SCALE_BITS,
+            BLOCKS=_blocks(wire.block),
+            BLOCK=wire.block,
+            enable_fp_fusion=False,
+        )
+    if parts.padding < parts.total:
+        out[:, parts.padding :].zero_()
+
+
+def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Write the elements of every message; see `terrace.comm.codecs`."""
+    _decode(messages, wire, out, summed=1, add=False)
+
+
+def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
+    """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
+    _decode(messages, wire, out[None], summed=messages.shape[0], add=True)
+
+
+def _decode(messages: Tensor, wire: WireFormat, out: Tensor, *, summed: int, add: bool) -> None:
+    """Decode into every row of `out`, or add `summed` messages to its only one."""
+    rows, numel = out.shape
+    for full, first, programs in _launches(numel, wire.block):
+        decode_kernel[(programs, rows)](
+            out,
+            messages.view(torch.int8),
+            messages.view(torch.int16),
+            numel,
+            out.stride(0),
+            messages.stride(0),
+            message_parts(wire, numel).codes,
+            first,
+            summed,
+            FULL=full,
+            ADD=add,
+            KIND=_KINDS[wire.codec],
+            BLOCKS=_blocks(wire.block),
+            BLOCK=wire.block,
+            enable_fp_fusion=False,
+        )
+
+
+def _blocks(block: int) -> int:
+    """Return how many blocks a program works on."""
+    return max(1, TILE // block)
+
+
+def _launches(numel: int, block: int) -> list[tuple[bool, int, int]]:
+    """Return the launches over a row of `numel` elements: (all blocks full, first block, programs)."""
+    programs = numel // block // _blocks(block)
+    done = programs * _blocks(block)
+    launches = [(True, 0, programs)] if programs else []
+    return launches + [(False, done, 1)] if done * block < numel else launches

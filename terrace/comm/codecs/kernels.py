@@ -1,0 +1,220 @@
+"""Triton kernels of the block codecs; `cuda.py` launches them and says how they are cut.
+
+Every tile is two halves of its blocks, [blocks, half] each, because a byte of int4 holds one element of
+either; the other codecs do not mind. Element pointers point to a row of n elements, `codes` and `scales` to
+the same message as int8 and as int16.
+
+KIND is 0 for int8, 1 for fp8 and 2 for int4: a kernel sees constants, not strings.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
+# ruff: noqa: N803  (constants of a kernel are capitals)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def encode_kernel(
+    values,
+    residual,
+    codes,
+    scales,
+    numel,
+    stride,  # of a row of values, elements
+    residual_stride,
+    message_stride,  # bytes
+    codes_at,  # bytes before the codes
+    first,  # block of the first program
+    reciprocal,
+    FULL: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    KIND: tl.constexpr,
+    QMAX: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    MAX_SCALE: tl.constexpr,
+    INF: tl.constexpr,
+    NAN_SCALE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Encode `BLOCKS` blocks of a row."""
+    row = tl.program_id(1).to(tl.int64)
+    block = first + tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    low, high, has_low, has_high = _elements(block, numel, FULL, BLOCK)
+    values += row * stride
+    residual += row * residual_stride
+    codes += row * message_stride + codes_at
+    scales += row * (message_stride // 2)
+
+    x_low = _load(values + low, has_low, FULL).to(tl.float32)
+    x_high = _load(values + high, has_high, FULL).to(tl.float32)
+    if FEEDBACK:
+        x_low += _load(residual + low, has_low, FULL)
+        x_high += _load(residual + high, has_high, FULL)
+
+    amax = tl.maximum(_magnitude_bits(x_low), _magnitude_bits(x_high))
+    amax = tl.max(amax, axis=1, keep_dims=True)  # [blocks, 1], int32
+    poisoned = amax >= INF
+    bits = (amax.to(tl.float32, bitcast=True) * reciprocal).to(tl.int32, bitcast=True)
+    bits = tl.minimum(tl.maximum((bits + 0xFFFF) & -0x10000, MIN_SCALE), MAX_SCALE)
+    bits = tl.where(poisoned, NAN_SCALE, bits)
+    scale = bits.to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(tl.full([BLOCKS, 1], 1.0, tl.float32), scale)
+    code_low = _round(tl.where(poisoned, 0.0, x_low * inverse), KIND, QMAX)
+    code_high = _round(tl.where(poisoned, 0.0, x_high * inverse), KIND, QMAX)
+
+    tl.store(scales + block, (bits >> 16).to(tl.int16), mask=block * BLOCK < numel)
+    if KIND == 2:
+        byte = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        _store(codes + byte, (code_low + 16 * code_high).to(tl.int8), has_low, FULL)
+    else:
+        _store(codes + low, code_low.to(tl.int8), has_low, FULL)
+        _store(codes + high, code_high.to(tl.int8), has_high, FULL)
+    if FEEDBACK:
+        _store(residual + low, x_low - _point(code_low, KIND) * scale, has_low, FULL)
+        _store(residual + high, x_high - _point(code_high, KIND) * scale, has_high, FULL)
+
+
+@triton.jit
+def decode_kernel(
+    out,
+    codes,
+    scales,
+    numel,
+    stride,  # of a row of out, elements
+    message_stride,  # bytes
+    codes_at,  # bytes before the codes
+    first,  # block of the first program
+    summed,  # messages added up in each row of out: those that follow one another
+    FULL: tl.constexpr,
+    ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Decode `BLOCKS` blocks of a row, or add those blocks of several messages to it."""
+    row = tl.program_id(1).to(tl.int64)
+    block = first + tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    low, high, has_low, has_high = _elements(block, numel, FULL, BLOCK)
+    out += row * stride
+    codes += row * message_stride + codes_at
+    scales += row * (message_stride // 2)
+    if ADD:
+        sum_low = _load(out + low, has_low, FULL)
+        sum_high = _load(out + high, has_high, FULL)
+        for _ in range(summed):
+            x_low, x_high = _decode(codes, scales, block, low, high, has_low, has_high, numel, FULL, KIND, BLOCK)
+            sum_low += x_low.to(sum_low.dtype)
+            sum_high += x_high.to(sum_high.dtype)
+            codes += message_stride
+            scales += message_stride // 2
+        _store(out + low, sum_low, has_low, FULL)
+        _store(out + high, sum_high, has_high, FULL)
+    else:
+        x_low, x_high = _decode(codes, scales, block, low, high, has_low, has_high, numel, FULL, KIND, BLOCK)
+        _store(out + low, _as(x_low, out.dtype.element_ty), has_low, FULL)
+        _store(out + high, _as(x_high, out.dtype.element_ty), has_high, FULL)
+
+
+@triton.jit
+def _decode(
+    codes,
+    scales,
+    block,
+    low,
+    high,
+    has_low,
+    has_high,
+    numel,
+    FULL: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the elements of the halves of blocks, fp32."""
+    scale = tl.load(scales + block, mask=block * BLOCK < numel, other=0).to(tl.int32) << 16
+    scale = scale.to(tl.float32, bitcast=True)
+    if KIND == 2:
+        byte = _load(codes + block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :], has_low, FULL).to(tl.int32)
+        code_high = (byte + 8) >> 4
+        code_low = byte - 16 * code_high
+    else:
+        code_low = _load(codes + low, has_low, FULL).to(tl.int32)
+        code_high = _load(codes + high, has_high, FULL).to(tl.int32)
+    return _point(code_low, KIND) * scale, _point(code_high, KIND) * scale
+
+
+@triton.jit
+def _elements(block, numel, FULL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the elements of the lower and the upper half of blocks [blocks, 1], and which of them exist."""
+    HALF: tl.constexpr = BLOCK // 2
+    lane = tl.arange(0, HALF)[None, :]
+    start = block * BLOCK
+    if FULL:
+        return start + lane, start + HALF + lane, lane >= 0, lane >= 0
+    width = tl.minimum(tl.maximum(numel - start, 0), BLOCK)  # [blocks, 1]: the last block may be short
+    half = (width + 1) // 2
+    return start + lane, start + half + lane, lane < half, lane < width - half
+
+
+@triton.jit
+def _load(pointers, exists, FULL: tl.constexpr):
+    """Load what exists, and zeros for the rest."""
+    if FULL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=exists, other=0)
+
+
+@triton.jit
+def _store(pointers, values, exists, FULL: tl.constexpr):
+    """Store what exists."""
+    if FULL:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=exists)
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """Return the bits of |x|, int32: ordered as magnitudes are, inf and nan last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _round(scaled, KIND: tl.constexpr, QMAX: tl.constexpr):
+    """Round fp32 to codes, half even: int32 from -QMAX to QMAX, or the byte of an e4m3."""
+    if KIND != 1:
+        # From 1.5 * 2^23 on the step of fp32 is 1, so the sum is rounded to an integer, in its low bits.
+        code = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        return tl.minimum(tl.maximum(code, -QMAX), QMAX)
+    magnitude = _magnitude_bits(scaled)
+    # Normal: 20 bits of the mantissa go, half even; the exponent's bias goes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the step is 2^-9, which is the step of fp32 from 2^14 on.
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.minimum(tl.where(magnitude < 0x3C800000, subnormal, normal), 0x7E)  # 448
+    return code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def _point(code, KIND: tl.constexpr):
+    """Return the fp32 that a code, int32, stands for; of an e4m3 only the low byte counts."""
+    if KIND != 1:
+        return code.to(tl.float32)
+    magnitude = code & 0x7F
+    normal = (magnitude << 20) + (120 << 23)
+    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # 2^-9
+    bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as(x, DTYPE: tl.constexpr):
+    """Convert fp32, half even. To bf16 by its bits: Triton's interpreter, where this is tested, cuts them off."""
+    if DTYPE != tl.bfloat16:
+        return x.to(DTYPE)
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(x == x, rounded, 0x7FC0)  # a nan could be carried over into zero
+    return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
