@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -22,16 +24,19 @@ from terrace.base.errors import ConfigError
 from terrace.base.files import write_atomic
 from terrace.base.schema import merge
 from terrace.cli.options import parse_overrides
-from terrace.cli.output import Terminated, sigterm_raises
-from terrace.cli.rehearse_screen import counts_table
+from terrace.cli.output import Terminal, Terminated, sigterm_raises
+from terrace.cli.rehearse_screen import counts_table, findings_table, lost_delays
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.rehearse import Wiring, wire
 from terrace.rehearse.launch import run_paced, run_ranks
+from terrace.rehearse.measure import experiments, findings
 from terrace.rehearse.names import existing, leftovers
 from terrace.rehearse.network import network, remove
-from terrace.rehearse.tools import check_machine
+from terrace.rehearse.tools import capabilities, check_machine, check_rights
+from terrace.report.tables import seconds
 
+EXIT_FAILED = 1
 _SCALE_HELP = (
     "multiply every bandwidth and divide every latency by F (default: 1). Compute does not scale: choose F so "
     "that it stands to the network as on the real machine"
@@ -53,6 +58,9 @@ def add_parser(commands: Any) -> None:
         "--paced", action="store_true", help="no network, no root: `terrace` itself keeps the rates"
     )
     run_parser.set_defaults(run=_run)
+    check = actions.add_parser("check", help="build the network and measure every tier of it")
+    _add_cluster(check)
+    check.set_defaults(run=_check)
     clean = actions.add_parser("clean", help="remove what killed rehearsals left behind")
     clean.set_defaults(run=_clean)
 
@@ -79,20 +87,50 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_machine(wiring)
     _mention_leftovers()
     with _ended_by_signals(), network(wiring) as net:
+        for line in lost_delays(wiring, net.lost_delays):
+            _say(line)
         before, begin_s = net.counts(), time.monotonic()
         ended = run_ranks(net, command)
-        seconds, carried = time.monotonic() - begin_s, net.counts() - before
+        taken_s, carried = time.monotonic() - begin_s, net.counts() - before
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
     if options.counters is not None:
         write_atomic(
-            options.counters, json.dumps(_document(wiring, carried.table(), seconds, ended.code), indent=1) + "\n"
+            options.counters, json.dumps(_document(wiring, carried.table(), taken_s, ended.code), indent=1) + "\n"
         )
     if ended.rank is not None:
         _say(ended.words)
     return ended.code
 
 
+def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse_command(options)
+    wiring = wire(_cluster(options.cluster, rest), options.scale)
+    if find_spec("torch") is None:
+        raise ConfigError("rehearse check measures with the package 'torch': pip install 'terrace[train]'")
+    check_machine(wiring)
+    _mention_leftovers()
+    begin_s = time.monotonic()
+    with _ended_by_signals(), TemporaryDirectory() as folder, network(wiring) as net:
+        built_s = time.monotonic() - begin_s
+        tasks, results = Path(folder, "experiments.json"), Path(folder, "seconds.json")
+        tasks.write_text(json.dumps([experiment.table() for experiment in experiments(net.wiring)]), encoding="utf-8")
+        ended = run_ranks(net, [sys.executable, "-m", "terrace.rehearse.probe", str(tasks), str(results)])
+        if ended.rank is not None:
+            _say(ended.words)
+            return EXIT_FAILED
+        found = findings(net.wiring, json.loads(results.read_text(encoding="utf-8")))
+        lost = lost_delays(wiring, net.lost_delays)
+    print(f"{wiring.cluster.world_size} ranks in namespaces of their own, built in {seconds(built_s)}\n")
+    Terminal().print(findings_table(wiring, found))
+    print("".join(f"{line}\n" for line in lost), end="")
+    return 0
+
+
 def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse_command(options)
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace rehearse clean --help")
+    check_rights(capabilities())
     found = leftovers(existing())
     remove([name for names in found.values() for name in names])
     for owner, names in sorted(found.items()):
@@ -120,12 +158,12 @@ def _run_paced(options: argparse.Namespace, rest: Sequence[str], command: Sequen
     return run_paced(command, options.scale)
 
 
-def _document(wiring: Wiring, tiers: dict[str, Any], seconds: float, code: int) -> dict[str, Any]:
+def _document(wiring: Wiring, tiers: dict[str, Any], taken_s: float, code: int) -> dict[str, Any]:
     return {
         "cluster": wiring.cluster.name,
         "scale": wiring.scale,
         "world_size": wiring.cluster.world_size,
-        "seconds": seconds,
+        "seconds": taken_s,
         "exit_code": code,
         "tiers": tiers,
     }
@@ -152,6 +190,11 @@ def _checked_command(words: Sequence[str]) -> list[str]:
     if shutil.which(words[0]) is None:
         raise ConfigError(f"no program {words[0]!r} to run: check its name, or give its path")
     return list(words)
+
+
+def _refuse_command(options: argparse.Namespace) -> None:
+    if options.command_words:
+        raise ConfigError(f"rehearse {options.action} runs no command: leave out everything from -- on")
 
 
 def _check_counters(path: Path | None) -> None:

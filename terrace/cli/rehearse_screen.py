@@ -5,7 +5,16 @@ from rich.table import Table
 
 from terrace.rehearse import Wiring
 from terrace.rehearse.counters import Counts
-from terrace.report.tables import quantity
+from terrace.rehearse.measure import Finding, Way
+from terrace.rehearse.wiring import SHORTEST_DELAY_S
+from terrace.report.tables import quantity, seconds
+
+_WAYS = {
+    Way.LATENCY: "small message, one way",
+    Way.PAIR: "one pair alone",
+    Way.UPLINK: "one group's uplink, all its ranks sending",
+    Way.ALL_REDUCE: "a rank's share, all-reduce everywhere",
+}
 
 
 def counts_table(wiring: Wiring, carried: Counts) -> Table:
@@ -18,6 +27,41 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
         figures = (tier.sent_bytes, sum(sent) / len(sent), max(sent))
         table.add_row(tier.name, *(quantity(round(figure), "B") for figure in figures), ", ".join(links))
     return table
+
+
+def findings_table(wiring: Wiring, found: list[Finding]) -> Table:
+    """Return what `terrace rehearse check` measured beside what was configured."""
+    title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured beside measured"
+    table = _table(title, "tier", "measured is", "configured", "measured", "deviation")
+    table.columns[1].justify = "left"
+    for finding in found:
+        show = seconds if finding.way == Way.LATENCY else _rate
+        none = "the kernel's own" if finding.way == Way.LATENCY else "not limited"
+        configured = none if finding.configured is None else show(finding.configured)
+        deviation = "" if finding.deviation is None else f"{100 * finding.deviation:+.1f} %"
+        if finding.way == Way.LATENCY and table.row_count:
+            table.add_section()
+        table.add_row(finding.tier, _WAYS[finding.way], configured, show(finding.measured), deviation)
+    return table
+
+
+def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
+    """Return a line for each tier whose latency is not what it should be, and why."""
+    lines = []
+    for net in wiring.nets:
+        wanted = seconds(net.tier.latency_s)
+        if net.tier.name in lost:
+            lines.append(f"the latency of tier {net.tier.name}, {wanted}, is not added: this kernel has no netem")
+        elif 0 < net.tier.latency_s < SHORTEST_DELAY_S:
+            lines.append(
+                f"the latency of tier {net.tier.name}, {wanted}, is the kernel's own: below "
+                f"{seconds(SHORTEST_DELAY_S)} none is added"
+            )
+    return lines
+
+
+def _rate(bytes_per_s: float) -> str:
+    return quantity(bytes_per_s, "B/s")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -30,7 +30,6 @@ _GRACE_S = 5.0  # for the others to leave by themselves after one failed: they m
 _END_S = 3.0  # between SIGTERM and SIGKILL
 _LONGEST_LINE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,8 @@ def run_ranks(network: Network, command: Sequence[str]) -> Ended:
     """Run `command` as every rank and return how it ended; on the way out, however that is, no rank is left."""
     with _guarded() as told, _Ranks(told) as ranks:
         for rank in network.wiring.ranks:
-            ranks.start(rank, network.inside(rank, command), rank_environment(network.wiring, rank))
+            with undisturbed():  # a process that was started is also one that is watched
+                ranks.start(rank, network.inside(rank, command), rank_environment(network.wiring, rank))
         return ranks.wait()
 
 
@@ -196,13 +196,14 @@ class _Ranks:
 
 
 class _DieWith:
-    """Runs in the child before its program: ask the kernel to kill it when the rehearsal dies."""
+    """Runs in the child before its program: ask the kernel to kill it when the rehearsal dies, and let signals in."""
 
     def __init__(self, parent: int) -> None:
-        self._parent = parent
+        self._parent, self._libc = parent, ctypes.CDLL(None)  # loaded here: a forked child should not
 
     def __call__(self) -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self._parent:  # it died before we asked
             os._exit(1)
 

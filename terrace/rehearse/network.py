@@ -7,7 +7,7 @@ Nothing is put into the machine's own network.
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrace.base.errors import ClusterError
@@ -23,8 +23,9 @@ from terrace.rehearse.wiring import Wiring
 class Network:
     """A network that stands. Not to be made by hand: see `network`."""
 
-    wiring: Wiring
+    wiring: Wiring  # as built: without delays when the kernel cannot add any
     owner: Owner
+    lost_delays: tuple[str, ...]  # the tiers whose latency was to be added, and could not be
 
     def inside(self, rank: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` in a rank's namespace, in the process that calls it."""
@@ -45,8 +46,10 @@ def network(wiring: Wiring) -> Iterator[Network]:
     if of_owner(existing(), owner):
         raise ClusterError("this process already has a rehearsal: end it before the next")
     try:
-        _build(wiring, owner)
-        yield Network(wiring, owner)
+        call(["ip", "-batch", "-"], f"netns add {owner.fabric}\n")
+        built, lost = _without_delays(wiring) if _delayed(wiring) and not _has_netem(owner) else (wiring, ())
+        _build(built, owner)
+        yield Network(built, owner, lost)
     finally:
         with undisturbed():
             remove(of_owner(existing(), owner))
@@ -60,12 +63,32 @@ def remove(namespaces: Sequence[str]) -> None:
 
 def _build(wiring: Wiring, owner: Owner) -> None:
     ranks = {rank: owner.rank(rank) for rank in wiring.ranks}
-    call(["ip", "-batch", "-"], "".join(f"netns add {name}\n" for name in (owner.fabric, *ranks.values())))
+    call(["ip", "-batch", "-"], "".join(f"netns add {name}\n" for name in ranks.values()))
     call(["ip", "-netns", owner.fabric, "-batch", "-"], script.fabric_links(wiring, ranks))
     _limit(owner.fabric, script.fabric_limits(wiring))
     for rank, namespace in ranks.items():
         call(["ip", "-netns", namespace, "-batch", "-"], script.rank_links(wiring, rank))
         _limit(namespace, script.rank_limits(wiring, rank))
+
+
+def _delayed(wiring: Wiring) -> tuple[str, ...]:
+    return tuple(net.tier.name for net in wiring.nets if net.ports[0].delay_s)
+
+
+def _has_netem(owner: Owner) -> bool:
+    """Try it where nothing depends on it."""
+    words = ["tc", "-netns", owner.fabric, "qdisc"]
+    try:
+        call([*words, "add", "dev", "lo", "root", "netem", "delay", "1ms"])
+    except ClusterError:
+        return False
+    call([*words, "delete", "dev", "lo", "root"])
+    return True
+
+
+def _without_delays(wiring: Wiring) -> tuple[Wiring, tuple[str, ...]]:
+    nets = tuple(replace(net, ports=tuple(replace(port, delay_s=0.0) for port in net.ports)) for net in wiring.nets)
+    return replace(wiring, nets=nets), _delayed(wiring)
 
 
 def _limit(namespace: str, batch: str) -> None:

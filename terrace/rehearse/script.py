@@ -18,7 +18,7 @@ MTU_BYTES = 9000
 _WINDOW_BYTES = 256 * 1024
 _CONGESTION = "cubic"  # the same on every machine, whatever its default
 # What a limited link lets through at once: enough to bridge a late timer, and at least a few frames.
-_BURST_S = 3e-4
+_BURST_S = 5e-4
 _SMALLEST_BURST_BYTES = 32 * 1024
 _LARGEST_BURST_BYTES = 1024 * 1024
 # What may wait at a limited link: the windows of more connections than there are, so that nothing is dropped.

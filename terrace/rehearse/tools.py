@@ -42,7 +42,7 @@ def call(words: Sequence[str], batch: str = "") -> str:
 
 def check_machine(wiring: Wiring) -> None:
     """Raise `ClusterError` when this machine cannot emulate it: no rights, no tools, too little memory."""
-    check_rights(_capabilities())
+    check_rights(capabilities())
     for tool in ("ip", "tc"):
         _find(tool)
     check_memory(wiring.cluster.world_size, available_bytes())
@@ -71,7 +71,8 @@ def available_bytes() -> int:
     raise ClusterError("/proc/meminfo names no MemAvailable: a Linux of 2014 or newer is needed")
 
 
-def _capabilities() -> int:
+def capabilities() -> int:
+    """Return the bits of what this process may do beyond a user's rights."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
