@@ -4,6 +4,7 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.lane import Lane, StreamLane, ThreadLane, Ticket, make_lane
 from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.pace import Pacer
 from terrace.comm.rounding import Origin, relative_errors
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Ledger",
     "Meter",
     "Origin",
+    "Pacer",
     "StreamLane",
     "ThreadLane",
     "Ticket",

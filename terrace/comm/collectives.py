@@ -22,6 +22,7 @@ asynchronous.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,9 @@ from torch import Tensor
 
 from terrace.comm import codecs
 from terrace.comm.arena import Arena
-from terrace.comm.groups import TierGroups
+from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.pace import Pacer
 from terrace.comm.rounding import ErrorLog, Origin
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.hops import Hop, encodings, gather_hops, lossy_messages, reduce_hops
@@ -49,16 +51,24 @@ class Collectives:
     """The collectives of one rank.
 
     `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding
-    does to them.
+    does to them. A `pacer` holds every collective to the rate of its tier.
     """
 
     def __init__(
-        self, groups: TierGroups, layout: Layout, plan: Plan, ledger: Ledger, meter: Meter, device: torch.device
+        self,
+        groups: TierGroups,
+        layout: Layout,
+        plan: Plan,
+        ledger: Ledger,
+        meter: Meter,
+        device: torch.device,
+        pacer: Pacer | None = None,
     ) -> None:
         self._groups = groups
         self._layout = layout
         self._plan = plan
         self._ledger = ledger
+        self._pacer = pacer
         self._master = DTYPES[plan.master]
         self._arena = Arena(device, meter)
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
@@ -101,8 +111,8 @@ class Collectives:
             group = self._groups[tier]
             if group.handle is not None:
                 everyone = values.new_empty(group.size * values.numel())
-                all_gather(everyone, values, group=group.handle)
-                self._ledger.add(MessageClass.CONTROL, group.tier, (group.size - 1) * values.nbytes)
+                with self._sending(MessageClass.CONTROL, group, (group.size - 1) * values.nbytes):
+                    all_gather(everyone, values, group=group.handle)
                 values = everyone.view(group.size, -1).sum(0)
         return values
 
@@ -110,13 +120,14 @@ class Collectives:
         group, dtype = self._groups[hop.tier], DTYPES[hop.wire.codec]
         whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
-            all_gather(whole, own, group=group.handle)
+            with self._sending(message, group, hop.sent_bytes):
+                all_gather(whole, own, group=group.handle)
         else:
             sent = self._arena.take([own.numel()], dtype).copy_(own)
             received = self._arena.take([whole.numel()], dtype)
-            all_gather(received, sent, group=group.handle)
+            with self._sending(message, group, hop.sent_bytes):
+                all_gather(received, sent, group=group.handle)
             whole.copy_(received)
-        self._ledger.add(message, group.tier, hop.sent_bytes)
 
     def _gather_codes(self, message: MessageClass, run: list[Hop], piece: Piece, origin: Origin) -> None:
         first, wire = run[0], run[0].wire
@@ -125,8 +136,8 @@ class Collectives:
         for hop in run:
             group = self._groups[hop.tier]
             received = self._arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
-            all_gather(received.view(-1), sent.view(-1), group=group.handle)
-            self._ledger.add(message, group.tier, (group.size - 1) * sent.nbytes)
+            with self._sending(message, group, (group.size - 1) * sent.nbytes):
+                all_gather(received.view(-1), sent.view(-1), group=group.handle)
             sent = received
         codecs.decode(sent, wire, piece(run[-1].tier - 1).view(-1, first.numel))
 
@@ -137,13 +148,14 @@ class Collectives:
             outgoing = self._arena.take([source.numel()], dtype).copy_(source)
         if self._groups.backend == "gloo" or dtype != self._master:
             incoming = self._arena.take([source.numel()], dtype)
-            dist.all_to_all_single(incoming, outgoing, group=group.handle)
+            with self._sending(message, group, hop.sent_bytes):
+                dist.all_to_all_single(incoming, outgoing, group=group.handle)
             result = self._arena.take([hop.numel], self._master)
             torch.sum(incoming.view(hop.degree, hop.numel), 0, dtype=self._master, out=result)
         else:
             result = self._arena.take([hop.numel], self._master)
-            _reduce_scatter(result, outgoing, group=group.handle)
-        self._ledger.add(message, group.tier, hop.sent_bytes)
+            with self._sending(message, group, hop.sent_bytes):
+                _reduce_scatter(result, outgoing, group=group.handle)
         return result
 
     def _reduce_codes(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
@@ -155,11 +167,16 @@ class Collectives:
         self._encode(message, hop, "after", rows[own + 1 :], outgoing[own:], origin)
         splits = [hop.part_bytes] * hop.degree
         splits[own] = 0
-        dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
-        self._ledger.add(message, group.tier, outgoing.nbytes)
+        with self._sending(message, group, outgoing.nbytes):
+            dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
         result = self._arena.take([hop.numel], self._master).copy_(rows[own])
         codecs.decode_add(incoming, hop.wire, result)
         return result
+
+    def _sending(self, message: MessageClass, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
+        """Count what the collective inside sends, and hold it to the pace of its tier if there is one."""
+        self._ledger.add(message, group.tier, num_bytes)
+        return self._pacer(group.tier, num_bytes, group.size - 1) if self._pacer is not None else nullcontext()
 
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
         """Encode `values` [rows, numel] into `out` [rows, message bytes], feed back and measure its error."""

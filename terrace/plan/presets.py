@@ -114,9 +114,9 @@ def three_level_compressed(cluster: Cluster) -> Plan:
     placed = {state: cluster.index(getattr(base, state)) for state in ("params", "grads", "optimizer")}
     names = [tier.name for tier in cluster.tiers]
     wire = {
-        "reduce": dict.fromkeys(names[1:placed["grads"] + 1], "int4"),
-        "sync": dict.fromkeys(names[placed["grads"] + 1:], "int4+feedback"),
-        "refresh": dict.fromkeys(names[placed["params"] + 1:placed["optimizer"] + 1], "int8"),
+        "reduce": dict.fromkeys(names[1 : placed["grads"] + 1], "int4"),
+        "sync": dict.fromkeys(names[placed["grads"] + 1 :], "int4+feedback"),
+        "refresh": dict.fromkeys(names[placed["params"] + 1 : placed["optimizer"] + 1], "int8"),
     }
     return replace(base, wire={message: row for message, row in wire.items() if row})
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError, TrainingError
 from terrace.cluster import Cluster
-from terrace.comm import Collectives, Ledger, Meter, TierGroups, make_lane, relative_errors
+from terrace.comm import Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
 from terrace.model.spec import ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.program import Program, StepReport, build, verify
@@ -53,7 +53,7 @@ class Engine:
     Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when
     the world has more than one rank. The parameters of `blocks` are replaced by views of flat buffers,
     in the compute dtype. Initial values come from `initial`, or else from the blocks as they are, which
-    then must be the same on every rank.
+    then must be the same on every rank. A `pacer` slows every message to the rate of its tier.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -75,6 +75,7 @@ class Engine:
         timeout: timedelta = timedelta(minutes=10),
         progress: Progress = _no_progress,
         program: Program | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         specs = describe(blocks, names, freeze)
@@ -87,7 +88,7 @@ class Engine:
         self.device = torch.device(device)
         adamw = adamw or AdamWConfig()
         layout, coordinates = self.program.layout, cluster.coordinates(rank)
-        self._ledger, self._meter = Ledger(), Meter()
+        self._ledger, self._meter, self._pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self.groups = TierGroups(cluster, layout, rank, timeout)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
@@ -184,7 +185,7 @@ class Engine:
 
     def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
-        return Collectives(self.groups, program.layout, program.plan, ledger, meter, self.device)
+        return Collectives(self.groups, program.layout, program.plan, ledger, meter, self.device, self._pacer)
 
     def _adopt(self, blocks: Sequence[nn.Module], initial: InitialValue | None, adamw: AdamWConfig) -> None:
         replacements: dict[int, nn.Parameter] = {}

@@ -5,6 +5,7 @@ space in the store for each life: torchrun's agents keep one store over restarts
 counts differ between machines, so ranks agree on a name instead of deriving it.
 """
 
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -26,7 +27,7 @@ from terrace.runtime.crew import Crew
 from terrace.runtime.postmortem import in_words
 from terrace.runtime.world import World, open_store
 
-__all__ = ["LocalPool", "World", "detect", "join", "launch_local"]
+__all__ = ["LocalPool", "World", "detect", "join", "launch_local", "pace"]
 
 _POLL_S = 0.02
 # What every rank would otherwise import for itself; the first optimizer of a process imports torch._dynamo.
@@ -60,6 +61,23 @@ def detect() -> bool:
     Raises `ConfigError` when one did, but did not say where the ranks meet.
     """
     return _place() is not None
+
+
+def pace() -> float | None:
+    """Return the factor by which `terrace rehearse run --paced` slows every link down, if it started this process.
+
+    Raises `ConfigError` for a value that is not a number above 0.
+    """
+    text = os.environ.get("TERRACE_PACE")
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"TERRACE_PACE={text!r} must be a number above 0, such as 0.01; unset it for full speed")
+    return value
 
 
 def join(timeout_s: float, say: Callable[[str], None] = print) -> World:

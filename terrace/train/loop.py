@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from terrace.base.errors import TrainingError
 from terrace.cluster import Cluster
+from terrace.comm import Pacer
 from terrace.model.config import forward_flops, num_params, to_table
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.program import StepReport, build
 from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.launch import pace
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.simulate import simulate, step_costs
@@ -60,7 +62,7 @@ def train(world: World, job: Job, observer: Observer) -> Outcome:
 
 class _Run:
     def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog) -> None:
-        run = job.run
+        run, rate = job.run, pace()
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step = 0
         self.engine = Engine(
@@ -76,6 +78,7 @@ class _Run:
             initial=self._initial,
             freeze=run.train.freeze,
             timeout=timedelta(seconds=2 * run.train.timeout_s),  # the watchdog speaks first
+            pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=lambda counter, instruction, ranks: dog.at(self.step, counter, instruction, ranks),
         )
         self.batches = Batches(job.tokens, run.train.sequence, run.train.batch, run.train.seed)
