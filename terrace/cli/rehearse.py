@@ -1,0 +1,234 @@
+"""`terrace rehearse run|check|clean`: a described cluster on this one machine, and programs run inside it.
+
+What a rehearsal itself says goes to stderr, so that stdout is the program's.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+
+from terrace.base.errors import ConfigError
+from terrace.base.files import write_atomic
+from terrace.base.schema import merge
+from terrace.cli.options import parse_overrides
+from terrace.cli.output import Terminal, Terminated, sigterm_raises
+from terrace.cli.rehearse_screen import counts_table, findings_table, lost_delays
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.rehearse import Wiring, wire
+from terrace.rehearse.launch import run_paced, run_ranks
+from terrace.rehearse.measure import experiments, findings
+from terrace.rehearse.names import existing, leftovers
+from terrace.rehearse.network import network, remove
+from terrace.rehearse.tools import capabilities, check_machine, check_rights
+from terrace.report.tables import seconds
+
+EXIT_FAILED = 1
+_SCALE_HELP = (
+    "multiply every bandwidth and divide every latency by F (default: 1). Compute does not scale: choose F so "
+    "that it stands to the network as on the real machine"
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("rehearse", help="emulate a cluster on this machine and run a program in it")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|check|clean")
+    run_parser = actions.add_parser(
+        "run",
+        help="run a program as every rank of the cluster",
+        usage="terrace rehearse run --cluster C [--scale F] [--counters FILE] -- COMMAND ...",
+    )
+    _add_cluster(run_parser)
+    run_parser.add_argument("--counters", metavar="FILE", type=Path, help="write what every link carried, as JSON")
+    run_parser.add_argument(
+        "--paced", action="store_true", help="no network, no root: `terrace` itself keeps the rates"
+    )
+    run_parser.set_defaults(run=_run)
+    check = actions.add_parser("check", help="build the network and measure every tier of it")
+    _add_cluster(check)
+    check.set_defaults(run=_check)
+    clean = actions.add_parser("clean", help="remove what killed rehearsals left behind")
+    clean.set_defaults(run=_clean)
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of ours and, after `--`, those of the command to run."""
+    if "--" not in words or list(words[:1]) != ["rehearse"]:
+        return list(words), []
+    where = list(words).index("--")
+    return list(words[:where]), list(words[where + 1 :])
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="F", help=_SCALE_HELP)
+
+
+def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    command = _checked_command(options.command_words)
+    if options.paced:
+        return _run_paced(options, rest, command)
+    wiring = wire(_cluster(options.cluster, rest), options.scale)
+    _check_counters(options.counters)
+    check_machine(wiring)
+    _mention_leftovers()
+    with _ended_by_signals(), network(wiring) as net:
+        for line in lost_delays(wiring, net.lost_delays):
+            _say(line)
+        before, begin_s = net.counts(), time.monotonic()
+        ended = run_ranks(net, command)
+        taken_s, carried = time.monotonic() - begin_s, net.counts() - before
+    Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
+    if options.counters is not None:
+        write_atomic(
+            options.counters, json.dumps(_document(wiring, carried.table(), taken_s, ended.code), indent=1) + "\n"
+        )
+    if ended.rank is not None:
+        _say(ended.words)
+    return ended.code
+
+
+def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse_command(options)
+    wiring = wire(_cluster(options.cluster, rest), options.scale)
+    if find_spec("torch") is None:
+        raise ConfigError("rehearse check measures with the package 'torch': pip install 'terrace[train]'")
+    check_machine(wiring)
+    _mention_leftovers()
+    begin_s = time.monotonic()
+    with _ended_by_signals(), TemporaryDirectory() as folder, network(wiring) as net:
+        built_s = time.monotonic() - begin_s
+        tasks, results = Path(folder, "experiments.json"), Path(folder, "seconds.json")
+        tasks.write_text(json.dumps([experiment.table() for experiment in experiments(net.wiring)]), encoding="utf-8")
+        ended = run_ranks(net, [sys.executable, "-m", "terrace.rehearse.probe", str(tasks), str(results)])
+        if ended.rank is not None:
+            _say(ended.words)
+            return EXIT_FAILED
+        found = findings(net.wiring, json.loads(results.read_text(encoding="utf-8")))
+        lost = lost_delays(wiring, net.lost_delays)
+    print(f"{wiring.cluster.world_size} ranks in namespaces of their own, built in {seconds(built_s)}\n")
+    Terminal().print(findings_table(wiring, found))
+    print("".join(f"{line}\n" for line in lost), end="")
+    return 0
+
+
+def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _refuse_command(options)
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace rehearse clean --help")
+    check_rights(capabilities())
+    found = leftovers(existing())
+    remove([name for names in found.values() for name in names])
+    for owner, names in sorted(found.items()):
+        print(f"removed {len(names)} namespaces of rehearsal {owner.pid}, which is no longer alive")
+    if not found:
+        print("nothing to remove: no rehearsal left anything behind")
+    return 0
+
+
+def _run_paced(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> int:
+    """Start `terrace` once, told to keep the rates of its own cluster."""
+    given = [f"--{name}" for name in ("cluster", "counters") if getattr(options, name) is not None] + list(rest[:1])
+    if given:
+        raise ConfigError(
+            f"--paced has no network of its own, and the command names its cluster: leave out {' and '.join(given)}, "
+            "or give it after --"
+        )
+    if options.command_words[0] != "terrace":
+        raise ConfigError(
+            f"--paced needs a command that begins with terrace, not {options.command_words[0]!r}: another program "
+            "would not keep the pace; leave out --paced to limit the network itself"
+        )
+    if not (math.isfinite(options.scale) and options.scale > 0):
+        raise ConfigError(f"--scale {options.scale} must be a number above 0: 0.1 makes every link ten times slower")
+    return run_paced(command, options.scale)
+
+
+def _document(wiring: Wiring, tiers: dict[str, Any], taken_s: float, code: int) -> dict[str, Any]:
+    return {
+        "cluster": wiring.cluster.name,
+        "scale": wiring.scale,
+        "world_size": wiring.cluster.world_size,
+        "seconds": taken_s,
+        "exit_code": code,
+        "tiers": tiers,
+    }
+
+
+def _cluster(name: str | None, rest: Sequence[str]) -> Cluster:
+    if name is None:
+        raise ConfigError("a rehearsal needs --cluster NAME|FILE: name the machine to emulate, for example lab")
+    overrides = parse_overrides(rest)
+    for section in overrides:
+        if section != "cluster":
+            raise ConfigError(f"--{section}.… is no key of a cluster: put the program's own options after --")
+    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
+
+
+def _checked_command(words: Sequence[str]) -> list[str]:
+    """Return the command with this very Terrace for `terrace`, whatever the path has under that name."""
+    if not words:
+        raise ConfigError(
+            "no command given: write it after --, as in terrace rehearse run --cluster lab -- terrace train"
+        )
+    if words[0] == "terrace":
+        return [sys.executable, "-m", "terrace", *words[1:]]
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"no program {words[0]!r} to run: check its name, or give its path")
+    return list(words)
+
+
+def _refuse_command(options: argparse.Namespace) -> None:
+    if options.command_words:
+        raise ConfigError(f"rehearse {options.action} runs no command: leave out everything from -- on")
+
+
+def _check_counters(path: Path | None) -> None:
+    if path is None:
+        return
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--counters {path} cannot be written: name a file in a folder that can")
+
+
+def _mention_leftovers() -> None:
+    found = leftovers(existing())
+    if found:
+        pids = ", ".join(str(owner.pid) for owner in sorted(found))
+        _say(f"rehearsal {pids} was killed and left namespaces behind: terrace rehearse clean removes them")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Leave the block by an exception on SIGTERM, and when the terminal is closed."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGHUP)
+    if before != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, end)
+    try:
+        with sigterm_raises():
+            yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _say(line: str) -> None:
+    print(f"terrace: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""What the user of `terrace rehearse` sees."""
+
+from rich import box
+from rich.table import Table
+
+from terrace.rehearse import Wiring
+from terrace.rehearse.counters import Counts
+from terrace.rehearse.measure import Finding, Way
+from terrace.rehearse.wiring import SHORTEST_DELAY_S
+from terrace.report.tables import quantity, seconds
+
+_WAYS = {
+    Way.LATENCY: "small message, one way",
+    Way.PAIR: "one pair alone",
+    Way.UPLINK: "one group's uplink, all its ranks sending",
+    Way.ALL_REDUCE: "a rank's share, all-reduce everywhere",
+}
+
+
+def counts_table(wiring: Wiring, carried: Counts) -> Table:
+    """Return what every tier carried: over all ranks, by rank, and over shared uplinks."""
+    title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
+    table = _table(title, "tier", "all ranks", "mean of a rank", "most of a rank", "uplinks", last_left=True)
+    for tier in carried.tiers:
+        sent = [rank.sent_bytes for rank in tier.ranks]
+        links = [f"{_ranks(ranks)}: {quantity(link.sent_bytes, 'B')}" for ranks, link in tier.uplinks]
+        figures = (tier.sent_bytes, sum(sent) / len(sent), max(sent))
+        table.add_row(tier.name, *(quantity(round(figure), "B") for figure in figures), ", ".join(links))
+    return table
+
+
+def findings_table(wiring: Wiring, found: list[Finding]) -> Table:
+    """Return what `terrace rehearse check` measured beside what was configured."""
+    title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured beside measured"
+    table = _table(title, "tier", "measured is", "configured", "measured", "deviation")
+    table.columns[1].justify = "left"
+    for finding in found:
+        show = seconds if finding.way == Way.LATENCY else _rate
+        none = "the kernel's own" if finding.way == Way.LATENCY else "not limited"
+        configured = none if finding.configured is None else show(finding.configured)
+        deviation = "" if finding.deviation is None else f"{100 * finding.deviation:+.1f} %"
+        if finding.way == Way.LATENCY and table.row_count:
+            table.add_section()
+        table.add_row(finding.tier, _WAYS[finding.way], configured, show(finding.measured), deviation)
+    return table
+
+
+def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
+    """Return a line for each tier whose latency is not what it should be, and why."""
+    lines = []
+    for net in wiring.nets:
+        wanted = seconds(net.tier.latency_s)
+        if net.tier.name in lost:
+            lines.append(f"the latency of tier {net.tier.name}, {wanted}, is not added: this kernel has no netem")
+        elif 0 < net.tier.latency_s < SHORTEST_DELAY_S:
+            lines.append(
+                f"the latency of tier {net.tier.name}, {wanted}, is the kernel's own: below "
+                f"{seconds(SHORTEST_DELAY_S)} none is added"
+            )
+    return lines
+
+
+def _rate(bytes_per_s: float) -> str:
+    return quantity(bytes_per_s, "B/s")
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+
+
+def _table(title: str, *headings: str, last_left: bool = False) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        min_width=len(title) + 2,  # a narrower table would break its title into lines
+    )
+    for place, heading in enumerate(headings):
+        left = place == 0 or (last_left and place == len(headings) - 1)
+        table.add_column(heading, justify="left" if left else "right")
+    return table

@@ -1,0 +1,75 @@
+"""The paced mode: communication held to a cluster's rates by sleeping, where no network can be emulated.
+
+One tier is one link of this rank, and a collective on it takes at least
+
+    num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
+
+since it began, or since the link had carried what another thread gave it before. Nothing is shaped: a link
+that is slower by itself stays so, and the sharing of a `shared` tier is only that its bandwidth is already a
+rank's share. Sleeps end some 0.1 ms late. No torch here: the caller says what it sent.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from terrace.base.errors import ConfigError
+from terrace.cluster import Cluster
+
+
+class Pacer:
+    """Holds one rank to the rates of `cluster` at `scale`. Safe to call from several threads.
+
+    Raises `ConfigError` for a scale that is not a number above 0.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        scale: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not (math.isfinite(scale) and scale > 0):
+            raise ConfigError(f"pace {scale} must be a number above 0: 0.1 makes every link ten times slower")
+        self._cluster, self._scale, self._clock, self._sleep = cluster, scale, clock, sleep
+        self._lock = threading.Lock()
+        self._free_s = dict.fromkeys((tier.name for tier in cluster.tiers), -math.inf)  # when each link is idle
+
+    def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
+        """Return the seconds that so much takes on an idle link. `ClusterError` for a tier that is not there."""
+        tier = self._cluster.tiers[self._index(tier_name)]
+        return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
+
+    def begin(self) -> float:
+        """Return the moment to hand to `sent`: call it right before the collective."""
+        return self._clock()
+
+    def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
+        """Sleep until what this rank sent since `begin_s` can have left it; return the seconds slept.
+
+        To be called right after a blocking collective on that tier.
+        """
+        needed_s = self.least_s(tier_name, num_bytes, num_messages)
+        with self._lock:
+            end_s = max(begin_s, self._free_s[tier_name]) + needed_s
+            self._free_s[tier_name] = end_s
+        left_s = end_s - self._clock()
+        if left_s > 0:
+            self._sleep(left_s)
+        return max(left_s, 0.0)
+
+    @contextmanager
+    def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> Iterator[None]:
+        """Pace the collective inside the block; one that raises is not held."""
+        begin_s = self.begin()
+        yield
+        self.sent(tier_name, num_bytes, num_messages, begin_s)
+
+    def _index(self, tier_name: str) -> int:
+        if tier_name == "device":
+            raise ConfigError("a device has no link to pace: nothing is sent on it")
+        return self._cluster.index(tier_name)

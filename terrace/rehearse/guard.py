@@ -1,0 +1,39 @@
+"""Ends the ranks when the rehearsal itself is killed: a program of its own, that waits for a pipe to close.
+
+It is told `+PID` and `-PID` of process groups on its input. When that ends without `done`, the rehearsal
+died without ending its ranks, and every group still named is killed. Run as a file, by any Python.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+
+
+def groups_left(lines: Iterable[str]) -> set[int]:
+    """Return the process groups to kill after the last line."""
+    groups: set[int] = set()
+    for line in lines:
+        if line.strip() == "done":
+            return set()
+        with suppress(ValueError):  # a line cut short by the death of its writer
+            number = int(line)
+            if number > 0:
+                groups.add(number)
+            else:
+                groups.discard(-number)
+    return groups
+
+
+def main() -> None:
+    """Wait, then kill what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rehearsal, which ends us
+    for group in groups_left(sys.stdin):
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""One process a rank, each in its namespace, watched to the end.
+
+A module that reads the environment: children get ours, with a launcher's variables set as torchrun sets
+them. Rank 0 writes where we write; what other ranks write comes out on stderr, line by line, as
+`[rank 5] ...`. Each rank leads a session of its own, and what it started ends with it.
+"""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from terrace.rehearse import guard
+from terrace.rehearse.calm import undisturbed
+from terrace.rehearse.network import Network
+from terrace.rehearse.script import HOME
+from terrace.rehearse.wiring import Wiring
+
+_PORT = "29500"  # torchrun's; free for certain, as the namespace is ours
+_GRACE_S = 5.0  # for the others to leave by themselves after one failed: they may know more about the reason
+_END_S = 3.0  # between SIGTERM and SIGKILL
+_LONGEST_LINE_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the ranks ended; `rank` is the first that failed, None when none did."""
+
+    rank: int | None
+    code: int  # 0, or as shells have it: an exit code, 128 + the number of a signal
+    words: str
+
+
+def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a rank: ours (or `given`), with where it stands and how to reach the others.
+
+    All ranks see one file system, so they are local ranks of one machine: what is prepared once a machine is
+    prepared once. Devices are hidden unless the user says which to use: nccl would talk past the network.
+    """
+    base = dict(os.environ if given is None else given)
+    kept = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
+    num_ranks, num_cores = wiring.cluster.world_size, os.cpu_count() or 1
+    return {
+        "OMP_NUM_THREADS": str(max(1, num_cores // num_ranks)),
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # or every rank warns that its peers' addresses have no names
+        **kept,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": wiring.address(0),
+        "MASTER_PORT": _PORT,
+        "GLOO_SOCKET_IFNAME": HOME,
+    }
+
+
+def run_paced(command: Sequence[str], scale: float) -> int:
+    """Run `command` once, with its communication held to `scale` times its cluster's rates; return its exit code."""
+    with subprocess.Popen(command, env={**os.environ, "TERRACE_PACE": repr(scale)}) as process:
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def run_ranks(network: Network, command: Sequence[str]) -> Ended:
+    """Run `command` as every rank and return how it ended; on the way out, however that is, no rank is left."""
+    with _guarded() as told, _Ranks(told) as ranks:
+        for rank in network.wiring.ranks:
+            with undisturbed():  # a process that was started is also one that is watched
+                ranks.start(rank, network.inside(rank, command), rank_environment(network.wiring, rank))
+        return ranks.wait()
+
+
+class _Ranks:
+    """The processes. The main thread watches them all: for their end, and for what they write."""
+
+    def __init__(self, told: IO[str]) -> None:
+        self._told = told
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._written: dict[int, bytearray] = {}
+        self._selector = selectors.DefaultSelector()
+        self._failed: tuple[int, int] | None = None  # rank, return code
+
+    def __enter__(self) -> "_Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with undisturbed():
+            self._end()
+        self._selector.close()
+
+    def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        pipe = None if rank == 0 else subprocess.PIPE
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=None if rank == 0 else subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_DieWith(os.getpid()),
+        )
+        self._running[rank] = process
+        self._tell(process.pid)
+        self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, (rank, None))
+        if process.stdout is not None:
+            os.set_blocking(process.stdout.fileno(), False)
+            self._written[rank] = bytearray()
+            self._selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
+
+    def wait(self) -> Ended:
+        """Return when all have ended, or some time after one failed."""
+        deadline_s = float("inf")
+        while self._running and time.monotonic() < deadline_s:
+            self._step(None if self._failed is None else max(deadline_s - time.monotonic(), 0))
+            if self._failed is not None and deadline_s == float("inf"):
+                deadline_s = time.monotonic() + _GRACE_S
+        if self._failed is None:
+            return Ended(rank=None, code=0, words="")
+        num_ended = len(self._running)
+        self._end()
+        rank, code = self._failed
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+        words = f"rank {rank} {how}" + (f"; {num_ended} others were ended" if num_ended else "")
+        return Ended(rank=rank, code=code if code > 0 else 128 - code, words=words)
+
+    def _step(self, timeout_s: float | None) -> None:
+        events = [key for key, _ in self._selector.select(timeout_s)]
+        for key in sorted(events, key=lambda key: key.data[1] is None):  # last words first
+            rank, pipe = key.data
+            if pipe is not None:
+                self._pass_on(rank, pipe)
+            else:
+                self._reap(rank, key.fd)
+
+    def _reap(self, rank: int, pidfd: int) -> None:
+        process = self._running.pop(rank)
+        with suppress(ProcessLookupError):  # before its number is free for others
+            os.killpg(process.pid, signal.SIGKILL)
+        self._tell(-process.pid)
+        code = process.wait()
+        if code and (self._failed is None):
+            self._failed = (rank, code)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        if process.stdout is not None:
+            self._pass_on(rank, process.stdout, last=True)
+
+    def _pass_on(self, rank: int, pipe: IO[bytes], *, last: bool = False) -> None:
+        """Print the whole lines that a rank has written; with `last`, or at the end of its pipe, the rest too."""
+        lines = self._written[rank]
+        read: bytes | None = pipe.read()
+        while read:
+            lines += read
+            read = pipe.read()
+        last = last or read is not None  # None says: nothing now, but more may come
+        if last:
+            with suppress(KeyError):
+                self._selector.unregister(pipe)
+        whole, newline, rest = bytes(lines).rpartition(b"\n")
+        if last or len(rest) > _LONGEST_LINE_BYTES:
+            whole, newline, rest = bytes(lines).removesuffix(b"\n"), bytes(lines[:1]), b""
+        self._written[rank] = bytearray(rest)
+        if newline:
+            text = b"".join(b"[rank %d] %s\n" % (rank, line) for line in whole.split(b"\n"))
+            with suppress(OSError):  # nobody reads us any more: the ranks need not end for that
+                sys.stderr.flush()
+                os.write(2, text)
+
+    def _end(self) -> None:
+        """End what still runs, kindly first."""
+        for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 60.0)):
+            for process in self._running.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            deadline_s = time.monotonic() + patience_s
+            while self._running and time.monotonic() < deadline_s:
+                self._step(max(deadline_s - time.monotonic(), 0))
+
+    def _tell(self, group: int) -> None:
+        with suppress(OSError):  # a guard that died guards nothing; the run need not end for that
+            self._told.write(f"{group}\n")
+            self._told.flush()
+
+
+class _DieWith:
+    """Runs in the child before its program: ask the kernel to kill it when the rehearsal dies, and let signals in."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent, self._libc = parent, ctypes.CDLL(None)  # loaded here: a forked child should not
+
+    def __call__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._parent:  # it died before we asked
+            os._exit(1)
+
+
+@contextmanager
+def _guarded() -> Iterator[IO[str]]:
+    """Start the guard and yield the pipe it listens to; it leaves when the block does."""
+    program = [sys.executable, "-E", "-S", str(Path(guard.__file__))]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdin is not None
+    try:
+        yield process.stdin
+    finally:
+        with suppress(OSError):
+            process.stdin.write("done\n")
+            process.stdin.close()
+        process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

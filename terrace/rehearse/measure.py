@@ -1,0 +1,114 @@
+"""What `terrace rehearse check` measures, and what it finds: configured beside measured.
+
+Each tier is measured in up to four ways: a small message to and fro; one pair of ranks alone; on shared
+tiers all ranks of one group at once, which is their uplink; and an all-reduce in all groups of the tier at
+once, which is what training does and where each rank has its own share.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from terrace.rehearse.wiring import TierNet, Wiring
+
+_AIM_S = 0.5  # per transfer: long enough that what a link lets through at once does not count
+_SMALLEST_BYTES, _LARGEST_BYTES = 64 * 1024, 32 * 1024 * 1024
+_NUM_ROUND_TRIPS = 20
+_ELEMENT_BYTES = 8
+
+
+class Way(StrEnum):
+    """How a tier is measured."""
+
+    LATENCY = "latency"
+    PAIR = "pair"
+    UPLINK = "uplink"
+    ALL_REDUCE = "all-reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Either messages along `routes` (from, to), or an all-reduce in each of `groups`; all at once."""
+
+    index: int  # of the tier
+    way: Way
+    num_bytes: int  # of one message, or of the tensor that is reduced
+    num_times: int = 1
+    routes: tuple[tuple[int, int], ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def table(self) -> dict[str, Any]:
+        """Return plain values for the probe."""
+        return {
+            "num_bytes": self.num_bytes,
+            "num_times": self.num_times,
+            "routes": [list(route) for route in self.routes],
+            "groups": [list(group) for group in self.groups],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One tier's figures of one way: seconds for `LATENCY`, otherwise bytes per second."""
+
+    tier: str
+    way: Way
+    configured: float | None  # None: not limited, or not added
+    measured: float
+
+    @property
+    def deviation(self) -> float | None:
+        """Of the measured from the configured, relative to it."""
+        return None if self.configured is None else (self.measured - self.configured) / self.configured
+
+
+def experiments(wiring: Wiring) -> list[Experiment]:
+    """Return what to measure, tier by tier."""
+    return [experiment for net in wiring.nets for experiment in _of_tier(wiring, net)]
+
+
+def findings(wiring: Wiring, seconds: Sequence[float]) -> list[Finding]:
+    """Turn the seconds of each experiment, in the order of `experiments`, into figures."""
+    return [
+        _finding(wiring.net(experiment.index), experiment, taken_s)
+        for experiment, taken_s in zip(experiments(wiring), seconds, strict=True)
+    ]
+
+
+def _of_tier(wiring: Wiring, net: TierNet) -> list[Experiment]:
+    cluster, index = wiring.cluster, net.index
+    step = cluster.ranks_within(index - 1)  # from a rank to the one that differs on this tier only
+    link = net.rate_bytes_per_s
+    groups = sorted({cluster.peers(rank, index) for rank in wiring.ranks})
+    found = [
+        Experiment(index=index, way=Way.LATENCY, num_bytes=8, num_times=_NUM_ROUND_TRIPS, routes=((0, step),)),
+        Experiment(index=index, way=Way.PAIR, num_bytes=_size(link), routes=((0, step),)),
+    ]
+    if net.uplinks:
+        routes = tuple((rank, rank + step) for rank in net.uplinks[0].ranks)
+        size = _size(None if link is None else link / len(routes))
+        found.append(Experiment(index=index, way=Way.UPLINK, num_bytes=size, routes=routes))
+    size = _size(None if link is None else net.tier.bandwidth_bytes_per_s)
+    found.append(Experiment(index=index, way=Way.ALL_REDUCE, num_bytes=size, groups=tuple(groups)))
+    return found
+
+
+def _size(rate_bytes_per_s: float | None) -> int:
+    wanted = _LARGEST_BYTES if rate_bytes_per_s is None else rate_bytes_per_s * _AIM_S
+    return int(min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)) // _ELEMENT_BYTES * _ELEMENT_BYTES
+
+
+def _finding(net: TierNet, experiment: Experiment, taken_s: float) -> Finding:
+    link = net.rate_bytes_per_s
+    if experiment.way == Way.LATENCY:
+        configured: float | None = net.ports[0].delay_s or None
+        measured = taken_s / experiment.num_times / 2
+    elif experiment.way == Way.ALL_REDUCE:
+        configured = None if link is None else net.tier.bandwidth_bytes_per_s
+        size = net.tier.size
+        measured = 2 * (size - 1) / size * experiment.num_bytes / taken_s
+    else:
+        configured = link
+        measured = len(experiment.routes) * experiment.num_bytes / taken_s
+    return Finding(tier=net.tier.name, way=experiment.way, configured=configured, measured=measured)

@@ -1,0 +1,124 @@
+"""The `ip` and `tc` commands that build a `Wiring`, one batch a namespace: text in, nothing run.
+
+Frames are large (jumbo), so that headers are below 1 % of what an interface counts. Each rank knows every
+other rank's hardware address, so nobody asks for one and no interface counts a question. IPv6 makes up no
+addresses of its own, so that interfaces are silent until a rank sends.
+"""
+
+from collections.abc import Iterator
+
+from terrace.rehearse.wiring import FASTEST_BYTES_PER_S, TierNet, Wiring
+
+HOME = "terrace0"  # holds a rank's address; a bridge without ports, as not every kernel has dummy devices
+
+MTU_BYTES = 9000
+# The bytes one connection may have on the way. Without this bound senders fill the queue of a slow link, which
+# delays every small message behind it and in the end drops frames; with it nothing is lost, as on a fabric
+# that gives credits. A delay needs more on the way, to fill the time of a round trip.
+_WINDOW_BYTES = 256 * 1024
+_CONGESTION = "cubic"  # the same on every machine, whatever its default
+# What a limited link lets through at once: enough to bridge a late timer, and at least a few frames.
+_BURST_S = 5e-4
+_SMALLEST_BURST_BYTES = 32 * 1024
+_LARGEST_BURST_BYTES = 1024 * 1024
+# What may wait at a limited link: the windows of more connections than there are, so that nothing is dropped.
+_QUEUE_BYTES = 64 * 1024 * 1024
+
+
+def fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> str:
+    """Return the `ip` batch of the fabric: bridges, uplinks, ports with the other end in a rank's namespace."""
+    return _batch(_fabric_links(wiring, namespaces))
+
+
+def fabric_limits(wiring: Wiring) -> str:
+    """Return the `tc` batch of the fabric: uplinks in both directions, and what goes down to each rank."""
+    return _batch(_fabric_limits(wiring))
+
+
+def rank_links(wiring: Wiring, rank: int) -> str:
+    """Return the `ip` batch of a rank's namespace: its address, its interfaces, a route to every other rank."""
+    return _batch(_rank_links(wiring, rank))
+
+
+def rank_limits(wiring: Wiring, rank: int) -> str:
+    """Return the `tc` batch of a rank's namespace: what goes out of it."""
+    return _batch(_rank_limits(wiring, rank))
+
+
+def burst_bytes(rate_bytes_per_s: float) -> int:
+    """Return how much a link limited to this rate lets through at once."""
+    return int(min(max(rate_bytes_per_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
+
+
+def window_bytes(net: TierNet) -> int:
+    """Return how much one connection over this tier may have on the way."""
+    rate, delay_s = net.rate_bytes_per_s or FASTEST_BYTES_PER_S, net.ports[0].delay_s
+    return _WINDOW_BYTES + int(2 * delay_s * rate)
+
+
+def _batch(lines: Iterator[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> Iterator[str]:
+    veth = f"mtu {MTU_BYTES} type veth peer name"
+    for net in wiring.nets:
+        for bridge in net.bridges:
+            yield f"link add name {bridge} mtu {MTU_BYTES} type bridge forward_delay 0 mcast_snooping 0"
+            yield from _up(bridge)
+        for uplink in net.uplinks:
+            yield f"link add name {uplink.lower} {veth} {uplink.upper} mtu {MTU_BYTES}"
+            yield from _up(uplink.lower, f"master {uplink.lower_bridge}")
+            yield from _up(uplink.upper, f"master {uplink.upper_bridge}")
+        for port in net.ports:
+            there = f"mtu {MTU_BYTES} address {wiring.mac(port.rank, net.index)} netns {namespaces[port.rank]}"
+            yield f"link add name {port.name} {veth} {port.interface} {there}"
+            yield from _up(port.name, f"master {port.bridge}")
+
+
+def _fabric_limits(wiring: Wiring) -> Iterator[str]:
+    for net in wiring.nets:
+        for uplink in net.uplinks:
+            if uplink.rate_bytes_per_s is not None:
+                yield _limited(uplink.lower, uplink.rate_bytes_per_s)
+                yield _limited(uplink.upper, uplink.rate_bytes_per_s)
+        for port in net.ports:
+            if port.rate_bytes_per_s is not None:
+                yield _limited(port.name, port.rate_bytes_per_s)
+
+
+def _rank_links(wiring: Wiring, rank: int) -> Iterator[str]:
+    address = wiring.address(rank)
+    yield "link set dev lo up"
+    yield f"link add name {HOME} type bridge"
+    yield from _up(HOME)
+    yield f"address add {address}/32 dev {HOME}"
+    for net in wiring.nets:
+        yield from _up(net.interface)
+    for other in wiring.ranks:
+        index = wiring.between(rank, other)
+        if index >= 0:
+            there = wiring.address(other)
+            window = window_bytes(wiring.net(index))
+            yield f"route add {there}/32 dev t{index} scope link src {address} window {window} congctl {_CONGESTION}"
+            yield f"neigh add {there} lladdr {wiring.mac(other, index)} dev t{index} nud permanent"
+
+
+def _rank_limits(wiring: Wiring, rank: int) -> Iterator[str]:
+    for net in wiring.nets:
+        port = net.ports[rank]
+        if port.delay_s:
+            yield f"qdisc add dev {port.interface} root handle 1: netem delay {port.delay_s * 1e6:.0f}us limit 100000"
+        if port.rate_bytes_per_s is not None:
+            yield _limited(port.interface, port.rate_bytes_per_s, "parent 1:1" if port.delay_s else "root")
+
+
+def _up(interface: str, more: str = "") -> Iterator[str]:
+    yield f"link set dev {interface} addrgenmode none"  # before it is up, when it would announce itself
+    yield f"link set dev {interface} {more} up"
+
+
+def _limited(interface: str, rate_bytes_per_s: float, where: str = "root") -> str:
+    burst = burst_bytes(rate_bytes_per_s)
+    bits = round(rate_bytes_per_s * 8)
+    return f"qdisc add dev {interface} {where} tbf rate {bits}bit burst {burst}b limit {_QUEUE_BYTES}b"

@@ -1,0 +1,102 @@
+"""Calling `ip` and `tc`, and what must be true of a machine before they can help."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from terrace.base.errors import ClusterError
+from terrace.rehearse.wiring import Wiring
+
+_NET_ADMIN, _SYS_ADMIN = 12, 21  # bits of CapEff in /proc/self/status: change networks; make namespaces
+_RANK_BYTES = 300 * 10**6  # a Python process with torch and a small model
+_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"  # a user's own PATH often lacks the sbin folders
+_TIMEOUT_S = 60.0
+
+_PACED = "or add --paced, which needs no root and holds `terrace` itself to the cluster's rates"
+
+
+def call(words: Sequence[str], batch: str = "") -> str:
+    """Run one tool with `batch` as its input and return what it printed; the kernel's refusal is a `ClusterError`.
+
+    It runs in a session of its own, so that Ctrl-C reaches it through us or not at all.
+    """
+    tool = _find(words[0])
+    try:
+        done = subprocess.run(
+            [tool, *words[1:]],
+            input=batch,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{' '.join(words)} did not end within {_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        raise ClusterError(f"the kernel refused `{_culprit(words, batch, done.stderr)}`: {_first_line(done.stderr)}")
+    return done.stdout
+
+
+def check_machine(wiring: Wiring) -> None:
+    """Raise `ClusterError` when this machine cannot emulate it: no rights, no tools, too little memory."""
+    check_rights(capabilities())
+    for tool in ("ip", "tc"):
+        _find(tool)
+    check_memory(wiring.cluster.world_size, available_bytes())
+
+
+def check_rights(capabilities: int) -> None:
+    """Raise `ClusterError` unless the process may change networks and make namespaces."""
+    if not (capabilities >> _NET_ADMIN & 1 and capabilities >> _SYS_ADMIN & 1):
+        raise ClusterError(f"emulating a network needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN): use sudo, {_PACED}")
+
+
+def check_memory(num_ranks: int, free_bytes: int) -> None:
+    """Raise `ClusterError` when the ranks would not fit."""
+    if num_ranks * _RANK_BYTES > free_bytes:
+        raise ClusterError(
+            f"{num_ranks} ranks take about {num_ranks * _RANK_BYTES / 1e9:.1f} GB, and this machine has "
+            f"{free_bytes / 1e9:.1f} GB available: emulate at most {free_bytes // _RANK_BYTES} ranks here"
+        )
+
+
+def available_bytes() -> int:
+    """Return the memory that programs can still get."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ClusterError("/proc/meminfo names no MemAvailable: a Linux of 2014 or newer is needed")
+
+
+def capabilities() -> int:
+    """Return the bits of what this process may do beyond a user's rights."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ClusterError(f"emulating a network needs Linux: use one, {_PACED}") from error
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")]
+    return int(found[0], 16) if found else (-1 if os.geteuid() == 0 else 0)
+
+
+def _find(tool: str) -> str:
+    path = shutil.which(tool, path=_PATH)
+    if path is None:
+        raise ClusterError(f"no program {tool!r} in {_PATH}: install the package iproute2, {_PACED}")
+    return path
+
+
+def _culprit(words: Sequence[str], batch: str, said: str) -> str:
+    """Return the line of the batch that a tool stopped at; it says `Command failed -:LINE` at the end."""
+    number = said.rstrip().rpartition(":")[2]
+    lines = batch.splitlines()
+    if "Command failed" in said and number.isdecimal() and 0 < int(number) <= len(lines):
+        return f"{words[0]} {lines[int(number) - 1]}"
+    return " ".join(words)
+
+
+def _first_line(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return lines[0].removeprefix("Error: ") if lines else "it gave no reason"
