@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test check setup clean
+.PHONY: train test check setup bench-lab clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -26,6 +26,11 @@ check: setup
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+bench-lab: setup
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,lab]'
+	$(BIN)/python -m bench.lab $(ARGS)
+	$(BIN)/python -m bench.lab.report runs/lab.jsonl
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,101 @@
+"""What an adapter hands back, and what adapters share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from bench.common import decoder
+from bench.lab.job import ADAMW, Job, read_text, windows
+from terrace.model.config import ModelConfig
+
+Batch = tuple[Tensor, Tensor]  # tokens and labels, each (micro_batch, sequence)
+TEXT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One step: the loss of this rank's tokens or of all, and the norm of the whole gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+    time_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A training loop that can step. `finish` waits for work that runs on after a step."""
+
+    step: Callable[[Sequence[Batch]], Result]
+    states: Callable[[], list[Tensor]]  # master parameters and moments that this rank keeps
+    finish: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+    expected_bytes: Mapping[str, int] = field(default_factory=dict)  # by tier, of one rank and step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an adapter's `make` is told."""
+
+    job: Job
+    blocks: list[nn.Module]  # fp32, the same values on every rank; the adapter may consume them
+    num_micros: int
+    rank: int
+
+    @property
+    def micro_tokens(self) -> int:
+        """Labels in one micro-batch of a rank; every position has one."""
+        return self.job.micro_batch * self.job.sequence
+
+
+class Text:
+    """Batches of real text as byte tokens: any step of any rank at once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokens = torch.frombuffer(bytearray(read_text(TEXT_BYTES)), dtype=torch.uint8).long()
+
+    def batches(self, rank: int, step: int, num_micros: int) -> list[Batch]:
+        """Return the micro-batches of a rank's step."""
+        job, found = self._job, []
+        last = (len(self._tokens) - 1) // job.sequence - job.micro_batch
+        for first in windows(job, rank, step, num_micros):
+            assert first <= last, "the text is too short for so many steps"
+            starts = [(first + i) * job.sequence for i in range(job.micro_batch)]
+            pieces = torch.stack([self._tokens[start : start + job.sequence + 1] for start in starts])
+            found.append((pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()))
+        return found
+
+
+def model_of(job: Job) -> ModelConfig:
+    """Return the decoder."""
+    return decoder(job.hidden, job.layers, job.vocab)
+
+
+def local_part(value: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank keeps."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the masters and moments of a torch optimizer; step counters are left out."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = [value for name, value in optimizer.state[parameter].items() if name != "step"]
+            found += [local_part(value) for value in (parameter.detach(), *moments)]
+    return found
+
+
+def new_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """Return torch's fused AdamW: matrices decay, norms do not."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps, fused=True)

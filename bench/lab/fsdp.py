@@ -1,0 +1,86 @@
+"""torch's FSDP2 (`fully_shard`) as ZeRO-3, with a node-wide reshard (hpZ), and as HSDP.
+
+On gloo it needs three things, none of which slows it down: sums in place of averages; a reduce-scatter of
+its own, because gloo's sends what an all-reduce sends, twice the bytes; and asynchronous gathers with
+explicit prefetching, because by default its overlap comes from CUDA streams alone.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from bench.lab.contest import Batch, Contestant, Result, Setting, local_part, new_adamw, optimizer_tensors
+from bench.lab.job import ADAMW
+from terrace.model.decoder import token_loss
+
+
+class AllToAllReduceScatter:
+    """Reduce-scatter as an all-to-all in the wire's dtype and a local sum in fp32."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a buffer; FSDP2 asks for its inputs and outputs here."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce `input_tensor` into `output_tensor`; blocks, as FSDP2 does on a CPU anyway."""
+        assert op == dist.ReduceOp.SUM, "FSDP2 was told to sum"
+        incoming = torch.empty_like(input_tensor)
+        dist.all_to_all_single(incoming, input_tensor, group=group)
+        output_tensor.view(-1).copy_(incoming.view(group.size(), -1).sum(0, dtype=torch.float32))
+
+
+def make(setting: Setting, *, mesh: str = "flat", reshard: str = "all") -> Contestant:
+    """Return the training loop; `mesh` is flat or hybrid, `reshard` says what a forward goes back to."""
+    job = setting.job
+    if mesh == "hybrid":
+        shape, names = (job.num_nodes, job.ranks_per_node), ("replicate", "shard")
+        device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    else:
+        device_mesh = init_device_mesh("cpu", (job.world_size,), mesh_dim_names=("shard",))
+    model = _shard(setting.blocks, device_mesh, True if reshard == "all" else job.ranks_per_node)
+    parameters = list(model.parameters())
+    optimizer = new_adamw(parameters)
+    num_tokens = setting.num_micros * setting.micro_tokens  # of one rank; FSDP2 averages over ranks
+
+    def step(batches: Sequence[Batch]) -> Result:
+        total = torch.zeros(())
+        for micro, (tokens, labels) in enumerate(batches):
+            model.set_requires_all_reduce(micro == len(batches) - 1)
+            loss = token_loss(model(tokens), labels) / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        norm: Any = nn.utils.clip_grad_norm_(parameters, ADAMW.clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else local_part(norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return Result(loss=total.item(), grad_norm=norm.item())
+
+    return Contestant(step=step, states=lambda: optimizer_tensors(optimizer))
+
+
+def _shard(blocks: list[nn.Module], mesh: Any, reshard: bool | int) -> Any:
+    model: Any = nn.Sequential(*blocks)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        block.set_custom_reduce_scatter(AllToAllReduceScatter())
+        block.set_force_sum_reduction_for_comms(True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    model._set_unshard_async_op(True)  # the only way to overlap a gather without CUDA streams
+    for block, following in pairwise(model):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    return model

@@ -1,0 +1,55 @@
+"""Terrace: one adapter for every plan."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from bench.common import block_names, local_cluster
+from bench.lab.contest import Batch, Contestant, Result, Setting
+from bench.lab.job import ADAMW, WIRE
+from terrace.base.errors import PlanError
+from terrace.model.decoder import token_loss
+from terrace.plan import parse_plan
+from terrace.plan.presets import PRESETS
+from terrace.runtime.engine import Engine
+
+TIMEOUT = timedelta(minutes=5)
+
+
+def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestant:
+    """Return the training loop under a preset with some of its values replaced."""
+    if preset not in PRESETS:
+        raise PlanError(f"this version of Terrace has no preset {preset!r} yet")
+    cluster = local_cluster(setting.job.tiers)
+    table = {"preset": preset, "compute": WIRE, "micro_batch": setting.job.micro_batch, **plan}
+    engine = Engine(
+        setting.blocks,
+        names=block_names(setting.blocks),
+        cluster=cluster,
+        plan=parse_plan(table, cluster),
+        num_micros=setting.num_micros,
+        objective=token_loss,
+        rank=setting.rank,
+        adamw=ADAMW,
+        timeout=TIMEOUT,
+    )
+    expected: dict[str, int] = defaultdict(int)
+    for (_, tier), num_bytes in engine.expected_bytes().items():
+        expected[tier] += num_bytes
+
+    def step(batches: Sequence[Batch]) -> Result:
+        done = engine.step(batches, ADAMW.lr)
+        return Result(loss=done.loss, grad_norm=done.grad_norm, time_s=done.time_s)
+
+    def states() -> list[Tensor]:
+        owned = [state.optimizer for state in engine.states if state.optimizer is not None]
+        return [value for one in owned for value in (one.master, one.exp_avg, one.exp_avg_sq)]
+
+    def close() -> None:
+        engine.check_bytes()
+        engine.close()
+
+    return Contestant(step=step, states=states, finish=engine.drain, close=close, expected_bytes=dict(expected))
