@@ -48,7 +48,9 @@ def num_distinct(outcomes: list[Outcome]) -> int:
     return len({outcome.parameters.numpy().tobytes() for outcome in outcomes})
 
 
-WORLDS: list[tuple[str, Sizes]] = [(name, (2, 2, 2)) for name in ("ddp", "zero1", "zero3", "zero++", "hsdp", "three-level")]
+WORLDS: list[tuple[str, Sizes]] = [
+    (name, (2, 2, 2)) for name in ("ddp", "zero1", "zero3", "zero++", "hsdp", "three-level")
+]
 WORLDS += [("ddp", (3,)), ("zero++", (1, 4)), ("three-level", (3, 2)), ("three-level", (2, 3))]
 
 

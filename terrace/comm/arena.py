@@ -1,7 +1,7 @@
 """Memory for messages, kept and used again.
 
-Messages of a rank follow one another on its lane, so one piece of memory serves them all: it grows to the
-largest message and stays. What a collective returns from it is valid until the next one begins.
+Messages follow one another on their lane, so one piece of memory a lane serves them all: it grows to the
+largest message and stays. What a collective returns from it is valid until the lane's next one begins.
 """
 
 import math

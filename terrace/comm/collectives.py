@@ -17,8 +17,9 @@ Block formats (terrace.comm.codecs) travel as bytes, scales and codes of one par
              the rank's own part is rounded too, so that all members hold the same values
     reduce   on each tier: encode the parts of the others, exchange, add what came to the exact own part
 
-Every function here blocks (or, on CUDA, enqueues on the current stream); terrace.comm.lane makes them
-asynchronous.
+A collective runs on the lane of the outermost tier it crosses, with that lane's groups and memory, so that
+lanes may work side by side. Every function here blocks (or, on CUDA, enqueues on the current stream);
+terrace.comm.lane makes them asynchronous.
 """
 
 from collections.abc import Callable
@@ -47,6 +48,18 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class _Lane:
+    """What the collectives of one lane use."""
+
+    def __init__(self, index: int, groups: TierGroups, arenas: dict[int, Arena]) -> None:
+        self._index = index
+        self._groups = groups
+        self.arena = arenas[index]
+
+    def group(self, hop: Hop) -> TierGroup:
+        return self._groups[self._index, hop.tier]
+
+
 class Collectives:
     """The collectives of one rank.
 
@@ -70,7 +83,7 @@ class Collectives:
         self._ledger = ledger
         self._pacer = pacer
         self._master = DTYPES[plan.master]
-        self._arena = Arena(device, meter)
+        self._arenas = {lane: Arena(device, meter) for lane in groups.lanes}
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
     def gather(self, message: MessageClass, piece: Piece, outer: int, inner: int, origin: Origin) -> None:
@@ -80,25 +93,31 @@ class Collectives:
         """
         numel = piece(inner).numel() * self._layout.span(inner)
         hops = gather_hops(self._layout, self._plan, message, numel, outer, inner)
-        self._arena.begin(gather_buffers(self._plan, message, hops))
+        if not hops:
+            return
+        lane = _Lane(max(hop.tier for hop in hops), self._groups, self._arenas)
+        lane.arena.begin(gather_buffers(self._plan, message, hops))
         for run in encodings(hops):
             if run[0].wire.block:
-                self._gather_codes(message, run, piece, origin)
+                self._gather_codes(message, run, piece, origin, lane)
             else:
-                self._gather_values(message, run[0], piece)
+                self._gather_values(message, run[0], piece, lane)
 
     def reduce(self, message: MessageClass, source: Tensor, inner: int, outer: int, origin: Origin) -> Tensor:
         """Return this rank's `piece(outer)` of the sum of every rank's `source`, a `piece(inner)`.
 
-        The result is in the master dtype and valid until the next collective; where no tier between has
+        The result is in the master dtype and valid until the lane's next collective; where no tier between has
         peers it is `source` itself, in its own.
         """
         numel = source.numel() * self._layout.span(inner)
         hops = reduce_hops(self._layout, self._plan, message, numel, inner, outer)
-        self._arena.begin(reduce_buffers(self._plan, message, hops))
+        if not hops:
+            return source
+        lane = _Lane(max(hop.tier for hop in hops), self._groups, self._arenas)
+        lane.arena.begin(reduce_buffers(self._plan, message, hops))
         for hop in hops:
             reduce_hop = self._reduce_codes if hop.wire.block else self._reduce_values
-            source = reduce_hop(message, hop, source, origin)
+            source = reduce_hop(message, hop, source, origin, lane)
         return source
 
     def sum_control(self, values: Tensor) -> Tensor:
@@ -107,69 +126,69 @@ class Collectives:
         The same bits on every rank.
         """
         values = torch.cat([values, self.errors.take()])
-        for tier in range(len(self._groups.coordinates)):
-            group = self._groups[tier]
-            if group.handle is not None:
-                everyone = values.new_empty(group.size * values.numel())
-                with self._sending(MessageClass.CONTROL, group, (group.size - 1) * values.nbytes):
-                    all_gather(everyone, values, group=group.handle)
-                values = everyone.view(group.size, -1).sum(0)
+        crossed = [tier for tier, degree in enumerate(self._layout.degrees) if degree > 1]
+        for tier in crossed:
+            group = self._groups[max(crossed), tier]
+            everyone = values.new_empty(group.size * values.numel())
+            with self._sending(MessageClass.CONTROL, group, (group.size - 1) * values.nbytes):
+                all_gather(everyone, values, group=group.handle)
+            values = everyone.view(group.size, -1).sum(0)
         return values
 
-    def _gather_values(self, message: MessageClass, hop: Hop, piece: Piece) -> None:
-        group, dtype = self._groups[hop.tier], DTYPES[hop.wire.codec]
+    def _gather_values(self, message: MessageClass, hop: Hop, piece: Piece, lane: _Lane) -> None:
+        group, dtype = lane.group(hop), DTYPES[hop.wire.codec]
         whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
             with self._sending(message, group, hop.sent_bytes):
                 all_gather(whole, own, group=group.handle)
         else:
-            sent = self._arena.take([own.numel()], dtype).copy_(own)
-            received = self._arena.take([whole.numel()], dtype)
+            sent = lane.arena.take([own.numel()], dtype).copy_(own)
+            received = lane.arena.take([whole.numel()], dtype)
             with self._sending(message, group, hop.sent_bytes):
                 all_gather(received, sent, group=group.handle)
             whole.copy_(received)
 
-    def _gather_codes(self, message: MessageClass, run: list[Hop], piece: Piece, origin: Origin) -> None:
+    def _gather_codes(self, message: MessageClass, run: list[Hop], piece: Piece, origin: Origin, lane: _Lane) -> None:
         first, wire = run[0], run[0].wire
-        sent = self._arena.take([1, first.part_bytes], torch.uint8)
+        sent = lane.arena.take([1, first.part_bytes], torch.uint8)
         self._encode(message, first, "gather", piece(first.tier).view(1, -1), sent, origin)
         for hop in run:
-            group = self._groups[hop.tier]
-            received = self._arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
+            group = lane.group(hop)
+            received = lane.arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
             with self._sending(message, group, (group.size - 1) * sent.nbytes):
                 all_gather(received.view(-1), sent.view(-1), group=group.handle)
             sent = received
         codecs.decode(sent, wire, piece(run[-1].tier - 1).view(-1, first.numel))
 
-    def _reduce_values(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
-        group, dtype = self._groups[hop.tier], DTYPES[hop.wire.codec]
+    def _reduce_values(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin, lane: _Lane) -> Tensor:
+        group, dtype = lane.group(hop), DTYPES[hop.wire.codec]
         outgoing = source
         if source.dtype != dtype:
-            outgoing = self._arena.take([source.numel()], dtype).copy_(source)
+            outgoing = lane.arena.take([source.numel()], dtype).copy_(source)
         if self._groups.backend == "gloo" or dtype != self._master:
-            incoming = self._arena.take([source.numel()], dtype)
+            incoming = lane.arena.take([source.numel()], dtype)
             with self._sending(message, group, hop.sent_bytes):
                 dist.all_to_all_single(incoming, outgoing, group=group.handle)
-            result = self._arena.take([hop.numel], self._master)
+            result = lane.arena.take([hop.numel], self._master)
             torch.sum(incoming.view(hop.degree, hop.numel), 0, dtype=self._master, out=result)
         else:
-            result = self._arena.take([hop.numel], self._master)
+            result = lane.arena.take([hop.numel], self._master)
             with self._sending(message, group, hop.sent_bytes):
                 _reduce_scatter(result, outgoing, group=group.handle)
         return result
 
-    def _reduce_codes(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
-        group = self._groups[hop.tier]
+    def _reduce_codes(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin, lane: _Lane) -> Tensor:
+        group = lane.group(hop)
         rows, own = source.view(hop.degree, hop.numel), group.position
-        outgoing = self._arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
-        incoming = self._arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        outgoing = lane.arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        incoming = lane.arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
         self._encode(message, hop, "before", rows[:own], outgoing[:own], origin)
         self._encode(message, hop, "after", rows[own + 1 :], outgoing[own:], origin)
         splits = [hop.part_bytes] * hop.degree
         splits[own] = 0
         with self._sending(message, group, outgoing.nbytes):
             dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
-        result = self._arena.take([hop.numel], self._master).copy_(rows[own])
+        result = lane.arena.take([hop.numel], self._master).copy_(rows[own])
         codecs.decode_add(incoming, hop.wire, result)
         return result
 

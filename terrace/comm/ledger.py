@@ -7,14 +7,16 @@ from terrace.plan import MessageClass
 
 
 class Ledger:
-    """Bytes this rank sent, per (message class, tier). One thread adds; another may read between steps."""
+    """Bytes this rank sent, per (message class, tier). Lanes add from their own threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._sent: dict[tuple[MessageClass, str], int] = defaultdict(int)
 
     def add(self, message: MessageClass, tier: str, num_bytes: int) -> None:
         """Record `num_bytes` sent into the links of `tier`."""
-        self._sent[message, tier] += num_bytes
+        with self._lock:
+            self._sent[message, tier] += num_bytes
 
     def total(self) -> dict[tuple[MessageClass, str], int]:
         """Return everything recorded so far."""
@@ -22,7 +24,7 @@ class Ledger:
 
 
 class Meter:
-    """Bytes held now and at the peak, per category. The lane and the executor add from their own threads."""
+    """Bytes held now and at the peak, per category. Lanes and the executor add from their own threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -42,7 +42,10 @@ class Origin:
 
 
 class ErrorLog:
-    """Squared errors and squares of the sampled messages since the last `take`, by message class and origin."""
+    """Squared errors and squares of the sampled messages since the last `take`, by message class and origin.
+
+    A message class and origin belong to one lane, so only `take` needs the others to be at rest.
+    """
 
     def __init__(self, messages: tuple[MessageClass, ...], device: torch.device) -> None:
         self.messages = messages

@@ -9,7 +9,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart)
     feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
-    buffers     largest message: what it is converted to, what comes in and the sums, over all its hops
+    buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops
 
 P counts the trainable and the frozen parameters of a block apart: each has a flat buffer, padded for
 itself. The categories need not peak together, so their sum is a bound that a step may stay below.
@@ -17,6 +17,7 @@ Activations are not model state and are not counted here, nor is what a kernel a
 NCCL receives sums, so there a message in flight takes less than the formula's.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from terrace.cluster import Cluster
@@ -25,7 +26,7 @@ from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residencies, step_uses
-from terrace.plan.wire import FORMATS, PLACEABLE, MessageClass
+from terrace.plan.wire import FORMATS, MessageClass
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
@@ -61,7 +62,7 @@ def model_state_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec],
         "grads_full": _peak_gradients(layout, plan, blocks, trainable, num_micros) * compute,
         "optimizer": sum(trainable) // layout.span(layout.optimizer) * optimizer_item,
         "feedback": sum(sum(residual_numels(layout, plan, numel)) for numel in trainable) * RESIDUAL_BYTES,
-        "buffers": _largest_buffers(layout, plan, trainable, frozen),
+        "buffers": _largest_buffers(layout, plan, blocks, num_micros),
     }
 
 
@@ -104,19 +105,22 @@ def _peak_gradients(
     return peak
 
 
-def _largest_buffers(layout: Layout, plan: Plan, trainable: Sequence[int], frozen: Sequence[int]) -> int:
-    sizes = (max(trainable, default=0), max(frozen, default=0))
-    peak = 0
-    for message in PLACEABLE:
-        sources: list[int | None] = [None]
-        if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD):
-            sources = [layout.params, layout.params_backward]
-        for numel in sizes if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD) else sizes[:1]:
-            for source in sources:
-                reduction, gathering = block_hops(layout, plan, message, numel, source)
-                peak = max(peak, arena_bytes(reduce_buffers(plan, message, reduction)))
-                peak = max(peak, arena_bytes(gather_buffers(plan, message, gathering)))
-    return peak
+def _largest_buffers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> int:
+    largest = [layout.padded(max((block.num_trainable for block in blocks), default=0))]
+    largest.append(layout.padded(max((block.num_frozen for block in blocks), default=0)))
+    cases: set[tuple[MessageClass, int | None, int]]
+    cases = {(message, None, largest[0]) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)}
+    for stay in residencies(blocks, min(num_micros, 3), plan.prefetch) if layout.params != DEVICE else ():
+        message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
+        source = layout.params if stay.opening else layout.params_backward
+        cases |= {(message, source, numel) for numel in largest}
+    lanes: dict[int, int] = defaultdict(int)  # a lane is named after the outermost tier it crosses
+    for message, start, numel in cases:
+        reduction, gathering = block_hops(layout, plan, message, numel, start)
+        lane = max((hop.tier for hop in (*reduction, *gathering)), default=0)
+        lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
+        lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))
+    return sum(lanes.values())
 
 
 def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:

@@ -37,6 +37,13 @@ class Program:
             tiers = range(layout.params_backward + 1)
         return tuple(tier for tier in tiers if layout.degrees[tier] > 1)
 
+    def lane(self, instruction: Instruction) -> int:
+        """Return the lane of a collective instruction: the outermost tier it crosses, 0 if it is local.
+
+        What stays on fast inner tiers so never waits behind a message on a slow outer one.
+        """
+        return max(self.crossed(instruction), default=0)
+
     def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
         """Yield (tier index, bytes) for every collective that an instruction makes this rank take part in."""
         layout, message = self.layout, self.message(instruction)

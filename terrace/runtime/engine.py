@@ -88,7 +88,7 @@ class Engine:
         self.device = torch.device(device)
         adamw = adamw or AdamWConfig()
         layout, coordinates = self.program.layout, cluster.coordinates(rank)
-        self._ledger, self._meter, self._pacer = Ledger(), Meter(), pacer
+        self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self.groups = TierGroups(cluster, layout, rank, timeout)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
@@ -100,10 +100,10 @@ class Engine:
         ]
         self._adopt(blocks, initial, adamw)
         self.collectives = self._make_collectives(self._ledger, self._meter)
-        self._lane = make_lane(self.device)
+        self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
         self._clock = make_clock(self.device)
         self._executor = Executor(
-            self.program, self.states, self.collectives, self._lane, self._clock, objective, adamw.clip, rank, progress
+            self.program, self.states, self.collectives, self._lanes, self._clock, objective, adamw.clip, rank, progress
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -180,12 +180,13 @@ class Engine:
         return values
 
     def close(self) -> None:
-        """Stop the lane. The groups stay with the world."""
-        self._lane.close()
+        """Stop the lanes. The groups stay with the world."""
+        for lane in self._lanes.values():
+            lane.close()
 
     def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
-        return Collectives(self.groups, program.layout, program.plan, ledger, meter, self.device, self._pacer)
+        return Collectives(self.groups, program.layout, program.plan, ledger, meter, self.device, self.pacer)
 
     def _adopt(self, blocks: Sequence[nn.Module], initial: InitialValue | None, adamw: AdamWConfig) -> None:
         replacements: dict[int, nn.Parameter] = {}

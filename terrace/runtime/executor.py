@@ -2,15 +2,17 @@
 
 A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a
 reduction or a recomputation happens where the program says and nowhere else; no hook is involved.
-Communication goes to the lane; an instruction waits only for what it reads:
+Communication goes to the lane of the outermost tier it crosses; an instruction waits only for what it reads:
 
     FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters
     BACKWARD            all reductions but the newest, so that at most one gradient is in flight
+    GATHER              on its lane: the refresh of its block
+    SYNC                on its lane: the last reduction of its block
     CLIP                every SYNC
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,7 +77,7 @@ class Executor:
         program: Program,
         states: Sequence[BlockState],
         collectives: Collectives,
-        lane: Lane,
+        lanes: Mapping[int, Lane],
         clock: Clock,
         objective: Objective,
         clip: float,
@@ -85,7 +87,7 @@ class Executor:
         self._program = program
         self._states = states
         self._collectives = collectives
-        self._lane = lane
+        self._lanes = lanes
         self._clock = clock
         self._objective = objective
         self._clip_norm = clip
@@ -109,6 +111,7 @@ class Executor:
         self._gathers: dict[int, _Pending] = {}
         self._refreshes: dict[int, _Pending] = {}
         self._reductions: deque[tuple[_Pending, BlockState, Tensor]] = deque()
+        self._reduced: dict[int, _Pending] = {}  # block -> its newest reduction
         self._syncs: list[_Pending] = []
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
@@ -138,8 +141,16 @@ class Executor:
         pending.ticket.wait()
         self._clock.mark(category)
 
-    def _submit(self, work: Callable[[], None]) -> _Pending:
-        return _Pending(self._lane.submit(work), self._counter)
+    def _submit(self, work: Callable[[], None], after: _Pending | None = None) -> _Pending:
+        """Put the work of the current instruction on its lane, to begin when `after` is done."""
+
+        def when_ready() -> None:
+            if after is not None:
+                after.ticket.wait()
+            work()
+
+        lane = self._program.lane(self._program.instructions[self._counter])
+        return _Pending(self._lanes[lane].submit(when_ready), self._counter)
 
     def _parameters_of(self, block: int) -> tuple[int, ...]:
         return (block, *self._program.blocks[block].borrows)
@@ -155,8 +166,9 @@ class Executor:
 
     def _gather(self, now: Instruction) -> None:
         state, message = self._states[now.block], self._program.message(now)
-        self._refreshes.pop(now.block, None)  # the lane is in order: this gather runs after it
-        self._gathers[now.block] = self._submit(lambda: state.gather(self._collectives, message, now.secondary))
+        self._gathers[now.block] = self._submit(
+            lambda: state.gather(self._collectives, message, now.secondary), after=self._refreshes.pop(now.block, None)
+        )
 
     def _free(self, now: Instruction) -> None:
         self._await_parameters(now.block)  # the lane must not fill what is being freed
@@ -212,7 +224,7 @@ class Executor:
         state = self._states[now.block]
         buffer = state.take_gradient()
         if buffer is not None:
-            pending = self._submit(lambda: state.reduce(self._collectives, buffer))
+            pending = self._reduced[now.block] = self._submit(lambda: state.reduce(self._collectives, buffer))
             self._reductions.append((pending, state, buffer))
 
     def _finish_reduction(self) -> None:
@@ -224,7 +236,8 @@ class Executor:
 
     def _sync(self, now: Instruction) -> None:
         state = self._states[now.block]
-        self._syncs.append(self._submit(lambda: state.sync(self._collectives)))
+        work = self._submit(lambda: state.sync(self._collectives), after=self._reduced.get(now.block))
+        self._syncs.append(work)
 
     def _clip(self, now: Instruction) -> None:
         while self._reductions:
@@ -232,6 +245,7 @@ class Executor:
         for pending in self._syncs:
             self._wait(pending, "wait sync")
         self._syncs.clear()
+        self._reduced.clear()
         owned = [state.owned for state in self._states if state.owned.numel()]
         squares = torch.stack([squared_norm(part) for part in owned]).sum() if owned else self._loss * 0
         num_tokens = sum((labels != IGNORED_LABEL).sum() for _, labels in self._batches)

@@ -1,9 +1,11 @@
-"""Event simulation of a program on one rank: a compute stream and the lane.
+"""Event simulation of a program on one rank: a compute stream and a lane for every tier.
 
-The rules are the executor's: communication is issued in program order onto one lane and starts when the
-lane is free and what it reads is there; an instruction on the compute stream waits only for what it
-reads. Compute that runs while the lane is busy takes longer by the device's overlap penalty times the
-time they share. The step is played twice and the second is reported, so that refreshes which overlap the start of
+The rules are the executor's: communication is issued in program order onto the lane of the outermost tier
+it crosses and starts when the lane is free and what it reads is there; an instruction on the compute stream
+waits only for what it reads. Compute that runs while some lane is busy takes longer by the device's overlap
+penalty times the time they share. Lanes do not slow one another down on a tier that both cross.
+
+The step is played twice and the second is reported, so that refreshes which overlap the start of
 the next step are seen in their steady state.
 """
 
@@ -41,18 +43,20 @@ class _Rank:
     costs: Costs
     again: frozenset[int]
     now_s: float = 0.0
-    lane_s: float = 0.0
+    lanes_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # when each lane is free
     time_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathers: dict[int, tuple[float, str]] = field(default_factory=dict)
     refreshes: dict[int, float] = field(default_factory=dict)
     reductions: deque[float] = field(default_factory=deque)
+    reduced: dict[int, float] = field(default_factory=dict)
     syncs: list[float] = field(default_factory=list)
 
     def step(self, instruction: Instruction) -> None:
         op, block = instruction.op, instruction.block
         if op is Op.GATHER:
             message = self.program.message(instruction)
-            self.gathers[block] = (self._issue(instruction), f"wait {message.value}")
+            refreshed_s = self.refreshes.pop(block, 0.0)
+            self.gathers[block] = (self._issue(instruction, refreshed_s), f"wait {message.value}")
         elif op is Op.FORWARD:
             self._await_parameters(block)
             self._compute(self.costs.forward_s[block], "forward")
@@ -64,9 +68,10 @@ class _Rank:
             self._compute(self.costs.backward_s[block] + again, "backward")
         elif op is Op.REDUCE:
             if not accumulates_in_place(self.program.plan, self.program.layout):
-                self.reductions.append(self._issue(instruction))
+                self.reduced[block] = self._issue(instruction)
+                self.reductions.append(self.reduced[block])
         elif op is Op.SYNC:
-            self.syncs.append(self._issue(instruction))
+            self.syncs.append(self._issue(instruction, self.reduced.get(block, 0.0)))
         elif op is Op.CLIP:
             self._clip(instruction)
         elif op is Op.UPDATE:
@@ -95,9 +100,13 @@ class _Rank:
         blocks = self.program.blocks
         return any(blocks[needed].num_trainable for needed in (block, *blocks[block].borrows))
 
-    def _issue(self, instruction: Instruction) -> float:
-        self.lane_s = max(self.lane_s, self.now_s) + self.costs.collective_s(instruction)
-        return self.lane_s
+    def _issue(self, instruction: Instruction, ready_s: float = 0.0) -> float:
+        """Return when a message will be there that may start at `ready_s`."""
+        lane, seconds = self.program.lane(instruction), self.costs.collective_s(instruction)
+        if not seconds:
+            return max(ready_s, self.now_s)
+        self.lanes_s[lane] = max(self.lanes_s[lane], self.now_s, ready_s) + seconds
+        return self.lanes_s[lane]
 
     def _wait(self, done_s: float, category: str) -> None:
         if done_s > self.now_s:
@@ -105,7 +114,7 @@ class _Rank:
             self.now_s = done_s
 
     def _compute(self, seconds: float, category: str) -> None:
-        shared_s = min(seconds, max(0.0, self.lane_s - self.now_s))
+        shared_s = min(seconds, max(0.0, max(self.lanes_s.values(), default=0.0) - self.now_s))
         seconds += self.program.cluster.device.overlap_penalty * shared_s
         self.time_s[category] += seconds
         self.now_s += seconds

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.cluster import Cluster, Tier
-from terrace.comm import TierGroup
+from terrace.comm import Pacer, TierGroup
 from terrace.comm.collectives import DTYPES, all_gather
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
@@ -41,7 +41,8 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     layer, flops = _layer(engine, run)
     layer_s = _mean_seconds(engine, layer)
     own = [flops / layer_s, _memory_bytes_per_s(engine)]
-    groups = [engine.groups[index] for index in range(len(run.cluster.tiers)) if engine.groups[index].size > 1]
+    crossed = [index for index, degree in enumerate(engine.program.layout.degrees) if degree > 1]
+    groups = [engine.groups[max(crossed), index] for index in crossed]  # those of the control message
     for group in groups:
         progress(group.tier)
         own += _latency_and_bandwidth(engine, group)
@@ -58,13 +59,20 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     )
     constants = dict(zip((group.tier for group in groups), zip(mean[2:-1:2], mean[3:-1:2], strict=True), strict=True))
     tiers = [
-        _measured(tier, constants[tier.name][0] + mean[-1], constants[tier.name][1]) if tier.name in constants else tier
+        _measured(tier, constants[tier.name][0] + mean[-1], constants[tier.name][1], engine.pacer)
+        if tier.name in constants
+        else tier
         for tier in run.cluster.tiers
     ]
     return replace(run.cluster, device=device, tiers=tuple(tiers))
 
 
-def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float) -> Tier:
+def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer: Pacer | None) -> Tier:
+    if pacer is not None:  # what was measured is the link under the pace
+        latency_s = max(latency_s, pacer.least_s(tier.name, 0))
+        bandwidth_bytes_per_s = min(
+            bandwidth_bytes_per_s, 1 / (pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0))
+        )
     return replace(tier, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s, source=_SOURCE)
 
 
