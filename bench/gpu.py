@@ -4,6 +4,7 @@
     streams    the engine as it runs against itself with the device idle before every instruction: a
                buffer that is reused or read too early shows as a difference
     copies     bandwidth on the device, and from and to pinned host memory
+    codecs     block codecs: the reference bit for bit, and bandwidth against a copy (target 70 %)
     training   a Llama-style stack of about 1 B parameters in bf16: step time, share of the peak (MFU),
                where the time goes, peak memory
 
@@ -21,6 +22,7 @@ from dataclasses import replace
 import torch
 
 from bench.common import ADAMW, block_names, decoder, local_cluster, micro_batches, print_table
+from bench.gpu_codecs import codec_rows
 from terrace.model.config import ModelConfig, forward_flops, num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
@@ -204,7 +206,7 @@ def main() -> int:
         print("no CUDA device here: nothing was run")
         return 0
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    rows = [*parity(), *streams(), *copies(), *training(options)]
+    rows = [*parity(), *streams(), *copies(), *codec_rows(), *training(options)]
     print_table(["what", "found", ""], [[what, found, "ok" if good else "WRONG"] for what, found, good in rows])
     return 0 if all(good for _, _, good in rows) else 1
 

@@ -11,7 +11,8 @@ machine's byte order, then the codes, then zeros. The last block may be short.
 Every implementation does the same fp32 arithmetic and agrees bit for bit, whatever the number of rows, the
 strides and the device. For a block with the largest magnitude a, on a grid up to q (127, 7 or 448):
 
-    scale s = bf16(a * fp32(1 / q)), rounded up, at least 2^-126, at most what keeps s q a finite bf16
+    scale s = bf16(a * r), rounded up, with r the largest fp32 not above 1 / q;
+              at least 2^-126, and at most the largest for which s q is a finite bf16
     code    = round half even(x * fp32(1 / s)), at most q in magnitude
     decoded = code * s (exact in fp32), rounded to the dtype asked for
 
@@ -21,6 +22,8 @@ so with a / q (1 - 2^-22) <= s <= max(2^-126, a / q (1 + 2^-7 + 2^-22)) unless s
     fp8          |x - x^| <= max(|x| / 16, s 2^-10) + |x| 2^-22
 
 and for a > 2^127 in int8, where s is capped at 2^121, at most s. Inputs in fp64 are rounded to fp32 first.
+What decode gave is encoded to the same bytes again: always in fp8 and int4, in int8 if every block holds a code
+of 127 (a scale that was rounded up can leave 126 as the largest).
 
 With feedback, a message carries values + residual (their fp32 sum v), and what it lost stays: residual =
 v - v^. So what k messages delivered differs from what k inputs asked for by the last residual, one
@@ -29,8 +32,8 @@ rounding step, and fp32 rounding of the sums v.
 A block codec cannot carry inf or nan. On a CPU `encode` raises `TrainingError`; on CUDA nothing may wait for
 the device, so the block's scale becomes NaN and all of it decodes to NaN.
 
-`reference.py` is the definition, `cpu.py` what runs on a CPU, `kernels.py` (launched by `cuda.py`) what runs on CUDA if Triton is
-installed (else the reference does). Nothing here allocates in proportion to a message except the reference.
+`reference.py` is the definition, `cpu.py` what runs on a CPU; `kernels.py`, launched by `cuda.py`, is what runs
+on CUDA if Triton is installed (else the reference does). Only the reference allocates in proportion to a message.
 """
 
 from functools import lru_cache
@@ -148,7 +151,8 @@ def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:
     expected = (values.shape[0], wire.message_bytes(values.shape[1]))
     assert tuple(messages.shape) == expected, f"messages {tuple(messages.shape)}; {wire.name} needs {expected}"
     assert values.device == messages.device, f"values on {values.device}, messages on {messages.device}"
-    assert messages.stride(0) % 2 == 0 and messages.storage_offset() % 2 == 0, "a message begins at an odd byte"
+    odd = messages.stride(0) % 2 or int(messages.storage_offset()) % 2
+    assert not (odd and messages.numel()), "a message begins at an odd byte"
 
 
 @lru_cache(maxsize=1)

@@ -57,8 +57,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: T
             _round(scaled, wire, codes, largest)
             scale_out.copy_(scale)
             if rest is not None:
-                # What int8 rounded is still there; the others are read back from their codes.
-                points, factor = (scaled, scale) if wire.codec == "int8" else _points(codes, scale, wire, scaled)
+                points, factor = _points(codes, scale, wire, scaled)
                 torch.addcmul(x, points, factor, value=-1, out=rest)
     parts = message_parts(wire, values.shape[1])
     if parts.padding < parts.total:
@@ -82,9 +81,11 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     """Add the elements of the messages to `out`, row by row; see `terrace.comm.codecs`."""
     for part in sections(wire, out.shape[0]):
         views = (_elements(out[None], part), _scales(messages, part), _codes(messages, part))
-        for target, scales, codes in zip(*(view.split(CHUNK // part.width, 1) for view in views), strict=True):
+        for target, scales, codes in zip(*(torch.split(view, CHUNK // part.width, 1) for view in views), strict=True):
             scratch = _scratch(target.shape)
-            for scale, code in zip(scales.float().split(1), codes.split(1), strict=True):  # sums stay in the cache
+            for scale, code in zip(
+                torch.split(scales.float(), 1), torch.split(codes, 1), strict=True
+            ):  # sums stay in the cache
                 points, factor = _points(code, scale, wire, scratch.first)
                 if out.dtype == torch.float32:
                     target.addcmul_(points, factor)
@@ -120,13 +121,13 @@ def _scratch(shape: torch.Size) -> _Scratch:
 def _split(view: Tensor, part: Section) -> Iterator[Tensor]:
     """Cut a view [rows, blocks, ...] of a section into chunks: some whole rows, or some blocks of one row."""
     rows = max(1, CHUNK // (part.num_blocks * part.width))
-    for band in view.split(rows, 0):
-        yield from band.split(CHUNK // part.width, 1)
+    for band in torch.split(view, rows, 0):
+        yield from torch.split(band, CHUNK // part.width, 1)
 
 
 def _elements(tensor: Tensor, part: Section) -> Tensor:
     """Return the section's elements of a tensor [rows, n] as a view [rows, blocks, width]."""
-    return tensor[:, part.start : part.stop].unflatten(1, (part.num_blocks, part.width))
+    return tensor[:, part.start : part.stop].view(-1, part.num_blocks, part.width)
 
 
 def _scales(messages: Tensor, part: Section) -> Tensor:
@@ -136,7 +137,7 @@ def _scales(messages: Tensor, part: Section) -> Tensor:
 
 def _codes(messages: Tensor, part: Section) -> Tensor:
     """Return where the section's codes lie: a view [rows, blocks, bytes of a block], int8."""
-    return messages.view(torch.int8)[:, part.code : part.code_stop].unflatten(1, (part.num_blocks, part.code_width))
+    return messages[:, part.code : part.code_stop].view(torch.int8).view(-1, part.num_blocks, part.code_width)
 
 
 def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> tuple[Tensor, float]:

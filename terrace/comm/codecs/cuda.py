@@ -103,4 +103,4 @@ def _launches(numel: int, block: int) -> list[tuple[bool, int, int]]:
     programs = numel // block // _blocks(block)
     done = programs * _blocks(block)
     launches = [(True, 0, programs)] if programs else []
-    return launches + [(False, done, 1)] if done * block < numel else launches
+    return [*launches, (False, done, 1)] if done * block < numel else launches

@@ -9,7 +9,7 @@ KIND is 0 for int8, 1 for fp8 and 2 for int4: a kernel sees constants, not strin
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False
-# ruff: noqa: N803  (constants of a kernel are capitals)
+# ruff: noqa: N803, SIM300  (constants of a kernel are capitals)
 
 import triton
 import triton.language as tl
@@ -48,8 +48,8 @@ def encode_kernel(
     codes += row * message_stride + codes_at
     scales += row * (message_stride // 2)
 
-    x_low = _load(values + low, has_low, FULL).to(tl.float32)
-    x_high = _load(values + high, has_high, FULL).to(tl.float32)
+    x_low = _fp32(_load(values + low, has_low, FULL))
+    x_high = _fp32(_load(values + high, has_high, FULL))
     if FEEDBACK:
         x_low += _load(residual + low, has_low, FULL)
         x_high += _load(residual + high, has_high, FULL)
@@ -148,22 +148,22 @@ def _decode(
 @triton.jit
 def _elements(block, numel, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Return the elements of the lower and the upper half of blocks [blocks, 1], and which of them exist."""
-    HALF: tl.constexpr = BLOCK // 2
-    lane = tl.arange(0, HALF)[None, :]
+    lane = tl.arange(0, BLOCK // 2)[None, :]
     start = block * BLOCK
     if FULL:
-        return start + lane, start + HALF + lane, lane >= 0, lane >= 0
-    width = tl.minimum(tl.maximum(numel - start, 0), BLOCK)  # [blocks, 1]: the last block may be short
-    half = (width + 1) // 2
-    return start + lane, start + half + lane, lane < half, lane < width - half
+        half = BLOCK // 2
+        has_low, has_high = lane >= 0, lane >= 0
+    else:
+        width = tl.minimum(tl.maximum(numel - start, 0), BLOCK)  # [blocks, 1]: the last block may be short
+        half = (width + 1) // 2
+        has_low, has_high = lane < half, lane < width - half
+    return start + lane, start + half + lane, has_low, has_high
 
 
 @triton.jit
 def _load(pointers, exists, FULL: tl.constexpr):
     """Load what exists, and zeros for the rest."""
-    if FULL:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=exists, other=0)
+    return tl.load(pointers) if FULL else tl.load(pointers, mask=exists, other=0)
 
 
 @triton.jit
@@ -184,37 +184,53 @@ def _magnitude_bits(x):
 @triton.jit
 def _round(scaled, KIND: tl.constexpr, QMAX: tl.constexpr):
     """Round fp32 to codes, half even: int32 from -QMAX to QMAX, or the byte of an e4m3."""
-    if KIND != 1:
-        # From 1.5 * 2^23 on the step of fp32 is 1, so the sum is rounded to an integer, in its low bits.
+    if KIND == 1:
+        magnitude = _magnitude_bits(scaled)
+        # Normal: 20 bits of the mantissa go, half even; the exponent's bias goes from 127 to 7.
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 the step is 2^-9, which is the step of fp32 from 2^14 on.
+        subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.minimum(tl.where(magnitude < 0x3C800000, subnormal, normal), 0x7E)  # 448
+        code = code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    else:
+        # From 2^23 on the step of fp32 is 1, so adding 1.5 * 2^23 rounds to an integer, in the low bits.
         code = (scaled + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        return tl.minimum(tl.maximum(code, -QMAX), QMAX)
-    magnitude = _magnitude_bits(scaled)
-    # Normal: 20 bits of the mantissa go, half even; the exponent's bias goes from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the step is 2^-9, which is the step of fp32 from 2^14 on.
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.minimum(tl.where(magnitude < 0x3C800000, subnormal, normal), 0x7E)  # 448
-    return code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)
+        code = tl.minimum(tl.maximum(code, -QMAX), QMAX)
+    return code
 
 
 @triton.jit
 def _point(code, KIND: tl.constexpr):
     """Return the fp32 that a code, int32, stands for; of an e4m3 only the low byte counts."""
-    if KIND != 1:
-        return code.to(tl.float32)
-    magnitude = code & 0x7F
-    normal = (magnitude << 20) + (120 << 23)
-    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # 2^-9
-    bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True)
+    if KIND == 1:
+        magnitude = code & 0x7F
+        normal = (magnitude << 20) + (120 << 23)
+        subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)  # 2^-9
+        bits = tl.where(magnitude < 8, subnormal, normal) | ((code & 0x80) << 24)
+        point = bits.to(tl.float32, bitcast=True)
+    else:
+        point = code.to(tl.float32)
+    return point
+
+
+@triton.jit
+def _fp32(x):
+    """Convert to fp32. From bf16 by its bits: Triton's interpreter, where this is tested, loses subnormals."""
+    if x.dtype == tl.bfloat16:
+        converted = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        converted = x.to(tl.float32)
+    return converted
 
 
 @triton.jit
 def _as(x, DTYPE: tl.constexpr):
-    """Convert fp32, half even. To bf16 by its bits: Triton's interpreter, where this is tested, cuts them off."""
-    if DTYPE != tl.bfloat16:
-        return x.to(DTYPE)
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = tl.where(x == x, rounded, 0x7FC0)  # a nan could be carried over into zero
-    return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    """Convert fp32, half even. To bf16 by its bits: Triton's interpreter cuts them off."""
+    if DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FC0)  # a nan could be carried over into zero
+        converted = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        converted = x.to(DTYPE)
+    return converted

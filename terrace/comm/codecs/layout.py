@@ -18,8 +18,9 @@ NAN_SCALE_BITS = 0x7FC00000  # the scale of a block that holds inf or nan, where
 class Grid:
     """The grid that a codec rounds to.
 
-    `reciprocal` is 1 / qmax rounded to fp32. `max_scale_bits` are the fp32 bits of the largest bf16 whose
-    product with qmax is still a finite bf16, so that no finite block decodes to inf.
+    `reciprocal` is the largest fp32 not above 1 / qmax: rounded up, qmax s * reciprocal could come out above s,
+    and what is on the grid already would get another scale. `max_scale_bits` are the fp32 bits of the largest
+    bf16 whose product with qmax is still a finite bf16, so that no finite block decodes to inf.
     """
 
     qmax: float
@@ -29,8 +30,8 @@ class Grid:
 
 GRIDS = {
     "int8": Grid(127.0, float.fromhex("0x1.020408p-7"), 0x7C000000),  # 1 * 2^121
-    "int4": Grid(7.0, float.fromhex("0x1.24924ap-3"), 0x7E110000),  # (1 + 17/128) * 2^125
-    "fp8": Grid(448.0, float.fromhex("0x1.24924ap-9"), 0x7B110000),  # (1 + 17/128) * 2^119
+    "int4": Grid(7.0, float.fromhex("0x1.249248p-3"), 0x7E110000),  # (1 + 17/128) * 2^125
+    "fp8": Grid(448.0, float.fromhex("0x1.249248p-9"), 0x7B110000),  # (1 + 17/128) * 2^119
 }
 
 

@@ -1,0 +1,81 @@
+"""How fast the block codecs are on a CPU, one thread.
+
+GB/s of input: bytes of the elements that a message carries, over the processor time of an encode, a decode
+(into the same dtype), and both. Target: both together at least 1 GB/s of bf16, for int8 and int4 in blocks of
+128. Processor time is used because other jobs disturb it less; each figure is the best of `--rounds`, as a
+slower one says something about the neighbours. `feedback` is an encode with its residual, `add` the sum of four
+messages into fp32, per message.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.common import print_table
+from terrace.comm import codecs
+from terrace.plan.wire import WireFormat, parse_format
+
+TARGET_BYTES_PER_S = 1e9
+HEADER = ("format", "elements", "encode", "decode", "both", "feedback", "add", "target")
+MESSAGES = 4  # summed by `add`
+
+
+def best_s(work: Callable[[], None], rounds: int) -> float:
+    """Return the least processor time of a call, in seconds."""
+    work()
+    times = []
+    for _ in range(rounds):
+        begin = time.thread_time()
+        work()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+def measure(wire: WireFormat, dtype: torch.dtype, numel: int, rounds: int) -> tuple[list[str], float]:
+    """Return a row of the table, without its target, and the bytes per second of encode and decode together."""
+    values = torch.randn(1, numel, dtype=torch.float32).to(dtype)
+    decoded, residual, total = torch.empty_like(values), torch.zeros(1, numel), torch.zeros(numel)
+    messages = torch.empty(MESSAGES, wire.message_bytes(numel), dtype=torch.uint8)
+    codecs.encode(values.expand(MESSAGES, -1), wire, messages, "values")
+    one = messages[:1]
+    encode_s = best_s(lambda: codecs.encode(values, wire, one, "values"), rounds)
+    decode_s = best_s(lambda: codecs.decode(one, wire, decoded), rounds)
+    feedback_s = best_s(lambda: codecs.encode_with_feedback(values, wire, residual, one, "values"), rounds)
+    add_s = best_s(lambda: codecs.decode_add(messages, wire, total), rounds) / MESSAGES
+    size_bytes = numel * values.element_size()
+    both = size_bytes / (encode_s + decode_s)
+    speeds = [size_bytes / seconds for seconds in (encode_s, decode_s, encode_s + decode_s, feedback_s)]
+    speeds.append(numel * total.element_size() / add_s)
+    return [wire.name, str(dtype).removeprefix("torch."), *(f"{speed / 1e9:.2f}" for speed in speeds)], both
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; with `--check` return 1 when the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1 << 22, help="of a message; default 4 Mi: out of the cache")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4", "fp8", "int8:32", "int4:32"], metavar="FORMAT")
+    parser.add_argument("--check", action="store_true", help="exit 1 when the target is missed")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {options.elements} elements, GB/s of elements, one thread\n")
+    rows, missed = [], []
+    for text in options.formats:
+        wire = parse_format(text)
+        for dtype in (torch.bfloat16, torch.float32):
+            row, both = measure(wire, dtype, options.elements, options.rounds)
+            held = dtype == torch.bfloat16 and wire.block == 128 and wire.codec in ("int8", "int4")
+            if held and both < TARGET_BYTES_PER_S:
+                missed.append(text)
+            rows.append([*row, ("met" if both >= TARGET_BYTES_PER_S else "MISSED") if held else ""])
+    print_table(HEADER, rows)
+    found = f"missed by {', '.join(missed)}" if missed else "met"
+    print(f"\ntarget, both together at least {TARGET_BYTES_PER_S / 1e9:g} GB/s of bf16 for int8 and int4: {found}")
+    return 1 if missed and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

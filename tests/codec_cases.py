@@ -1,0 +1,92 @@
+"""Inputs for the codecs, and the comparison of the Triton kernels with the reference, bit for bit.
+
+As a program it compares on the CPU, for which Triton's interpreter must be on (TRITON_INTERPRET=1) before
+anything imports Triton.
+"""
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from terrace.comm.codecs import reference
+from terrace.plan.wire import WireFormat, parse_format
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+CODECS = ("int8", "fp8", "int4")
+
+
+def mixed(rows: int, numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return finite elements of very different magnitudes, some of them zero, subnormal or the largest there is."""
+    rng = torch.Generator().manual_seed(seed)
+    spread = 10.0 * torch.randn(rows, -(-numel // 16), generator=rng).repeat_interleave(16, dim=1)[:, :numel]
+    values = (torch.randn(rows, numel, generator=rng) * spread.exp2()).to(dtype)
+    kind = torch.randint(0, 500, (rows, numel), generator=rng)
+    largest = torch.finfo(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32).max
+    for number, special in enumerate((0.0, -0.0, 1e-40, -3e-39, 2.0**-126, largest, -largest)):
+        values[kind == number] = special
+    return values
+
+
+def new_messages(wire: WireFormat, rows: int, numel: int, device: str = "cpu") -> Tensor:
+    """Return messages full of rubbish."""
+    return torch.full((rows, wire.message_bytes(numel)), 0xA5, dtype=torch.uint8, device=device)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Return whether tensors agree bit for bit, any nan being like any other."""
+    first, second = first.cpu(), second.cpu()
+    if not first.dtype.is_floating_point:
+        return torch.equal(first, second)
+    equal = (first == second) & (first.signbit() == second.signbit())
+    return bool((equal | (first.isnan() & second.isnan())).all())
+
+
+def compare_kernels(device: str, wire: WireFormat, values: Tensor) -> None:
+    """Assert that every kernel gives what the reference gives."""
+    cuda = import_module("terrace.comm.codecs.cuda")
+    rows, numel = values.shape
+    what = f"{wire.name}, {values.dtype}, {rows} x {numel}"
+    here = values.to(device)
+
+    expected, found = new_messages(wire, rows, numel), new_messages(wire, rows, numel, device)
+    reference.encode(values, wire, expected)
+    cuda.encode(here, wire, found)
+    assert same(expected, found), f"encode {what}"
+    for dtype in DTYPES:
+        plain, decoded = torch.empty(rows, numel, dtype=dtype), torch.empty(rows, numel, dtype=dtype, device=device)
+        reference.decode(expected, wire, plain)
+        cuda.decode(found, wire, decoded)
+        assert same(plain, decoded), f"decode to {dtype}, {what}"
+
+    for dtype in (torch.float32, torch.float64):
+        total = mixed(1, numel, 1, torch.float32)[0].to(dtype)
+        there = total.to(device, copy=True)
+        reference.decode_add(expected, wire, total)
+        cuda.decode_add(found, wire, there)
+        assert same(total, there), f"decode_add to {dtype}, {what}"
+
+    residual = mixed(rows, numel, 2).clamp(-1, 1)
+    there = residual.to(device, copy=True)
+    reference.encode(values, wire, expected, residual)
+    cuda.encode(here, wire, found, there)
+    assert same(expected, found), f"encode with feedback {what}"
+    assert same(residual, there), f"residual {what}"
+
+
+def compare_all(device: str, sizes: tuple[tuple[int, int], ...], formats: tuple[str, ...]) -> None:
+    """Compare over formats and (rows, elements), then inf and nan, and strided rows; dtypes take turns on the CPU."""
+    for text in formats:
+        wire = parse_format(text)
+        for seed, (rows, numel) in enumerate(sizes):
+            for dtype in DTYPES if device == "cuda" else DTYPES[seed % 3 :][:1]:
+                compare_kernels(device, wire, mixed(rows, numel, seed, dtype))
+        poisoned = mixed(2, 3 * wire.block + 5, 3)
+        poisoned[0, 1], poisoned[1, wire.block], poisoned[1, -1] = float("nan"), float("inf"), -float("inf")
+        compare_kernels(device, wire, poisoned)
+        compare_kernels(device, wire, mixed(3, 2 * wire.block + 7, 4)[:, 3:-2])
+
+
+if __name__ == "__main__":
+    compare_all("cpu", ((1, 4096 + 77), (2, 17), (1, 1)), ("int8:128", "fp8:128", "int4:128"))
+    print(f"equal, triton {import_module('triton').__version__}")
