@@ -124,11 +124,11 @@ def test_rates_and_counters(cluster_file: Path, tmp_path: Path) -> None:
     node, system = found["tiers"]["node"], found["tiers"]["system"]
     assert node["sent_bytes_by_rank"][0] == pytest.approx(3 * num_bytes, rel=0.03)
     assert system["sent_bytes_by_rank"][0] == pytest.approx(3 * num_bytes, rel=0.03)
-    assert system["received_bytes_by_rank"][2] == system["sent_bytes_by_rank"][0]
+    assert system["received_bytes_by_rank"][2] == pytest.approx(system["sent_bytes_by_rank"][0], rel=0.01)
     assert system["uplinks"][0] == {
         "ranks": [0, 1],
-        "sent_bytes": pytest.approx(system["sent_bytes_by_rank"][0], abs=1000),
-        "received_bytes": pytest.approx(system["sent_bytes_by_rank"][2], abs=1000),
+        "sent_bytes": pytest.approx(sum(system["sent_bytes_by_rank"][:2]), rel=0.01),
+        "received_bytes": pytest.approx(sum(system["sent_bytes_by_rank"][2:]), abs=10_000),
     }
     assert node["sent_bytes_by_rank"][2:] == [0, 0], "ranks that say nothing send nothing"
     assert "small at scale 1" in done.stderr
