@@ -19,14 +19,15 @@ from pathlib import Path
 from terrace.rehearse.counters import read
 
 PORT = 5000
+NUM_TRANSFERS = 5
 
 
 def transfer(rank: int, num_bytes: int, others: list[int]) -> None:
-    """The fastest of three transfers, as other programs may use the cores; each is answered with one byte."""
+    """The fastest of the transfers, as other programs may use the cores; each is answered with one byte."""
     if rank in others:
         with socket.create_server(("", PORT)) as server:
             connection = server.accept()[0]
-            for _ in range(3):
+            for _ in range(NUM_TRANSFERS):
                 left = num_bytes
                 while left:
                     left -= len(connection.recv(min(left, 1 << 20)))
@@ -36,7 +37,7 @@ def transfer(rank: int, num_bytes: int, others: list[int]) -> None:
         for other in others:
             connection = _connect(other)
             before, taken_s = read(), []
-            for _ in range(3):
+            for _ in range(NUM_TRANSFERS):
                 time.sleep(0.05)  # what the links let through at once comes back
                 begin_s = time.perf_counter()
                 connection.sendall(bytes(num_bytes))

@@ -24,10 +24,11 @@ from terrace.rehearse import wire
 from terrace.rehearse.names import existing, owner_of
 from terrace.rehearse.network import network
 from terrace.rehearse.tools import capabilities, check_rights
+from tests import rehearsal_rank
 from tests.tiny_runs import all_gone, environment, is_alive, terrace
 from tests.toys import cluster_of
 
-RANK = Path(__file__).with_name("rehearsal_rank.py")
+RANK = Path(rehearsal_rank.__file__)
 NUM_RANKS = 4
 
 
@@ -52,8 +53,14 @@ def _cluster() -> Cluster:
     return Cluster(name="small", device=cluster_of(2).device, tiers=tiers)
 
 
-_REASON = _missing()
-pytestmark = [pytest.mark.skipif(bool(_REASON), reason=_REASON), pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _able() -> None:
+    reason = _missing()
+    if reason:
+        pytest.skip(reason)
 
 
 @pytest.fixture
@@ -117,13 +124,13 @@ def test_rates_and_counters(cluster_file: Path, tmp_path: Path) -> None:
     assert num_bytes / near["seconds"] == pytest.approx(20e6, rel=0.1)
     assert num_bytes / far["seconds"] == pytest.approx(10e6, rel=0.1)
     for said, tier, other in ((near, "0", "1"), (far, "1", "0")):
-        assert said["sent"][tier] == pytest.approx(3 * num_bytes, rel=0.03)
+        assert said["sent"][tier] == pytest.approx(rehearsal_rank.NUM_TRANSFERS * num_bytes, rel=0.03)
         assert said["sent"][other] < 10_000
     found = json.loads(counters.read_text())
     assert (found["cluster"], found["scale"], found["world_size"], found["exit_code"]) == ("small", 1.0, 4, 0)
     node, system = found["tiers"]["node"], found["tiers"]["system"]
-    assert node["sent_bytes_by_rank"][0] == pytest.approx(3 * num_bytes, rel=0.03)
-    assert system["sent_bytes_by_rank"][0] == pytest.approx(3 * num_bytes, rel=0.03)
+    assert node["sent_bytes_by_rank"][0] == pytest.approx(rehearsal_rank.NUM_TRANSFERS * num_bytes, rel=0.03)
+    assert system["sent_bytes_by_rank"][0] == pytest.approx(rehearsal_rank.NUM_TRANSFERS * num_bytes, rel=0.03)
     assert system["received_bytes_by_rank"][2] == pytest.approx(system["sent_bytes_by_rank"][0], rel=0.01)
     assert system["uplinks"][0] == {
         "ranks": [0, 1],
