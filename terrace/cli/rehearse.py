@@ -4,6 +4,7 @@ What a rehearsal itself says goes to stderr, so that stdout is the program's.
 """
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from rich.console import Console
@@ -94,9 +95,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         taken_s, carried = time.monotonic() - begin_s, net.counts() - before
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
     if options.counters is not None:
-        write_atomic(
-            options.counters, json.dumps(_document(wiring, carried.table(), taken_s, ended.code), indent=1) + "\n"
-        )
+        _write_counters(options.counters, _document(wiring, carried.table(), taken_s, ended.code))
     if ended.rank is not None:
         _say(ended.words)
     return ended.code
@@ -200,9 +199,25 @@ def _refuse_command(options: argparse.Namespace) -> None:
 def _check_counters(path: Path | None) -> None:
     if path is None:
         return
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"--counters {path} cannot be written: name a file in a folder that can")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _write_counters(path: Path, document: dict[str, Any]) -> None:
+    try:
+        write_atomic(path, json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--counters {path} cannot be written ({error.strerror}): name a file in a folder that can")
 
 
 def _mention_leftovers() -> None:

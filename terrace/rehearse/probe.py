@@ -2,11 +2,12 @@
 
     python -m terrace.rehearse.probe EXPERIMENTS.json RESULT.json
 
-The first file holds tables of `Experiment`; the second gets, from rank 0, the seconds of each: of the
-slowest sender, or of the slowest rank of an all-reduce. The only module of this room that imports torch.
+The first file holds tables of `Experiment`; the second gets, from rank 0, the seconds of each, from the first
+rank that began to the last that ended. The only module of this room that imports torch.
 """
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,32 +18,32 @@ import torch.distributed as dist
 
 from terrace.base.files import write_atomic
 
+_LEAD_S = 0.1  # enough for all ranks to hear of it
+
 
 def main(experiments: Path, result: Path) -> None:
     """Run all experiments as one rank."""
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     seconds = []
     for experiment in json.loads(experiments.read_text(encoding="utf-8")):
-        taken_s = _reduce(experiment, rank) if experiment["groups"] else _send(experiment, rank)
-        slowest = torch.tensor([taken_s], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds.append(float(slowest))
-    if rank == 0:
+        begin_s, end_s = _reduce(experiment) if experiment["groups"] else _send(experiment)
+        span = torch.tensor([-begin_s, end_s], dtype=torch.float64)
+        dist.all_reduce(span, op=dist.ReduceOp.MAX)  # first begin, last end: one clock for all, as on one machine
+        seconds.append(float(span.sum()))
+    if dist.get_rank() == 0:
         write_atomic(result, json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _send(experiment: dict[str, Any], rank: int) -> float:
+def _send(experiment: dict[str, Any]) -> tuple[float, float]:
     """Send along this rank's route and wait for an answer of one number; the first time is not counted."""
-    number, small = torch.zeros(1), torch.zeros(1)
+    rank, number, small = dist.get_rank(), torch.zeros(1), torch.zeros(1)
     message = torch.zeros(experiment["num_bytes"] // 4)
     to, sources = dict(experiment["routes"]).get(rank), [a for a, b in experiment["routes"] if b == rank]
-    taken_s = 0.0
+    begin_s = end_s = 0.0
     for tensor, num_times in ((small, 1), (message, experiment["num_times"])):
-        dist.barrier()
-        begin_s = time.perf_counter()
+        begin_s = _together()
         for _ in range(num_times):
             if to is not None:
                 dist.send(tensor, to)
@@ -50,24 +51,31 @@ def _send(experiment: dict[str, Any], rank: int) -> float:
             for source in sources:
                 dist.recv(tensor, source)
                 dist.send(number, source)
-        taken_s = time.perf_counter() - begin_s
-    return taken_s if to is not None else 0.0
+        end_s = time.monotonic()
+    return (begin_s, end_s) if to is not None else (math.inf, -math.inf)
 
 
-def _reduce(experiment: dict[str, Any], rank: int) -> float:
+def _reduce(experiment: dict[str, Any]) -> tuple[float, float]:
     """All-reduce in this rank's group, once to warm up and once that counts."""
     mine = None
     for ranks in experiment["groups"]:
         group = dist.new_group(ranks)
-        mine = group if rank in ranks else mine
-    message = torch.zeros(experiment["num_bytes"] // 4)
-    taken_s = 0.0
-    for tensor in (torch.zeros(1), message):
-        dist.barrier()
-        begin_s = time.perf_counter()
+        mine = group if dist.get_rank() in ranks else mine
+    begin_s = end_s = 0.0
+    for tensor in (torch.zeros(1), torch.zeros(experiment["num_bytes"] // 4)):
+        begin_s = _together()
         dist.all_reduce(tensor, group=mine)
-        taken_s = time.perf_counter() - begin_s
-    return taken_s
+        end_s = time.monotonic()
+    return begin_s, end_s
+
+
+def _together() -> float:
+    """Wait for a moment that rank 0 names, and return when it was; a barrier lets ranks go one after the other."""
+    dist.barrier()
+    start = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    time.sleep(max(float(start) - time.monotonic(), 0))
+    return time.monotonic()
 
 
 if __name__ == "__main__":

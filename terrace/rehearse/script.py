@@ -23,6 +23,7 @@ _SMALLEST_BURST_BYTES = 32 * 1024
 _LARGEST_BURST_BYTES = 1024 * 1024
 # What may wait at a limited link: the windows of more connections than there are, so that nothing is dropped.
 _QUEUE_BYTES = 64 * 1024 * 1024
+_QUEUE_FRAMES = 100_000
 
 
 def fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> str:
@@ -108,9 +109,12 @@ def _rank_limits(wiring: Wiring, rank: int) -> Iterator[str]:
     for net in wiring.nets:
         port = net.ports[rank]
         if port.delay_s:
-            yield f"qdisc add dev {port.interface} root handle 1: netem delay {port.delay_s * 1e6:.0f}us limit 100000"
-        if port.rate_bytes_per_s is not None:
-            yield _limited(port.interface, port.rate_bytes_per_s, "parent 1:1" if port.delay_s else "root")
+            rate = "" if port.rate_bytes_per_s is None else f" rate {_bits(port.rate_bytes_per_s)}"
+            delay = f"delay {port.delay_s * 1e6:.0f}us"
+            # One discipline for both: on some kernels tbf below netem stalls, having cut frames netem counts whole.
+            yield f"qdisc add dev {port.interface} root netem {delay}{rate} limit {_QUEUE_FRAMES}"
+        elif port.rate_bytes_per_s is not None:
+            yield _limited(port.interface, port.rate_bytes_per_s)
 
 
 def _up(interface: str, more: str = "") -> Iterator[str]:
@@ -118,7 +122,10 @@ def _up(interface: str, more: str = "") -> Iterator[str]:
     yield f"link set dev {interface} {more} up"
 
 
-def _limited(interface: str, rate_bytes_per_s: float, where: str = "root") -> str:
-    burst = burst_bytes(rate_bytes_per_s)
-    bits = round(rate_bytes_per_s * 8)
-    return f"qdisc add dev {interface} {where} tbf rate {bits}bit burst {burst}b limit {_QUEUE_BYTES}b"
+def _limited(interface: str, rate_bytes_per_s: float) -> str:
+    burst, rate = burst_bytes(rate_bytes_per_s), _bits(rate_bytes_per_s)
+    return f"qdisc add dev {interface} root tbf rate {rate} burst {burst}b limit {_QUEUE_BYTES}b"
+
+
+def _bits(rate_bytes_per_s: float) -> str:
+    return f"{round(rate_bytes_per_s * 8)}bit"

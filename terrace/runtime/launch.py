@@ -1,8 +1,9 @@
 """How a process finds its world: under torchrun, srun or mpirun, or as children started right here.
 
-The one module that reads (or sets) environment variables. A world joined from outside gets a fresh name
-space in the store for each life: torchrun's agents keep one store over restarts, and their restart
-counts differ between machines, so ranks agree on a name instead of deriving it.
+With `terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, the one module that
+reads (or sets) environment variables. A world joined from outside gets a fresh name space in the store for
+each life: torchrun's agents keep one store over restarts, and their restart counts differ between machines,
+so ranks agree on a name instead of deriving it.
 """
 
 import math
