@@ -149,9 +149,10 @@ def _failures(cases: Cases) -> str:
 _NOTES = """
 
 FSDP2 here sums instead of averaging (gloo), gathers asynchronously with the next block prefetched in forward and
-backward, and reduce-scatters by an all-to-all in bf16 with a local sum in fp32, because gloo's own reduce-scatter
-sends as much as its all-reduce, twice the bytes: left alone, that would flatter everybody else. DeepSpeed takes
-gloo as it is, with torch's fused AdamW in place of its own, which needs a C++ build."""
+backward. For FSDP2 and DeepSpeed alike, gloo's reduce-scatter is replaced by a ring of sends and receives in
+bf16 (`bench/lab/ring.py`): gloo's own sends as much as its all-reduce, twice the bytes, and an all-to-all crosses
+from node to node four times the buffer where the ring crosses 1.75 times; either would flatter Terrace.
+DeepSpeed uses torch's fused AdamW in place of its own, which needs a C++ build."""
 
 _RERUN = """## Rerun it
 
