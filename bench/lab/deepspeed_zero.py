@@ -23,6 +23,8 @@ def load(ranks_per_node: int) -> Any:
         import deepspeed
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(f"{missing}; install the extra `lab`, with DS_BUILD_OPS=0") from missing
+    # A kernel for inference that would be compiled when communication starts, minutes on a busy machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
