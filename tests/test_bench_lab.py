@@ -102,7 +102,7 @@ def test_the_page_shows_every_case_and_every_failure() -> None:
     assert text.count("| did not run |") == 1
     assert "ValueError: not implemented" in text
     assert "**MISSED**" in text
-    assert "| hsdp | 6.00 |" in text
+    assert "| FSDP2 HSDP | 6.00 |" in text
     for entry in CONTESTANTS:
         assert entry.settings in text
 
@@ -111,9 +111,9 @@ def test_the_picture_is_small_and_well_formed() -> None:
     svg = lab_svg(summarise(results()), Job())
     assert len(svg.encode()) < 100_000
     words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
-    assert {"3-level compressed", "zero3", "hsdp"} <= {(word or "").removeprefix("terrace ") for word in words}
+    assert {"Terrace three-level, compressed", "FSDP2 ZeRO-3", "FSDP2 HSDP"} <= set(words)
     assert "5.27 S" in words
-    assert "deepspeed zero++" not in words  # it did not run
+    assert "DeepSpeed ZeRO++" not in words  # it did not run
 
 
 def test_rounds_are_put_together_and_a_torn_line_is_left_out(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class Case:
     error: str = ""
     num_params: int = 0
     steps_s: Sequence[float] = ()
+    cpu_s: float | None = None  # processor seconds of a step, all ranks together
     losses: Sequence[float] = ()
     grad_norms: Sequence[float] = ()
     sent_bytes: Mapping[str, float] | None = None
@@ -88,6 +89,7 @@ def _case(name: str, accum: int, records: Sequence[Mapping[str, Any]]) -> Case:
         accum=accum,
         num_params=last["num_params"],
         steps_s=[seconds for record in records for seconds in record["steps_s"]],
+        cpu_s=last.get("cpu_s"),
         losses=last["losses"],
         grad_norms=last["grad_norms"],
         sent_bytes=sent,
