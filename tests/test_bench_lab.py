@@ -100,7 +100,8 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 def test_the_page_shows_every_case_and_every_failure() -> None:
     text = page(results(steps_s=[5.0]), Job())
     assert text.count("| did not run |") == 1
-    assert "ValueError: not implemented" in text
+    assert "- DeepSpeed ZeRO++, accum 1: ValueError: not implemented" in text
+    assert "- not tried: DDP, FSDP2 hpZ" in text
     assert "**MISSED**" in text
     assert "| FSDP2 HSDP | 6.00 |" in text
     for entry in CONTESTANTS:

@@ -147,6 +147,8 @@ def _failures(cases: Cases) -> str:
     lines = [
         f"- {contestant(case.name).label}, accum {case.accum}: {case.error}" for case in cases.values() if case.error
     ]
+    absent = [entry.label for entry in CONTESTANTS if not any(name == entry.name for name, _ in cases)]
+    lines += [f"- not tried: {', '.join(absent)}"] if absent else []
     return "\n".join(lines) or "Everything ran."
 
 

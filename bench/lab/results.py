@@ -62,8 +62,9 @@ class Verdict:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a results file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Return the records of a results file that were measured on the links of its last one."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [record for record in found if record["links"] == found[-1]["links"]]
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Case]:
