@@ -155,6 +155,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Run what the results file lacks."""
     options = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     if not options.plain and not is_root():
         print("the rehearsal cluster needs root, for network namespaces; --plain runs on the loopback instead")
         return 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bench.lab.contest import Batch, Contestant, Result, Setting, new_adamw
 from bench.lab.job import ADAMW
 from bench.lab.launch import tell_deepspeed
+from bench.lab.ring import ring_reduce_scatter
 from terrace.model.decoder import token_loss
 
 
@@ -22,6 +23,8 @@ def load(ranks_per_node: int) -> Any:
         import deepspeed
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(f"{missing}; install the extra `lab`, with DS_BUILD_OPS=0") from missing
+    # A kernel for inference that would be compiled when communication starts, minutes on a busy machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
@@ -30,6 +33,7 @@ def make(setting: Setting, *, hpz: bool = False, quantized: bool = False) -> Con
     job = setting.job
     deepspeed = load(job.ranks_per_node)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.comm.comm.cdb.reduce_scatter_function = ring_reduce_scatter
     model = nn.Sequential(*setting.blocks)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,

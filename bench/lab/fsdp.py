@@ -1,7 +1,7 @@
 """torch's FSDP2 (`fully_shard`) as ZeRO-3, with a node-wide reshard (hpZ), and as HSDP.
 
-On gloo it needs three things, none of which slows it down: sums in place of averages; a reduce-scatter of
-its own, because gloo's sends what an all-reduce sends, twice the bytes; and asynchronous gathers with
+On gloo it needs three things, none of which slows it down: sums in place of averages; a ring for its
+reduce-scatter (`ring.py` says why); and asynchronous gathers with
 explicit prefetching, because by default its overlap comes from CUDA streams alone.
 """
 
@@ -17,11 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.lab.contest import Batch, Contestant, Result, Setting, local_part, new_adamw, optimizer_tensors
 from bench.lab.job import ADAMW
+from bench.lab.ring import ring_reduce_scatter
 from terrace.model.decoder import token_loss
 
 
-class AllToAllReduceScatter:
-    """Reduce-scatter as an all-to-all in the wire's dtype and a local sum in fp32."""
+class RingReduceScatter:
+    """FSDP2's reduce-scatter as a ring."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a buffer; FSDP2 asks for its inputs and outputs here."""
@@ -36,10 +37,7 @@ class AllToAllReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Reduce `input_tensor` into `output_tensor`; blocks, as FSDP2 does on a CPU anyway."""
-        assert op == dist.ReduceOp.SUM, "FSDP2 was told to sum"
-        incoming = torch.empty_like(input_tensor)
-        dist.all_to_all_single(incoming, input_tensor, group=group)
-        output_tensor.view(-1).copy_(incoming.view(group.size(), -1).sum(0, dtype=torch.float32))
+        ring_reduce_scatter(output_tensor, input_tensor, op, group)
 
 
 def make(setting: Setting, *, mesh: str = "flat", reshard: str = "all") -> Contestant:
@@ -76,7 +74,7 @@ def _shard(blocks: list[nn.Module], mesh: Any, reshard: bool | int) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        block.set_custom_reduce_scatter(AllToAllReduceScatter())
+        block.set_custom_reduce_scatter(RingReduceScatter())
         block.set_force_sum_reduction_for_comms(True)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     model._set_unshard_async_op(True)  # the only way to overlap a gather without CUDA streams

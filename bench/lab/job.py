@@ -47,9 +47,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contestant: its name in tables, the adapter that makes it, and what the adapter is told."""
+    """A contestant: its name in results and in tables, the adapter that makes it, and what the adapter is told."""
 
     name: str
+    label: str
     adapter: str  # module under bench.lab
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: str  # in words, for the page
@@ -85,7 +86,12 @@ def floor(kind: str, num_micros: int, job: Job) -> float:
 def _ours(name: str, settings: str, inter_node: str, preset: str = "", **plan: Any) -> Entry:
     options = {"preset": preset or name, "plan": plan}
     return Entry(
-        name=f"terrace {name}", adapter="terrace_plans", options=options, settings=settings, inter_node=inter_node
+        name=f"terrace {name}",
+        label=f"Terrace {name.replace('-compressed', ', compressed')}",
+        adapter="terrace_plans",
+        options=options,
+        settings=settings,
+        inter_node=inter_node,
     )
 
 
@@ -94,14 +100,18 @@ _DEEPSPEED = "persistence threshold 0, reuse distance 0, live and prefetch limit
 CONTESTANTS = (
     Entry(
         name="ddp",
+        label="DDP",
         adapter="ddp",
         settings="DDP under bf16 autocast, gradients compressed to bf16 by its hook, `no_sync` but in the last "
         "micro-batch, gradients as views of the buckets",
         inter_node="flat ddp",
     ),
-    Entry(name="zero3", adapter="fsdp", settings=f"{_FSDP}, over all ranks", inter_node="flat zero3"),
+    Entry(
+        name="zero3", label="FSDP2 ZeRO-3", adapter="fsdp", settings=f"{_FSDP}, over all ranks", inter_node="flat zero3"
+    ),
     Entry(
         name="hpz",
+        label="FSDP2 hpZ",
         adapter="fsdp",
         options={"reshard": "node"},
         settings=f"{_FSDP}, over all ranks, `reshard_after_forward` = ranks of a node",
@@ -109,6 +119,7 @@ CONTESTANTS = (
     ),
     Entry(
         name="hsdp",
+        label="FSDP2 HSDP",
         adapter="fsdp",
         options={"mesh": "hybrid"},
         settings=f"{_FSDP}, mesh of nodes x ranks of a node, all-reduce in the last micro-batch only",
@@ -116,12 +127,14 @@ CONTESTANTS = (
     ),
     Entry(
         name="deepspeed zero3",
+        label="DeepSpeed ZeRO-3",
         adapter="deepspeed_zero",
         settings=f"stage 3, {_DEEPSPEED}",
         inter_node="flat zero3",
     ),
     Entry(
         name="deepspeed zero3 hpz",
+        label="DeepSpeed ZeRO-3 hpZ",
         adapter="deepspeed_zero",
         options={"hpz": True},
         settings=f"stage 3 with `zero_hpz_partition_size` = ranks of a node, {_DEEPSPEED}",
@@ -129,6 +142,7 @@ CONTESTANTS = (
     ),
     Entry(
         name="deepspeed zero++",
+        label="DeepSpeed ZeRO++",
         adapter="deepspeed_zero",
         options={"hpz": True, "quantized": True},
         settings="hpz, and `zero_quantized_weights`, `zero_quantized_gradients`",

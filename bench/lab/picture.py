@@ -6,8 +6,8 @@ from html import escape
 from bench.lab.job import CONTESTANTS, Job
 from bench.lab.results import Case
 
-_ROW, _BAR, _TOP, _FOOT = 44, 15, 108, 40
-_LABELS, _GAP, _PANEL, _NUMBER = 190, 34, 300, 74
+_ROW, _BAR, _TOP, _FOOT = 44, 15, 120, 40
+_LABELS, _GAP, _PANEL, _NUMBER = 236, 26, 300, 74
 _OURS, _THEIRS = ("#0f766e", "#5eead4"), ("#475569", "#cbd5e1")  # first accumulation, then the second
 _GREY, _INK = "#64748b", "#0f172a"
 
@@ -34,8 +34,7 @@ def lab_svg(cases: Mapping[tuple[str, int], Case], job: Job) -> str:
         if index % 2 == 0:
             parts.append(f'<rect x="0" y="{y}" width="{width}" height="{_ROW}" fill="#f8fafc"/>')
         weight, colour = (650, _OURS[0]) if entry.is_ours else (400, _INK)
-        label = entry.name.replace("three-level-compressed", "3-level compressed")
-        parts.append(_text(_LABELS, y + _ROW / 2 + 4.5, label, anchor="end", weight=weight, colour=colour))
+        parts.append(_text(_LABELS, y + _ROW / 2 + 4.5, entry.label, anchor="end", weight=weight, colour=colour))
     left = _LABELS + _GAP
     parts += _panel(left, "seconds a step (median)", lambda case: case.median_s, names, accums, cases, "s")
     left += _PANEL + _NUMBER + _GAP

@@ -63,14 +63,17 @@ def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, st
     peak_is_own = counters.forget_peak()
     sent = counters.sent_bytes(len(job.tiers))
     dist.barrier()
+    cpu = time.process_time()
     stamps = [time.perf_counter()]
     for number in range(steps):
         one_step(is_last=number == steps - 1)
         stamps.append(time.perf_counter())
+    cpu_s = time.process_time() - cpu
     after = counters.sent_bytes(len(job.tiers))
     gc.enable()
     own = {
         "steps_s": [end - begin for begin, end in pairwise(stamps)],
+        "cpu_s": cpu_s / steps,
         "losses": [result.loss for result in results],
         "grad_norms": [result.grad_norm for result in results],
         "sent": None if sent is None or after is None else [b - a for a, b in zip(sent, after, strict=True)],
@@ -105,6 +108,7 @@ def merged(everyone: list[dict[str, Any]], job: Job, steps: int) -> dict[str, An
     return {
         "steps_s": [max(times) for times in zip(*(own["steps_s"] for own in everyone), strict=True)],
         "losses": [sum(values) / len(values) for values in zip(*(own["losses"] for own in everyone), strict=True)],
+        "cpu_s": sum(own["cpu_s"] for own in everyone),
         "grad_norms": everyone[0]["grad_norms"],
         "sent_bytes": sent,
         "peak_growth_bytes": max(own["peak_growth_bytes"] for own in everyone),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.lab.job import ADAMW, CONTESTANTS, Entry, Job, floor
+from bench.lab.job import ADAMW, CONTESTANTS, Entry, Job, contestant, floor
 from bench.lab.picture import lab_svg
 from bench.lab.results import COMPRESSED, LOSS_TOLERANCE, Case, Verdict, loss_spread, read, summarise, verdicts
 from terrace.base.files import write_atomic
@@ -72,7 +72,7 @@ def _setting(records: Sequence[Mapping[str, Any]], cases: Cases, job: Job) -> st
 def _cases(cases: Cases, accum: int, job: Job) -> str:
     tiers = list(job.tiers)
     header = ["contestant", "step s", "best", "quartiles", "between nodes / S", "floor", *(f"{t} MB" for t in tiers)]
-    header += ["optimizer MB", "peak RSS MB", "loss, first and last"]
+    header += ["CPU s", "optimizer MB", "peak RSS MB", "loss, first and last"]
     rows = []
     for entry in CONTESTANTS:
         case = cases.get((entry.name, accum))
@@ -84,7 +84,7 @@ def _cases(cases: Cases, accum: int, job: Job) -> str:
 def _cells(case: Case, entry: Entry, job: Job) -> list[str]:
     least = f"{floor(entry.inter_node, case.accum, job):.2f}"
     if case.error:
-        return ["did not run", "", "", "", least, *("" for _ in job.tiers), "", "", ""]
+        return ["did not run", "", "", "", least, *("" for _ in job.tiers), "", "", "", ""]
     low, high = case.quartiles_s
     outer = case.in_s(list(job.tiers)[-1])
     sent = [f"{case.sent_bytes[tier] / 1e6:.1f}" if case.sent_bytes else "-" for tier in job.tiers]
@@ -95,6 +95,7 @@ def _cells(case: Case, entry: Entry, job: Job) -> list[str]:
         "-" if outer is None else f"{outer:.2f}",
         least,
         *sent,
+        "-" if case.cpu_s is None else f"{case.cpu_s:.1f}",
         f"{case.optimizer_bytes / 1e6:.1f}",
         f"{case.peak_growth_bytes / 1e6:.0f}",
         f"{case.losses[0]:.4f}, {case.losses[-1]:.4f}",
@@ -102,7 +103,7 @@ def _cells(case: Case, entry: Entry, job: Job) -> list[str]:
 
 
 def _name(entry: Entry) -> str:
-    return f"**{entry.name}**" if entry.is_ours else entry.name
+    return f"**{entry.label}**" if entry.is_ours else entry.label
 
 
 def _losses(cases: Cases, accum: int) -> str:
@@ -120,6 +121,7 @@ def _legend() -> list[str]:
         "that runs on after a step is waited for inside the last one.\n"
         "- MB and S: what the kernel's counters of the links say a step sends, summed over ranks, headers included; "
         "S is the bf16 bytes of all parameters. Floor: what the scheme needs on paper, without headers and scales.\n"
+        "- CPU s: processor seconds of a step, all ranks together; divided by the cores, no step can be shorter.\n"
         "- optimizer: fp32 master and moments that a rank keeps, counted tensor by tensor.\n"
         "- peak RSS: growth of resident memory over the state before the model, largest rank, set-up left out.",
     ]
@@ -129,7 +131,7 @@ def _breakdown(cases: Cases, accums: Sequence[int]) -> str:
     ours = [case for case in cases.values() if case.time_s and not case.error]
     names = sorted({name for case in ours for name in case.time_s or {}})
     rows = [
-        [case.name, str(case.accum), *(f"{(case.time_s or {}).get(name, 0.0):.2f}" for name in names)]
+        [contestant(case.name).label, str(case.accum), *(f"{(case.time_s or {}).get(name, 0.0):.2f}" for name in names)]
         for accum in accums
         for case in ours
         if case.accum == accum
@@ -142,16 +144,21 @@ def _settings() -> str:
 
 
 def _failures(cases: Cases) -> str:
-    lines = [f"- {case.name}, accum {case.accum}: {case.error}" for case in cases.values() if case.error]
+    lines = [
+        f"- {contestant(case.name).label}, accum {case.accum}: {case.error}" for case in cases.values() if case.error
+    ]
+    absent = [entry.label for entry in CONTESTANTS if not any(name == entry.name for name, _ in cases)]
+    lines += [f"- not tried: {', '.join(absent)}"] if absent else []
     return "\n".join(lines) or "Everything ran."
 
 
 _NOTES = """
 
 FSDP2 here sums instead of averaging (gloo), gathers asynchronously with the next block prefetched in forward and
-backward, and reduce-scatters by an all-to-all in bf16 with a local sum in fp32, because gloo's own reduce-scatter
-sends as much as its all-reduce, twice the bytes: left alone, that would flatter everybody else. DeepSpeed takes
-gloo as it is, with torch's fused AdamW in place of its own, which needs a C++ build."""
+backward. For FSDP2 and DeepSpeed alike, gloo's reduce-scatter is replaced by a ring of sends and receives in
+bf16 (`bench/lab/ring.py`): gloo's own sends as much as its all-reduce, twice the bytes, and an all-to-all crosses
+from node to node four times the buffer where the ring crosses 1.75 times; either would flatter Terrace.
+DeepSpeed uses torch's fused AdamW in place of its own, which needs a C++ build."""
 
 _RERUN = """## Rerun it
 

@@ -25,6 +25,7 @@ class Case:
     error: str = ""
     num_params: int = 0
     steps_s: Sequence[float] = ()
+    cpu_s: float | None = None  # processor seconds of a step, all ranks together
     losses: Sequence[float] = ()
     grad_norms: Sequence[float] = ()
     sent_bytes: Mapping[str, float] | None = None
@@ -61,8 +62,9 @@ class Verdict:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a results file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Return the records of a results file that were measured on the links of its last one."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [record for record in found if record["links"] == found[-1]["links"]]
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Case]:
@@ -88,6 +90,7 @@ def _case(name: str, accum: int, records: Sequence[Mapping[str, Any]]) -> Case:
         accum=accum,
         num_params=last["num_params"],
         steps_s=[seconds for record in records for seconds in record["steps_s"]],
+        cpu_s=last.get("cpu_s"),
         losses=last["losses"],
         grad_norms=last["grad_norms"],
         sent_bytes=sent,
