@@ -87,6 +87,8 @@ def test_schedule_options_change_no_number(pool: LocalPool, name: str) -> None:
             Case(exact(name, cluster, prefetch=3, recompute=some), num_micros=2),
             Case(exact(name, cluster, prefetch=3)),
             Case(exact(name, cluster, prefetch=1, recompute=some), num_micros=4),
+            Case(exact(name, cluster, unit=4), num_micros=4),
+            Case(exact(name, cluster, unit=2, recompute=some, prefetch=0), num_micros=3),
         ],
     )
 

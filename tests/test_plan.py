@@ -100,6 +100,7 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(compute="fp64"), ("compute = 'fp64'", "wider than master = 'fp32'", "use master = 'fp64'")),
     (zero3(recompute=("layer.*",)), ("recompute pattern 'layer.*'", "matches no block", "did you mean 'layers.0'?")),
     (zero3(micro_batch=0), ("micro_batch = 0", "at least 1")),
+    (zero3(unit=0), ("unit = 0", "at least 1 micro-batch")),
     (zero3(prefetch=-1), ("prefetch = -1", "use 0 for no prefetch")),
 ]
 
@@ -164,6 +165,7 @@ CHANGES = st.fixed_dictionaries(
         "micro_batch": st.integers(1, 9),
         "recompute": st.just(("layers.*",)),
         "prefetch": st.integers(0, 9),
+        "unit": st.integers(1, 9),
     },
 )
 

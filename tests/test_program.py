@@ -39,13 +39,15 @@ def test_every_built_program_verifies(case: Setting) -> None:
 @given(settings_of_a_step(max_world=8))
 def test_gathers_are_issued_ahead_and_nothing_is_gathered_without_need(case: Setting) -> None:
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)
-    uses = -1  # of blocks, so far
+    uses = -1  # visits to blocks, so far
+    before: tuple[Op, int] | None = None
     issued_at: dict[int, int] = {}
     used: set[int] = set()
     for instruction in program.instructions:
         block = instruction.block
         if instruction.op in (Op.FORWARD, Op.BACKWARD):
-            uses += 1
+            uses += before != (instruction.op, block)  # further micro-batches of a unit belong to one visit
+            before = (instruction.op, block)
             for needed in (block, *case.blocks[block].borrows):
                 used.add(needed)
                 if needed in issued_at:
@@ -63,19 +65,40 @@ def test_gathers_of_each_block(num_micros: int, wanted: list[int]) -> None:
     """Tied: the embedding is also used by the head, at distance 3 from its own uses, as untied blocks are."""
     untied = tuple(replace(block, borrows=()) for block in BLOCKS)
     for blocks, first in ((untied, wanted[0]), (BLOCKS, wanted[0] + num_micros)):
-        counts = Counter(stay.block for stay in residencies(blocks, num_micros, 1))
+        counts = Counter(stay.block for stay in residencies(blocks, num_micros, 1, 1))
         assert [counts[block] for block in range(4)] == [first, *wanted[1:]]
 
 
 def test_without_prefetch_as_many_gathers_as_with_distance_one() -> None:
     """The last block stays between its forward and its backward, but nothing is gathered ahead."""
-    one, none = residencies(BLOCKS, 3, 1), residencies(BLOCKS, 3, 0)
+    one, none = residencies(BLOCKS, 3, 1, 1), residencies(BLOCKS, 3, 1, 0)
     assert [(stay.block, stay.first, stay.last) for stay in one] == [(s.block, s.first, s.last) for s in none]
     assert all(stay.issue == stay.first for stay in none)
 
 
 def test_prefetch_beyond_the_step_gathers_once() -> None:
-    assert [stay.block for stay in residencies(BLOCKS, 3, 99)] == [0, 1, 2, 3]
+    assert [stay.block for stay in residencies(BLOCKS, 3, 1, 99)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("unit", "num_reductions"), [(1, 5), (2, 3), (3, 2), (5, 1), (9, 1)])
+def test_a_unit_is_gathered_and_reduced_once(unit: int, num_reductions: int) -> None:
+    cluster = cluster_of(2, 2, 2)
+    program = build(cluster, replace(preset("zero3", cluster), unit=unit), BLOCKS, 5)
+    verify(program)
+    counts = Counter((instruction.op, instruction.block) for instruction in program.instructions)
+    assert counts[Op.REDUCE, 1] == num_reductions
+    assert counts[Op.GATHER, 1] == 2 * num_reductions, "for the forward and for the backward of every unit"
+    assert counts[Op.FORWARD, 1] == counts[Op.BACKWARD, 1] == 5
+
+
+def test_order_of_a_unit() -> None:
+    program = replace_blocks(program_of("ddp", 3, unit=2), BLOCKS[1:3])
+    words = [str(instruction) for instruction in program.instructions if instruction.op in (Op.FORWARD, Op.BACKWARD)]
+    assert words == [
+        *("FORWARD b0 m0", "FORWARD b0 m1", "FORWARD b1 m0", "FORWARD b1 m1"),
+        *("BACKWARD b1 m0", "BACKWARD b1 m1", "BACKWARD b0 m0", "BACKWARD b0 m1"),
+        *("FORWARD b0 m2", "FORWARD b1 m2", "BACKWARD b1 m2", "BACKWARD b0 m2"),
+    ]
 
 
 def test_order_of_a_small_program() -> None:

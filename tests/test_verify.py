@@ -81,7 +81,11 @@ DAMAGES: list[tuple[str, Edit, str]] = [
     ("ddp", move("BACKWARD b3 m0", "FORWARD b3 m0"), "`BACKWARD b3 m0`: it needs `FORWARD b3 m0` before it"),
     ("zero3", repeat("REDUCE b1 m0"), "`REDUCE b1 m0`: it runs twice"),
     ("zero3", move("REDUCE b1 m0", "BACKWARD b1 m0"), "`REDUCE b1 m0`: it needs `BACKWARD b1 m0` before it"),
-    ("zero3", move("REDUCE b1 m0", "REDUCE b1 m1"), "the gradient of micro-batch 0 is not reduced yet"),
+    (
+        "zero3",
+        move("REDUCE b1 m0", "REDUCE b1 m1"),
+        "the gradient of the unit that ends with micro-batch 0 is not reduced yet",
+    ),
     ("zero3", move("SYNC b1", "REDUCE b1 m1"), "`SYNC b1`: it needs `REDUCE b1 m1` before it"),
     ("zero3", remove("REDUCE b1 m1"), "`SYNC b1`: it needs `REDUCE b1 m1` before it"),
     ("zero3", remove("SYNC b2"), "`CLIP`: it needs `SYNC b2` before it"),
@@ -134,6 +138,16 @@ def test_what_is_missing_at_the_end_is_named(name: str, text: str, words: str) -
         verify(edited(program_of(name), remove_last(text)), rank=3)
     assert str(caught.value).startswith("rank 3, ")
     assert words in str(caught.value)
+
+
+def test_a_unit_is_not_reduced_in_its_middle() -> None:
+    cluster = cluster_of(2, 2)
+    program = build(cluster, replace(preset("zero3", cluster), unit=2), BLOCKS, 2)
+    place = next(i for i, one in enumerate(program.instructions) if one.op is Op.REDUCE)
+    early = replace(program.instructions[place], micro=0)
+    instructions = (*program.instructions[:place], early, *program.instructions[place + 1 :])
+    with pytest.raises(ProgramError, match="the unit of micro-batch 0 is reduced once, after its last one, 1"):
+        verify(replace(program, instructions=instructions))
 
 
 def test_frozen_block_has_nothing_to_train() -> None:

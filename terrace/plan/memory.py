@@ -25,7 +25,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
-from terrace.plan.residency import residencies, step_uses
+from terrace.plan.residency import residencies, step_visits
 from terrace.plan.wire import FORMATS, MessageClass
 
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
@@ -75,8 +75,8 @@ def _peak_gathered(
 ) -> int:
     if layout.params == DEVICE:
         return 0
-    # The second micro-batch repeats for all further ones, so three show every overlap.
-    stays = residencies(blocks, min(num_micros, 3), plan.prefetch)
+    # The second unit repeats for all further ones, so three show every overlap.
+    stays = residencies(blocks, min(num_micros, 3 * plan.unit), plan.unit, plan.prefetch)
     change: dict[int, int] = {}
     for stay in stays:
         change[stay.issue] = change.get(stay.issue, 0) + whole[stay.block]
@@ -96,12 +96,12 @@ def _peak_gradients(
         return 0
     held: set[int] = set()
     in_flight, peak = 0, 0
-    for use in step_uses(len(blocks), min(num_micros, 2)):
-        if use.backward:
-            held |= {use.block, *blocks[use.block].borrows}
+    for visit in step_visits(len(blocks), min(num_micros, 2 * plan.unit), plan.unit):
+        if visit.backward:
+            held |= {visit.block, *blocks[visit.block].borrows}
             peak = max(peak, in_flight + sum(trainable[block] for block in held))
-            held.discard(use.block)
-            in_flight = trainable[use.block] or in_flight  # a frozen block reduces nothing
+            held.discard(visit.block)
+            in_flight = trainable[visit.block] or in_flight  # a frozen block reduces nothing
     return peak
 
 
@@ -110,7 +110,9 @@ def _largest_buffers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], nu
     largest.append(layout.padded(max((block.num_frozen for block in blocks), default=0)))
     cases: set[tuple[MessageClass, int | None, int]]
     cases = {(message, None, largest[0]) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)}
-    for stay in residencies(blocks, min(num_micros, 3), plan.prefetch) if layout.params != DEVICE else ():
+    for stay in (
+        residencies(blocks, min(num_micros, 3 * plan.unit), plan.unit, plan.prefetch) if layout.params != DEVICE else ()
+    ):
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         source = layout.params if stay.opening else layout.params_backward
         cases |= {(message, source, numel) for numel in largest}

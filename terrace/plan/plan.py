@@ -30,7 +30,8 @@ class Plan:
     master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
     micro_batch: int = 1  # sequences per rank and micro-batch
     recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
-    prefetch: int = 1  # how many uses ahead a block is gathered
+    unit: int = 1  # micro-batches that pass a block one after the other: one gather, one reduction
+    prefetch: int = 1  # how many visits ahead a block is gathered
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Return the format in which `message` crosses `tier`; raises `PlanError` for one that does not exist."""

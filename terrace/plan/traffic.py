@@ -5,7 +5,7 @@ its own P / span(i) elements (n_i - 1) times, directly or along a ring (terrace.
 a reduce-scatter followed by a gather. Per block, with P trainable padded elements:
 
     gather, gather_backward   tiers params .. 0            once per residency
-    reduce                    tiers 0 .. grads             once per micro-batch
+    reduce                    tiers 0 .. grads             once per unit of micro-batches
     sync                      tiers grads+1 .. optimizer   once a step (reduce-scatter), and
                               tiers optimizer+1 .. last    once a step (all-reduce)
     refresh                   tiers optimizer .. params+1  once a step
@@ -23,7 +23,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.hops import block_hops, control_numbers
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
-from terrace.plan.residency import residencies
+from terrace.plan.residency import residencies, units
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
@@ -41,13 +41,13 @@ def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_mi
         for hop in chain(*block_hops(layout, plan, message, layout.padded(numel), source)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
-    for stay in residencies(blocks, num_micros, plan.prefetch):
+    for stay in residencies(blocks, num_micros, plan.unit, plan.prefetch):
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         source = layout.params if stay.opening else layout.params_backward
         for numel in (blocks[stay.block].num_trainable, blocks[stay.block].num_frozen):
             add(message, numel, source=source)
     for block in blocks:
-        add(MessageClass.REDUCE, block.num_trainable, times=num_micros)
+        add(MessageClass.REDUCE, block.num_trainable, times=len(units(num_micros, plan.unit)))
         add(MessageClass.SYNC, block.num_trainable)
         add(MessageClass.REFRESH, block.num_trainable)
     for name, degree in zip(layout.tiers, layout.degrees, strict=True):

@@ -143,6 +143,8 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
 def _check_numbers(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if plan.micro_batch < 1:
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
+    if plan.unit < 1:
+        raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:

@@ -1,9 +1,9 @@
 """The data-parallel builder: one stage, any placement of states, any number of micro-batches.
 
-For every micro-batch: forward through the blocks, backward through them in reverse, each gradient
-reduced as soon as its block is done. Gathers are issued `prefetch` uses ahead of the first use they
-serve (terrace.plan.residency). In the last micro-batch each block is synchronised right after its last
-reduction, so that the outer tiers work while inner blocks still compute. Then the global norm, and
+For every unit of micro-batches: forward through the blocks, backward through them in reverse, each
+gradient reduced as soon as the unit has passed its block. Gathers are issued `prefetch` visits ahead of the
+first one they serve (terrace.plan.residency). In the last unit each block is synchronised right after its
+last reduction, so that the outer tiers work while inner blocks still compute. Then the global norm, and
 block by block, in forward order, update and refresh: the next step can start on block 0 while later
 blocks are still being refreshed.
 """
@@ -16,7 +16,7 @@ from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.residency import Residency, residencies, step_uses
+from terrace.plan.residency import Residency, residencies, step_visits
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 
@@ -41,21 +41,19 @@ def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros:
 
 
 def _passes(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Iterator[Instruction]:
-    stays = residencies(blocks, num_micros, plan.prefetch) if layout.params != DEVICE else []
+    stays = residencies(blocks, num_micros, plan.unit, plan.prefetch) if layout.params != DEVICE else []
     issued, freed = defaultdict(list), defaultdict(list)
     for stay in stays:
         issued[stay.issue].append(stay)
         freed[stay.last].append(stay)
-    for position, use in enumerate(step_uses(len(blocks), num_micros)):
+    for position, visit in enumerate(step_visits(len(blocks), num_micros, plan.unit)):
         yield from (_gather(layout, stay) for stay in issued[position])
-        if not use.backward:
-            yield Instruction(Op.FORWARD, use.block, use.micro)
-        else:
-            yield Instruction(Op.BACKWARD, use.block, use.micro)
-            if blocks[use.block].num_trainable:
-                yield Instruction(Op.REDUCE, use.block, use.micro)
-                if use.micro == num_micros - 1:
-                    yield Instruction(Op.SYNC, use.block)
+        op = Op.BACKWARD if visit.backward else Op.FORWARD
+        yield from (Instruction(op, visit.block, micro) for micro in visit.micros)
+        if visit.backward and blocks[visit.block].num_trainable:
+            yield Instruction(Op.REDUCE, visit.block, visit.micros[-1])
+            if visit.micros[-1] == num_micros - 1:
+                yield Instruction(Op.SYNC, visit.block)
         yield from (Instruction(Op.FREE, stay.block) for stay in freed[position])
 
 

@@ -6,7 +6,7 @@
 | FREE          | drop them                                                                        |
 | FORWARD       | run a block on a micro-batch; keep its input, and its graph unless recomputed    |
 | BACKWARD      | run the backward of a block on a micro-batch, recomputing its graph if need be   |
-| REDUCE        | reduce the block's gradient of one micro-batch into the shard of the grads tier  |
+| REDUCE        | reduce the block's gradient of a unit, up to `micro`, into the grads tier's shard |
 | SYNC          | finish the accumulated gradient over the tiers outside, once a step              |
 | CLIP          | global gradient norm, loss and token count: one message, one scale               |
 | UPDATE        | the optimizer, on the shard of the optimizer tier                                |

@@ -6,9 +6,9 @@ instruction and the rule; terrace.program.verify_ranks compares ranks. The rules
  1. every (block, micro-batch) runs forward exactly once and backward exactly once, in dependency order;
  2. a block's parameters, and those it borrows, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
- 4. every gradient is reduced exactly once per micro-batch, after its backward and before the block's next
-    one; synchronised once, after its last reduction; CLIP once, after every SYNC; UPDATE then REFRESH
-    once for each block, after CLIP;
+ 4. every gradient is reduced exactly once per unit of micro-batches, after the unit's last backward and
+    before the next unit's first; synchronised once, after its last reduction; CLIP once, after every SYNC;
+    UPDATE then REFRESH once for each block, after CLIP;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks than the
     memory formula counts, and the model state fits the device.
@@ -16,11 +16,13 @@ instruction and the rule; terrace.program.verify_ranks compares ranks. The rules
 
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass, step_bytes
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.residency import units
 from terrace.plan.wire import FORMATS
 from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.program import Program
@@ -86,7 +88,7 @@ class _Walker:
     resident: set[int] = field(default_factory=set)
     opened: set[int] = field(default_factory=set)  # blocks gathered from the primary copy
     received: set[tuple[bool, int, int]] = field(default_factory=set)  # (backward, block, micro)
-    unreduced: dict[int, int] = field(default_factory=dict)  # block -> micro-batch whose gradient it holds
+    unreduced: dict[int, int] = field(default_factory=dict)  # block -> last micro-batch of the unit it holds
     unused: set[int] = field(default_factory=set)  # gathered and not read yet
     peak_resident: int = 0  # most elements of gathered blocks at once
     done: set[Instruction] = field(default_factory=set)
@@ -121,7 +123,7 @@ class _Walker:
         for block, spec in enumerate(program.blocks):
             wanted = [Instruction(op, block, m) for op in (Op.FORWARD, Op.BACKWARD) for m in micros]
             if spec.num_trainable:
-                wanted += [Instruction(Op.REDUCE, block, m) for m in micros]
+                wanted += [Instruction(Op.REDUCE, block, unit[-1]) for unit in self._units]
                 wanted += [Instruction(op, block) for op in (Op.SYNC, Op.UPDATE, Op.REFRESH)]
             for instruction in wanted:
                 if instruction not in self.done:
@@ -148,6 +150,13 @@ class _Walker:
     def _micro(self) -> None:
         if not 0 <= self.now.micro < self.program.num_micros:
             self._fail(f"there is no micro-batch {self.now.micro}")
+
+    @cached_property
+    def _units(self) -> list[range]:
+        return units(self.program.num_micros, self.program.plan.unit)
+
+    def _unit(self, micro: int) -> range:
+        return self._units[micro // self.program.plan.unit]
 
     def _trains(self) -> None:
         if not self.program.blocks[self.now.block].num_trainable:
@@ -205,23 +214,28 @@ class _Walker:
         is_last = now.block == len(self.program.blocks) - 1
         if not is_last and (True, now.block + 1, now.micro) not in self.received:
             self._after(Op.BACKWARD, now.block + 1, now.micro)
-        if now.block in self.unreduced:
-            self._fail(f"the gradient of micro-batch {self.unreduced[now.block]} is not reduced yet")
+        held, last = self.unreduced.get(now.block), self._unit(now.micro)[-1]
+        if held not in (None, last):
+            self._fail(f"the gradient of the unit that ends with micro-batch {held} is not reduced yet")
         if self.program.blocks[now.block].num_trainable:
-            self.unreduced[now.block] = now.micro
+            self.unreduced[now.block] = last
 
     def _reduce(self, now: Instruction) -> None:
         self._micro()
         self._once()
         self._trains()
-        self._after(Op.BACKWARD, now.block, now.micro)
+        unit = self._unit(now.micro)
+        if now.micro != unit[-1]:
+            self._fail(f"the unit of micro-batch {now.micro} is reduced once, after its last one, {unit[-1]}")
+        for micro in unit:
+            self._after(Op.BACKWARD, now.block, micro)
         self.unreduced.pop(now.block, None)
 
     def _sync(self, now: Instruction) -> None:
         self._once()
         self._trains()
-        for micro in range(self.program.num_micros):
-            self._after(Op.REDUCE, now.block, micro)
+        for unit in self._units:
+            self._after(Op.REDUCE, now.block, unit[-1])
 
     def _clip(self, now: Instruction) -> None:
         self._once()
