@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
-from terrace.plan import Plan
+from terrace.plan import Plan, preset
 from terrace.program import Instruction, Op, Program, build, verify, verify_ranks
 from tests.strategies import Setting, settings_of_a_step
 from tests.test_program import BLOCKS, program_of

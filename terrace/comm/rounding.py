@@ -20,7 +20,7 @@ from torch import Tensor
 from terrace.comm.ledger import Meter
 from terrace.plan import MessageClass
 
-_SAMPLE_NUMEL = 16384
+_SAMPLE_NUMEL = 4096
 
 
 class Origin:
