@@ -20,6 +20,7 @@ from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
 from terrace.runtime.describe import describe, replace_parameters
 from terrace.runtime.executor import Batch, Executor, Objective, Progress
+from terrace.runtime.heap import return_large_buffers
 from terrace.runtime.settings import AdamWConfig
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -86,6 +87,8 @@ class Engine:
         verify(self.program, rank)
         self.rank = rank
         self.device = torch.device(device)
+        if self.device.type == "cpu":
+            return_large_buffers()
         adamw = adamw or AdamWConfig()
         layout, coordinates = self.program.layout, cluster.coordinates(rank)
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
