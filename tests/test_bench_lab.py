@@ -25,7 +25,7 @@ from terrace.runtime.launch import LocalPool, World
 TINY = Job(hidden=64, layers=2, vocab=257, sequence=16, tiers={"package": 2, "system": 2})
 NUM_PARAMS = 1_000_000
 S_BYTES = 2 * NUM_PARAMS
-ALIKE = ("ddp", "zero3", "hpz", "hsdp", "terrace zero3", "terrace hsdp", "terrace zero++", "terrace three-level")
+ALIKE = ("ddp", "zero3", "hpz", "hsdp", "terrace zero3", "terrace hsdp", "terrace three-level")
 
 
 def record(name: str, accum: int, step_s: float, crossing: float, **more: Any) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def floor(kind: str, num_micros: int, job: Job) -> float:
         "flat ddp": 2 * ring,
         "deepspeed zero++": ring / 2 + a * once / 4,
         "tiered zero3": 3.0 * a * once,
-        "tiered zero++": (1.0 + a) * once,
+        "tiered zero++, int8 and int4": (0.5 + a / 4) * once,
         "two crossings": 2.0 * once,
         "two crossings, int8 and int4": 0.75 * once,
     }[kind]
@@ -97,6 +97,7 @@ def _ours(name: str, settings: str, inter_node: str, preset: str = "", **plan: A
 
 _FSDP = "fully_shard on every block and the root, bf16 compute and wire, fp32 master"
 _DEEPSPEED = "persistence threshold 0, reuse distance 0, live and prefetch limits of 4 and 2 M parameters"
+_COMPRESSED = "int8 new weights and int4 gradients on all tiers but the package, with error feedback between nodes"
 CONTESTANTS = (
     Entry(
         name="ddp",
@@ -150,12 +151,24 @@ CONTESTANTS = (
     ),
     _ours("zero3", "params, grads and optimizer over all ranks", "tiered zero3"),
     _ours("hsdp", "params, grads and optimizer on the node", "two crossings"),
-    _ours("zero++", "ZeRO-3 with a copy on the node for later gathers; messages in bf16", "tiered zero++"),
+    _ours(
+        "zero++",
+        "ZeRO-3, int8 gathers, a copy on the node for later ones, int4 gradients in every micro-batch",
+        "tiered zero++, int8 and int4",
+    ),
     _ours("three-level", "params on the package, grads on the node, optimizer over all ranks; bf16", "two crossings"),
     _ours(
-        "three-level-compressed",
-        "the same placement; 8-bit weights and 4-bit gradients where the preset says so",
+        "three-level-compressed unit 1",
+        f"the same placement; {_COMPRESSED}",
         "two crossings, int8 and int4",
+        preset="three-level-compressed",
+    ),
+    _ours(
+        "three-level-compressed",
+        f"the same placement; {_COMPRESSED}; the micro-batches of a step pass each block together (`unit = 4`), so "
+        "that a block is gathered and its gradient reduced once",
+        "two crossings, int8 and int4",
+        unit=4,
     ),
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.lab.job import ADAMW, CONTESTANTS, Entry, Job, contestant, floor
 from bench.lab.picture import lab_svg
-from bench.lab.results import COMPRESSED, LOSS_TOLERANCE, Case, Verdict, loss_spread, read, summarise, verdicts
+from bench.lab.results import LOSS_TOLERANCE, LOSSY, Case, Verdict, loss_spread, read, summarise, verdicts
 from terrace.base.files import write_atomic
 
 _MARKS = {True: "met", False: "**MISSED**", None: "not measured"}
@@ -111,7 +111,7 @@ def _losses(cases: Cases, accum: int) -> str:
     words = "within" if spread <= LOSS_TOLERANCE else "**outside**"
     return (
         f"Losses of the same step differ by {spread:.1e} at most, {words} {LOSS_TOLERANCE:g} "
-        f"({COMPRESSED} not counted)."
+        f"({', '.join(LOSSY)} not counted: they round)."
     )
 
 

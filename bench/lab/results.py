@@ -10,6 +10,7 @@ from typing import Any
 from bench.lab.job import BF16_BYTES, CONTESTANTS, Job
 
 UNCOMPRESSED, COMPRESSED = "terrace three-level", "terrace three-level-compressed"
+LOSSY = (COMPRESSED, f"{COMPRESSED} unit 1", "terrace zero++")
 LOSS_TOLERANCE = 2e-3  # relative to the first contestant, after a few steps in bf16
 LEDGER_TOLERANCE = 0.03  # headers and acknowledgements, which the ledger does not count
 OPTIMIZER_TOLERANCE = 0.01  # padding of flat buffers
@@ -159,7 +160,7 @@ def _ledgers(cases: Mapping[tuple[str, int], Case]) -> list[Verdict]:
     return found
 
 
-def loss_spread(cases: Mapping[tuple[str, int], Case], accum: int, lossy: Sequence[str] = (COMPRESSED,)) -> float:
+def loss_spread(cases: Mapping[tuple[str, int], Case], accum: int, lossy: Sequence[str] = LOSSY) -> float:
     """Return the largest difference of two contestants' losses of the same step; lossy ones do not count."""
     curves = [case.losses for (name, at), case in cases.items() if at == accum and not case.error and name not in lossy]
     return max((max(column) - min(column) for column in zip(*curves, strict=False)), default=0.0)
