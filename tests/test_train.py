@@ -206,6 +206,49 @@ def test_json_lines_and_a_tokenizer_file(tmp_path: Path) -> None:
     assert said.stdout.startswith("The fox")
 
 
+def test_a_compressed_run_measures_its_rounding_and_resumes(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=4, checkpoint_every=2)
+    done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "messages travel in fp32, but reduce int4 on node, sync int4+feedback on system" in done.stdout
+    first, *later = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert first.quantisation_error.keys() == {"sync"}
+    for record in later:
+        assert record.quantisation_error.keys() == {"sync", "refresh"}
+        assert 0.01 < record.quantisation_error["sync"] < 0.3
+        assert 0.001 < record.quantisation_error["refresh"] < 0.02
+    said = done.stdout[done.stdout.index("relative rounding error") :].splitlines()[0]
+    assert f"sync {later[-1].quantisation_error['sync']:.3g}" in said
+    again = terrace("train", "--resume", "run", "--train.steps", "6", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_an_error_budget_that_is_exceeded_stops_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=40)
+    budget = ("--train.error_budget.refresh", "1e-4", "--train.error_budget.sync", "0.9")
+    done = terrace("train", "--config", "run.toml", "--folder", "run", *budget, cwd=tmp_path)
+    assert done.returncode == 1
+    said = one_line(done.stderr)
+    assert "step 2: the relative rounding error of refresh messages is 0.00" in said
+    assert "above train.error_budget.refresh = 0.0001: use a wider wire format" in said
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_paced_run_takes_as_long_as_its_links_say(tmp_path: Path) -> None:
+    """What one rank sends in a step over the slowed tier, at its rate, is a bound from below of every step."""
+    write_run(tmp_path, 1, 2, plan="ddp", steps=3)
+    rate = 2e5
+    words = ("--cluster.tiers.node.bandwidth_bytes_per_s", str(rate / 0.5), "--cluster.tiers.node.latency_s", "0")
+    train = ("terrace", "train", "--config", "run.toml", "--folder", "run", *words)
+    done = terrace("rehearse", "run", "--paced", "--scale", "0.5", "--", *train, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    least_s = report["measured"]["sent_bytes"]["sync.node"] / rate
+    assert least_s > 0.1, "the links are slow enough to tell"
+    assert all(record.step_s > least_s for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
 def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, 1, plan="ddp", steps=40, checkpoint_every=1, keep_checkpoints=50)
     done = terrace(

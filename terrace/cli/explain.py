@@ -11,7 +11,7 @@ from terrace.model.config import forward_flops
 from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.program import build, program_text, verify
-from terrace.report import bytes_table, memory_table, plan_table, time_table
+from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.simulate import simulate, step_costs
 
 
@@ -36,6 +36,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(memory_table(memory, config.cluster.device.memory_bytes))
     sent = step_bytes(config.cluster, config.plan, blocks, num_micros)
     console.print(bytes_table(sent, [tier.name for tier in config.cluster.tiers]))
+    print(wire_words(config.plan))
     sizes = (config.plan.micro_batch, config.train.sequence)
     flops = [forward_flops(config.model, block, *sizes) for block in range(config.model.num_blocks)]
     console.print(time_table(simulate(program, step_costs(program, flops))))

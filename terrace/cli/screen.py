@@ -14,7 +14,7 @@ from terrace.cluster import Cluster
 from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.program import StepReport
-from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table
+from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table, wire_words
 from terrace.report.tables import quantity, seconds
 from terrace.train.loop import Job
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
@@ -36,6 +36,7 @@ def show_plan(job: Job) -> None:
     console.print(memory_table(memory, run.cluster.device.memory_bytes))
     tiers = [tier.name for tier in run.cluster.tiers]
     console.print(bytes_table(step_bytes(run.cluster, run.plan, blocks, num_micros), tiers))
+    print(wire_words(run.plan))
     sys.stdout.flush()
 
 
@@ -81,6 +82,9 @@ class Screen:
         self._console.print("predicted beside measured", style="bold underline")
         for table in comparison_tables(outcome.predicted, outcome.measured):
             self._console.print(table)
+        if outcome.quantisation_error:
+            words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
+            print(f"relative rounding error of messages in the last step: {words}\n")
         with _written_in(folder):
             self._write_files(outcome)
         if outcome.sample is None:
@@ -98,9 +102,7 @@ class Screen:
         title = f"{run.model.family} under {run.plan.name}"
         steps, losses = [record.step for record in records], [record.loss for record in records]
         write_atomic(folder / "loss.svg", loss_svg(steps, losses, title=title, target=run.train.target_loss))
-        if outcome.sample is None:
-            print(f"the model is large: terrace generate {folder} samples from it\n")
-        else:
+        if outcome.sample is not None:
             write_atomic(folder / "sample.txt", outcome.sample + "\n")
 
     def _judge(self, outcome: Outcome) -> None:
@@ -137,6 +139,7 @@ def _report(outcome: Outcome) -> dict[str, Any]:
     return {
         "final_loss": outcome.final_loss,
         "num_steps": outcome.num_steps,
+        "quantisation_error": outcome.quantisation_error,
         "predicted": plain(outcome.predicted),
         "measured": plain(outcome.measured),
     }

@@ -50,6 +50,12 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
     return table
 
 
+def wire_words(plan: Plan) -> str:
+    """Return in which formats messages travel, in one line."""
+    named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
+    return f"messages travel in {plan.compute}" + (f", but {', '.join(named)}" if named else "") + "\n"
+
+
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
     """Return what one rank sends in a step: message classes down, tiers across."""
     table = _table("bytes one rank sends in a step")

@@ -104,6 +104,7 @@ class _Run:
             predicted=predicted,
             measured=self.engine.report(summary.mean_time_s),
             sample=self._sample(folder),
+            quantisation_error=summary.quantisation_error,
         )
         self.engine.close()
         self.observer.finished(result)

@@ -29,7 +29,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: final loss (mean of the last tenth of the steps) and the two reports."""
+    """How a run ended: final loss (mean of the last tenth of the steps) and the two reports.
+
+    `quantisation_error` is that of the last step, by message class.
+    """
 
     final_loss: float
     num_steps: int
@@ -37,6 +40,7 @@ class Outcome:
     predicted: StepReport
     measured: StepReport
     sample: str | None
+    quantisation_error: dict[str, float] = field(default_factory=dict)
 
 
 class Summary:
@@ -50,11 +54,13 @@ class Summary:
         self._num_seen = 0
         self._losses: deque[float] = deque(maxlen=max(1, num_steps // 10))
         self._time_s: dict[str, float] = defaultdict(float)
+        self.quantisation_error: dict[str, float] = {}
 
     def add(self, record: StepRecord) -> None:
         """Take one step in."""
         self._num_seen += 1
         self._losses.append(record.loss)
+        self.quantisation_error = record.quantisation_error
         if self._num_seen > self._num_warm_up:
             for category, seconds in record.time_s.items():
                 self._time_s[category] += seconds
