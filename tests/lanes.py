@@ -25,7 +25,7 @@ class EagerLane(Lane):
             work()
         return _Done()
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         pass
 
 
@@ -45,7 +45,7 @@ class LazyLane(Lane):
         self.queue.append((ticket, work))
         return ticket
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         pass
 
 

@@ -81,7 +81,7 @@ def plans(draw: st.DrawFn, cluster: Cluster) -> Plan:
         optimizer=places[optimizer],
         params_backward=places[backward] if backward else None,
         prefetch=draw(st.integers(0, 7)),
-        unit=draw(st.integers(1, 3)),
+        unit=draw(st.integers(1, 3)),  # in bf16 no more than 8
         **values,
     )
     return replace(plan, wire=draw(wire_tables(Layout.of(cluster, plan), compute, master)))

@@ -24,7 +24,7 @@ from tests.memory_probe import Held, measure, measure_wide
 from tests.toys import cluster_of, with_wires
 
 TOLERANCE = 0.05  # of live bytes: activations are counted, and the categories do not peak all at once
-STEADY = ("params", "secondary", "grads", "optimizer", "buffers")
+STEADY = ("params", "secondary", "grads", "optimizer", "feedback", "buffers")
 SIZES = (1, 2, 2)  # ZeRO++ needs a tier outside the node; every tier of more than one rank is crossed
 
 pytestmark = pytest.mark.timeout(120)

@@ -101,6 +101,8 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(recompute=("layer.*",)), ("recompute pattern 'layer.*'", "matches no block", "did you mean 'layers.0'?")),
     (zero3(micro_batch=0), ("micro_batch = 0", "at least 1")),
     (zero3(unit=0), ("unit = 0", "at least 1 micro-batch")),
+    (zero3(unit=9, compute="bf16"), ("unit = 9 with compute = 'bf16'", "use at most 8")),
+    (zero3(wire={"gather": {"node": "int4:064"}}), ("a power of two from 16 to 4096",)),
     (zero3(prefetch=-1), ("prefetch = -1", "use 0 for no prefetch")),
 ]
 

@@ -224,13 +224,35 @@ def test_a_compressed_run_measures_its_rounding_and_resumes(tmp_path: Path) -> N
     assert len(losses(tmp_path / "run")) == 6
 
 
+@pytest.mark.parametrize("plan", ["ddp", "three-level-compressed"])
+def test_messages_that_overflow_end_every_rank_in_one_line(tmp_path: Path, plan: str) -> None:
+    write_run(tmp_path, 2, 1, 2, plan=plan, steps=40)
+    words = ("--optimizer.lr", "1e38", "--optimizer.clip", "0", "--train.warmup_steps", "0")
+    with started("train", "--config", "run.toml", "--folder", "run", *words, cwd=tmp_path) as process:
+        family = descendants(process.pid)
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert all_gone(family | descendants(process.pid))
+    said = one_line(errors)
+    assert "the run cannot go on" in said or "it holds inf or nan, which the block codec" in said, said
+
+
+def test_a_bad_pace_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERRACE_PACE", "garbage")
+    write_run(tmp_path, 2, plan="ddp")
+    done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "TERRACE_PACE='garbage' must be a number above 0" in one_line(done.stderr)
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_error_budget_that_is_exceeded_stops_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=40)
     budget = ("--train.error_budget.refresh", "1e-4", "--train.error_budget.sync", "0.9")
     done = terrace("train", "--config", "run.toml", "--folder", "run", *budget, cwd=tmp_path)
     assert done.returncode == 1
     said = one_line(done.stderr)
-    assert "step 2: the relative rounding error of refresh messages is 0.00" in said
+    assert "step 2: the relative rounding error of refresh messages since the step before is 0.00" in said
     assert "above train.error_budget.refresh = 0.0001: use a wider wire format" in said
     assert len(losses(tmp_path / "run")) == 2
 

@@ -177,6 +177,34 @@ def errors_of_or_raise(world: World, cluster: Cluster, plan: Plan, spoil: int) -
         raise TrainingError(said)
 
 
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_what_is_not_finite_without_block_formats_is_reported_not_raised(how: str) -> None:
+    """Rank 0 alone: the caller sees the loss and the norm as they are, and the token count stays a number."""
+    model, cluster = MODELS["toy"], cluster_of(1)
+
+    def objective(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        total = model.objective(output, labels)
+        return total * float("inf") if how == "loss" else total + (output - output.detach()).sum() * 1e39
+
+    engine = Engine(
+        model.blocks(torch.float32), cluster=cluster, plan=preset("ddp", cluster), num_micros=1, objective=objective
+    )
+    tokens, labels = make_batch(0, 1)
+    result = engine.step([(tokens, labels)], 1e-3)
+    engine.close()
+    assert result.num_tokens == int((labels != -100).sum())
+    assert not (abs(result.loss) < float("inf") and abs(result.grad_norm) < float("inf"))
+
+
+def test_later_forwards_of_zero_plus_plus_read_what_the_first_one_read() -> None:
+    cluster = cluster_of(2, 2, 2)
+    plan = preset("zero++", cluster)
+    assert plan.wire["gather"] == {"system": "int8"}, "the copy on the node is rounded already"
+    assert "gather_backward" not in plan.wire
+    flat = preset("zero++", cluster_of(4))
+    assert flat.wire["gather"] == flat.wire["gather_backward"] == {"package": "int8"}
+
+
 def test_a_module_of_one_element_travels(pool: LocalPool) -> None:
     for said in pool.run(3, one_element, cluster_of(3)):
         assert said == pytest.approx(3.0, rel=1e-2)

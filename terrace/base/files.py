@@ -1,5 +1,6 @@
 """Files written whole or not at all."""
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -8,9 +9,13 @@ from pathlib import Path
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `content` to `path` through a temporary file in the same folder and a rename.
 
-    A reader sees the old file or the new one, never a part. `OSError` (a full disk, no permission)
-    leaves the old file as it was.
+    A reader sees the old file or the new one, never a part. A link stays: the file it names is replaced.
+    `OSError` (a full disk, no permission, a path that is there and no file, such as a device) leaves what was
+    there as it was.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
     raw = content.encode("utf-8") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

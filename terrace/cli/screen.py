@@ -16,6 +16,7 @@ from terrace.plan.memory import model_state_bytes
 from terrace.program import StepReport
 from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table, wire_words
 from terrace.report.tables import quantity, seconds
+from terrace.runtime.launch import pace
 from terrace.train.loop import Job
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 
@@ -37,6 +38,9 @@ def show_plan(job: Job) -> None:
     tiers = [tier.name for tier in run.cluster.tiers]
     console.print(bytes_table(step_bytes(run.cluster, run.plan, blocks, num_micros), tiers))
     print(wire_words(run.plan))
+    rate = pace()
+    if rate is not None:
+        print(f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)\n")
     sys.stdout.flush()
 
 

@@ -16,7 +16,7 @@ from terrace.base.errors import CheckpointError, ConfigError, DataError, Terrace
 from terrace.cli.output import drop_stdout, replace_unprintable, sigterm_raises
 from terrace.cli.prepare import prepare
 from terrace.cli.screen import Screen, show_plan
-from terrace.runtime.launch import detect, join, launch_local
+from terrace.runtime.launch import detect, join, launch_local, pace
 from terrace.runtime.world import World
 from terrace.train.config import RunConfig
 from terrace.train.data import TokenFile, load_tokenizer, prepare_tokens
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 def run(config: RunConfig, *, folder: Path | None, resume: Path | None) -> None:
     """Train with local processes, or as one rank of a launcher's world."""
+    pace()  # refuses a bad value before anything is made
     if detect():
         _run_joined(config, folder, resume)
         return

@@ -38,6 +38,7 @@ from terrace.comm.rounding import ErrorLog, Origin
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.hops import Hop, encodings, gather_hops, lossy_messages, reduce_hops
 from terrace.plan.memory import gather_buffers, reduce_buffers
+from terrace.plan.wire import SCALE_BYTES
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -141,12 +142,12 @@ class Collectives:
         group, dtype = lane.group(hop), DTYPES[hop.wire.codec]
         whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
-            with self._sending(message, group, hop.sent_bytes):
+            with self._sending(message, group, (group.size - 1) * own.nbytes):
                 all_gather(whole, own, group=group.handle)
         else:
             sent = lane.arena.take([own.numel()], dtype).copy_(own)
             received = lane.arena.take([whole.numel()], dtype)
-            with self._sending(message, group, hop.sent_bytes):
+            with self._sending(message, group, (group.size - 1) * sent.nbytes):
                 all_gather(received, sent, group=group.handle)
             whole.copy_(received)
 
@@ -169,13 +170,13 @@ class Collectives:
             outgoing = lane.arena.take([source.numel()], dtype).copy_(source)
         if self._groups.backend == "gloo" or dtype != self._master:
             incoming = lane.arena.take([source.numel()], dtype)
-            with self._sending(message, group, hop.sent_bytes):
+            with self._sending(message, group, outgoing.nbytes // group.size * (group.size - 1)):
                 dist.all_to_all_single(incoming, outgoing, group=group.handle)
             result = lane.arena.take([hop.numel], self._master)
             _sum_rows(incoming.view(hop.degree, hop.numel), result)
         else:
             result = lane.arena.take([hop.numel], self._master)
-            with self._sending(message, group, hop.sent_bytes):
+            with self._sending(message, group, outgoing.nbytes // group.size * (group.size - 1)):
                 _reduce_scatter(result, outgoing, group=group.handle)
         return result
 
@@ -204,7 +205,8 @@ class Collectives:
         if not values.numel():
             return
         name = f"{message.value} of block {origin.name!r} over tier {self._layout.tiers[hop.tier]!r}"
-        part = self.errors.sample(message, origin.name, hop.numel, hop.wire.block)
+        key = (message, origin.name, hop.tier)
+        part = self.errors.sample(key, leg, hop.numel, hop.wire.block)
         if hop.wire.feedback:
             residual = origin.residual(message, hop.tier, leg, *values.shape)
             codecs.encode_with_feedback(values, hop.wire, residual, out, name)
@@ -213,7 +215,10 @@ class Collectives:
         else:
             codecs.encode(values, hop.wire, out, name)
             sums = codecs.error_sums(values[0, part], hop.wire, name)
-        self.errors.add(message, origin.name, sums)
+        if out.is_cuda:  # where nothing is raised, the scale of a block with inf or nan is nan
+            scales = out[:, : SCALE_BYTES * -(-hop.numel // hop.wire.block)].view(torch.bfloat16)
+            sums = sums + 0 * scales.sum(dtype=torch.float32)
+        self.errors.add(key, sums)
 
 
 def _sum_rows(rows: Tensor, out: Tensor) -> None:

@@ -1,9 +1,9 @@
 """The lane: where communication runs beside computation, in program order.
 
-One lane per rank: messages leave in the order in which the program issued them, so every member of a
-group issues the same order. On a CPU the lane is a thread that calls blocking collectives; with a GPU it
-is a CUDA stream. A `Ticket` stands for submitted work; waiting for it blocks the calling thread, or
-makes the current CUDA stream wait, until the work is done.
+A rank has a lane for each tier that is the outermost of some message. On a lane messages leave in the order in
+which the program issued them, so every member of a group issues the same order. On a CPU a lane is a thread that
+calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting for it
+blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
 """
 
 import queue
@@ -29,9 +29,14 @@ class Lane(ABC):
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Run `work` after everything submitted before, and after the computation issued so far."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether some work of this lane raised."""
+        return False
+
     @abstractmethod
-    def close(self) -> None:
-        """Stop the lane; work not yet started is dropped."""
+    def close(self, wait: bool = True) -> None:
+        """Stop the lane, without `wait` even if its work will never end; work not yet started is dropped."""
 
 
 class _ThreadTicket(Ticket):
@@ -61,10 +66,15 @@ class ThreadLane(Lane):
         self._queue.put(ticket)
         return ticket
 
-    def close(self) -> None:
+    @property
+    def failed(self) -> bool:
+        """Whether some work of this lane raised."""
+        return self._error is not None
+
+    def close(self, wait: bool = True) -> None:
         """Let the thread finish what it runs and end."""
         self._queue.put(None)
-        if self._error is None:
+        if wait:
             self._thread.join()
 
     def _run(self) -> None:
@@ -114,9 +124,10 @@ class StreamLane(Lane):
             event.record(self._stream)
         return _StreamTicket(event, self._device)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Wait for the stream."""
-        self._stream.synchronize()
+        if wait:
+            self._stream.synchronize()
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -7,8 +7,8 @@ Error feedback (arXiv 1901.09847): a rank that sends x over some hop keeps the r
 so that over many steps the sum of what arrives follows the sum of what was meant.
 
 The relative error of a message class in a step is sqrt(sum of squared errors / sum of squares), over the
-messages of all ranks. It is measured on a sample of each message, a different part every step, because
-decoding everything once more would cost as much as the message.
+messages of all ranks. It is measured on a sample of what a rank sends to its first peer, another part at each
+visit, because decoding everything once more would cost as much as the message.
 """
 
 import math
@@ -21,6 +21,8 @@ from terrace.comm.ledger import Meter
 from terrace.plan import MessageClass
 
 _SAMPLE_NUMEL = 4096
+
+_Key = tuple[MessageClass, str, int]  # message class, origin, tier
 
 
 class Origin:
@@ -42,35 +44,34 @@ class Origin:
 
 
 class ErrorLog:
-    """Squared errors and squares of the sampled messages since the last `take`, by message class and origin.
+    """Squared errors and squares of the sampled messages since the last `take`, by message class, origin and tier.
 
-    A message class and origin belong to one lane, so only `take` needs the others to be at rest.
+    One key is written by one lane only; `take` needs all lanes to be at rest.
     """
 
     def __init__(self, messages: tuple[MessageClass, ...], device: torch.device) -> None:
         self.messages = messages
         self._device = device
-        self._sums: dict[tuple[MessageClass, str], Tensor] = {}
-        self._last: dict[tuple[MessageClass, str], Tensor] = {}
-        self._visits: dict[tuple[MessageClass, str], int] = defaultdict(int)
+        self._sums: dict[_Key, Tensor] = {}
+        self._last: dict[_Key, Tensor] = {}
+        self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
 
-    def sample(self, message: MessageClass, origin: str, numel: int, block: int) -> slice:
+    def sample(self, key: _Key, leg: str, numel: int, block: int) -> slice:
         """Return which part of a message of `numel` elements to measure; it begins at a block."""
-        visit = self._visits[message, origin]
-        self._visits[message, origin] += 1
+        visit = self._visits[key, leg]
+        self._visits[key, leg] += 1
         places = max(1, -(-numel // _SAMPLE_NUMEL))
         start = visit % places * _SAMPLE_NUMEL // block * block
         return slice(start, min(numel, start + _SAMPLE_NUMEL))
 
-    def add(self, message: MessageClass, origin: str, sums: Tensor) -> None:
+    def add(self, key: _Key, sums: Tensor) -> None:
         """Record [squared error, square] of a sample, as fp64."""
-        key = (message, origin)
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
     def take(self) -> Tensor:
         """Return [squared error, square] of every lossy class, one after the other, and begin anew."""
         total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
-        for (message, _), sums in self._sums.items():
+        for (message, _, _), sums in self._sums.items():
             total[self.messages.index(message)] += sums
         self._last, self._sums = self._sums, {}
         return total.view(-1)
@@ -79,7 +80,7 @@ class ErrorLog:
         """Name the messages of the last `take` that held inf or nan."""
         return [
             f"{message.value} of block {origin!r}"
-            for (message, origin), sums in self._last.items()
+            for (message, origin, _), sums in self._last.items()
             if not bool(torch.isfinite(sums).all())
         ]
 

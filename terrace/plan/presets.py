@@ -89,12 +89,18 @@ def mics(cluster: Cluster) -> Plan:
 def zero_plus_plus(cluster: Cluster) -> Plan:
     """ZeRO++ (arXiv 2306.10209): ZeRO-3, int8 gathers, a secondary copy on the node, int4 gradients.
 
-    The secondary copy serves every gather after a step's first, and a backward reads it unrounded.
+    The secondary copy holds what a step's first gather brought, rounded, and serves every later one as it is:
+    so int8 is for the tiers outside the node, and every pass of a step computes with the same parameters.
+    Without a tier outside the node there is no copy, and each gather rounds alike.
     """
-    node = _node(cluster)
+    node, names = _node(cluster), [tier.name for tier in cluster.tiers]
     base = zero3(cluster)
-    wire = {"gather": _every(cluster, "int8"), "reduce": _every(cluster, "int4")}
-    return replace(base, wire=wire, params_backward=None if base.params == node else node)
+    reduce = dict.fromkeys(names, "int4")
+    if base.params == node:
+        int8 = dict.fromkeys(names, "int8")
+        return replace(base, wire={"gather": int8, "gather_backward": int8, "reduce": reduce})
+    outside = dict.fromkeys(names[cluster.index(node) + 1 :], "int8")
+    return replace(base, params_backward=node, wire={"gather": outside, "reduce": reduce})
 
 
 @_preset("three-level")
@@ -119,7 +125,3 @@ def three_level_compressed(cluster: Cluster) -> Plan:
         "refresh": dict.fromkeys(names[placed["params"] + 1 : placed["optimizer"] + 1], "int8"),
     }
     return replace(base, wire={message: row for message, row in wire.items() if row})
-
-
-def _every(cluster: Cluster, wire: str) -> dict[str, str]:
-    return {tier.name: wire for tier in cluster.tiers}

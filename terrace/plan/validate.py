@@ -11,6 +11,9 @@ from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
+# Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
+_LONGEST_ROUNDED_UNIT = 8
+
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """Return the layout of a plan that can run; raises `PlanError` with the first rule it breaks."""
@@ -145,6 +148,11 @@ def _check_numbers(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
     if plan.unit < 1:
         raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
+    if plan.unit > _LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
+        raise PlanError(
+            f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
+            f"{plan.compute}, which rounds after each micro-batch; use at most {_LONGEST_ROUNDED_UNIT}"
+        )
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:

@@ -29,7 +29,7 @@ class MessageClass(StrEnum):
 
     GATHER = "gather"  # parameters, for a forward
     GATHER_BACKWARD = "gather_backward"  # parameters, for a backward
-    REDUCE = "reduce"  # gradients of one micro-batch, up to the grads tier
+    REDUCE = "reduce"  # gradients of a unit of micro-batches, up to the grads tier
     SYNC = "sync"  # accumulated gradients, once a step, over the tiers outside
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
@@ -101,7 +101,7 @@ def parse_format(text: str) -> WireFormat:
         raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
     if block is None:
         return wire
-    if not (block.isascii() and block.isdigit() and int(block) in _BLOCKS and int(block).bit_count() == 1):
+    if not (block in map(str, _BLOCKS) and int(block).bit_count() == 1):
         raise PlanError(
             f"wire format {text!r}: a block is a power of two from {_BLOCKS[0]} to {_BLOCKS[-1]}; "
             f"write {codec}:{FORMATS[codec].block}, or leave it out for that"

@@ -3,7 +3,8 @@
  1. The members of every group issue the same collectives in the same order.
  2. Lanes do not wait in a circle: a rank sends its collectives in order, tier after tier, so orders that
     agree inside every group can still block each other across tiers. The lanes are played: a collective
-    happens when it is next on every member's lane.
+    happens when it is next on every member's lane. One lane a rank is played, which is stricter than a lane
+    for each tier, as the runtime has them: an order that passes here cannot block there.
  3. Every SEND has its RECV, in order. (They are not played: no builder emits them yet.)
 
 Ranks that share one Program object agree by construction; a world of one class costs one verification.

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NoReturn
 
 from terrace.rehearse import guard
 from terrace.rehearse.calm import undisturbed
@@ -65,11 +65,14 @@ def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None 
     }
 
 
-def run_paced(command: Sequence[str], scale: float) -> int:
-    """Run `command` once, with its communication held to `scale` times its cluster's rates; return its exit code."""
-    with subprocess.Popen(command, env={**os.environ, "TERRACE_PACE": repr(scale)}) as process:
-        code = process.wait()
-    return code if code >= 0 else 128 - code
+def run_paced(command: Sequence[str], scale: float) -> NoReturn:
+    """Become `command`, with its communication held to `scale` times its cluster's rates; does not return.
+
+    Its signals and its exit code are so its own. It gets no CUDA device: only messages of CPU ranks can be paced.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], list(command), {**os.environ, "TERRACE_PACE": repr(scale), "CUDA_VISIBLE_DEVICES": ""})
 
 
 def run_ranks(network: Network, command: Sequence[str]) -> Ended:

@@ -15,7 +15,7 @@ from terrace.rehearse import script
 from terrace.rehearse.calm import undisturbed
 from terrace.rehearse.counters import Counts
 from terrace.rehearse.names import Owner, existing, of_owner, this_process
-from terrace.rehearse.tools import call
+from terrace.rehearse.tools import call, find
 from terrace.rehearse.wiring import Wiring
 
 
@@ -29,7 +29,7 @@ class Network:
 
     def inside(self, rank: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` in a rank's namespace, in the process that calls it."""
-        return ["ip", "netns", "exec", self.owner.rank(rank), *command]
+        return [find("ip"), "netns", "exec", self.owner.rank(rank), *command]
 
     def counts(self) -> Counts:
         """Return what every link has carried so far."""

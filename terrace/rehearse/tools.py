@@ -22,7 +22,7 @@ def call(words: Sequence[str], batch: str = "") -> str:
 
     It runs in a session of its own, so that Ctrl-C reaches it through us or not at all.
     """
-    tool = _find(words[0])
+    tool = find(words[0])
     try:
         done = subprocess.run(
             [tool, *words[1:]],
@@ -44,7 +44,7 @@ def check_machine(wiring: Wiring) -> None:
     """Raise `ClusterError` when this machine cannot emulate it: no rights, no tools, too little memory."""
     check_rights(capabilities())
     for tool in ("ip", "tc"):
-        _find(tool)
+        find(tool)
     check_memory(wiring.cluster.world_size, available_bytes())
 
 
@@ -81,7 +81,8 @@ def capabilities() -> int:
     return int(found[0], 16) if found else (-1 if os.geteuid() == 0 else 0)
 
 
-def _find(tool: str) -> str:
+def find(tool: str) -> str:
+    """Return the path of `ip` or `tc`, whatever the PATH says; raises `ClusterError` when it is not installed."""
     path = shutil.which(tool, path=_PATH)
     if path is None:
         raise ClusterError(f"no program {tool!r} in {_PATH}: install the package iproute2, {_PACED}")

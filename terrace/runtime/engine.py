@@ -184,8 +184,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""
+        failed = any(lane.failed for lane in self._lanes.values())  # others may then wait for ranks that are gone
         for lane in self._lanes.values():
-            lane.close()
+            lane.close(wait=not failed)
 
     def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program

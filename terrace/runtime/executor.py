@@ -247,9 +247,11 @@ class Executor:
         self._syncs.clear()
         self._reduced.clear()
         owned = [state.owned for state in self._states if state.owned.numel()]
-        squares = torch.stack([squared_norm(part) for part in owned]).sum() if owned else self._loss * 0
-        num_tokens = sum((labels != IGNORED_LABEL).sum() for _, labels in self._batches)
-        values = torch.stack([squares if self._counts_norm else squares * 0, self._loss, self._loss * 0 + num_tokens])
+        squares = torch.stack([squared_norm(part) for part in owned]).sum() if owned else torch.zeros_like(self._loss)
+        num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in self._batches]).sum().double()
+        # Not `* 0`: that of an infinite norm or loss is not a number.
+        norm_part = squares if self._counts_norm else torch.zeros_like(squares)
+        values = torch.stack([norm_part, self._loss, num_tokens])
         total: list[Tensor] = []
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
         (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]

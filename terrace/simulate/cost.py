@@ -5,9 +5,9 @@ bandwidth. A collective on a tier with n members that makes a rank send B bytes 
 
     (n - 1) * latency + B / bandwidth
 
-and a collective over several tiers the sum over them, since each waits for the one before. This is a
-first model: no efficiency curve, no shared adapters, no host time. Its constants are the cluster's, and
-their `source` says whether they are preset or measured.
+and a collective over several tiers the sum over them, since each waits for the one before. This is a first
+model: no efficiency curve, no shared adapters, no host time, no time to encode block formats. Its constants
+are the cluster's, and their `source` says whether they are preset or measured.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrace.base.errors import TrainingError
+from terrace.base.errors import ConfigError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
 from terrace.model.config import forward_flops, num_params, to_table
@@ -63,6 +63,8 @@ def train(world: World, job: Job, observer: Observer) -> Outcome:
 class _Run:
     def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog) -> None:
         run, rate = job.run, pace()
+        if rate is not None and device_of().type == "cuda":
+            raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step = 0
         self.engine = Engine(
@@ -230,7 +232,7 @@ def _check_rounding(result: StepResult, step: int, budget: Mapping[str, float]) 
         error = result.quantisation_error.get(message, 0.0)
         if error > limit:
             raise TrainingError(
-                f"step {step + 1}: the relative rounding error of {message} messages is {error:.3g}, above "
-                f"train.error_budget.{message} = {limit:g}: use a wider wire format or a smaller block, and resume "
-                "from the last checkpoint"
+                f"step {step + 1}: the relative rounding error of {message} messages since the step before is "
+                f"{error:.3g}, above train.error_budget.{message} = {limit:g}: use a wider wire format or a smaller "
+                "block, and resume from the last checkpoint if there is one"
             )

@@ -152,7 +152,7 @@ def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> 
     if not largest < float("inf"):
         raise TrainingError(
             f"{name}: it holds inf or nan, which the block codec {wire.name} cannot carry; look for what made it "
-            "(the loss, the learning rate), or send it as bf16"
+            "(the loss, the learning rate) and resume from the last checkpoint"
         )
     grid = GRIDS[wire.codec]
     bits = amax.mul_(grid.reciprocal).view(torch.int32)
