@@ -14,7 +14,6 @@ def _no_space(*_args: object, **_kwargs: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(("content", "raw"), [("caf\u00e9\n", b"caf\xc3\xa9\n"), (b"\x00\r\n", b"\x00\r\n"), ("", b"")])
 def test_a_link_stays_and_a_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_atomic(tmp_path / "link", "new")
@@ -26,6 +25,7 @@ def test_a_link_stays_and_a_device_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.parametrize(("content", "raw"), [("caf\u00e9\n", b"caf\xc3\xa9\n"), (b"\x00\r\n", b"\x00\r\n"), ("", b"")])
 def test_writes_exactly_the_content(tmp_path: Path, content: str | bytes, raw: bytes) -> None:
     path = tmp_path / "new" / "folder" / "file"
     write_atomic(path, content)

@@ -1,5 +1,6 @@
 """`terrace rehearse`: bad input is one line before anything is built; the paced mode; its help."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,9 +10,8 @@ from terrace.base.errors import ClusterError
 from terrace.cli.main import main
 from terrace.cli.rehearse import split_command
 from terrace.rehearse import tools
-from terrace.rehearse.launch import run_paced
 from terrace.rehearse.names import existing
-from tests.tiny_runs import one_line
+from tests.tiny_runs import one_line, terrace
 
 RUN = ("rehearse", "run", "--cluster", "lab")
 
@@ -101,12 +101,16 @@ def test_the_command_begins_after_the_first_two_dashes() -> None:
     assert split_command(["train", "--", "x"]) == (["train", "--", "x"], [])
 
 
-def test_the_paced_mode_runs_the_command_once_and_says_the_pace(capfd: pytest.CaptureFixture[str]) -> None:
-    program = "import os, sys; print(os.environ['TERRACE_PACE']); sys.exit(3)"
-    assert run_paced([sys.executable, "-c", program], 0.25) == 3
-    assert capfd.readouterr().out == "0.25\n"
-    assert main(("rehearse", "run", "--paced", "--", "terrace", "--version")) == 0
-    assert "terrace" in capfd.readouterr().out
+def test_the_paced_mode_becomes_the_command_and_says_the_pace() -> None:
+    program = "import os, sys; print(os.environ['TERRACE_PACE'], os.getpid()); sys.exit(3)"
+    words = f"from terrace.rehearse.launch import run_paced; run_paced({[sys.executable, '-c', program]!r}, 0.25)"
+    with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert said == f"0.25 {process.pid}\n", "one process: a signal to it reaches the command"
+    done = terrace("rehearse", "run", "--paced", "--", "terrace", "--version", cwd=Path.cwd())
+    assert done.returncode == 0
+    assert "terrace" in done.stdout
 
 
 def test_help_says_that_compute_does_not_scale(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import argparse
 import errno
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -199,6 +200,8 @@ def _check_counters(path: Path | None) -> None:
     if path is None:
         return
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "not a regular file")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
