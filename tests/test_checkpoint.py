@@ -27,7 +27,7 @@ from tests.toys import MODELS, cluster_of, make_batch
 BATCH = 24  # divides by every world size here
 ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(360)
 
 
 @pytest.fixture(scope="module")

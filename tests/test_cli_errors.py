@@ -15,7 +15,7 @@ from terrace.cli.main import main
 from terrace.train.checkpoint.layout import decode, encode
 from tests.tiny_runs import environment, one_line, terrace, write_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(360)
 
 
 class Said(NamedTuple):

@@ -69,7 +69,7 @@ def test_kernels_in_the_interpreter() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=330,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -51,6 +51,6 @@ def test_planning_works_without_torch() -> None:
         "from terrace.cli.main import main\n"
         "sys.exit(main(['explain', '--plan', 'zero3', '--lines', '4']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout

@@ -27,7 +27,7 @@ TOLERANCE = 0.05  # of live bytes: activations are counted, and the categories d
 STEADY = ("params", "secondary", "grads", "optimizer", "feedback", "buffers")
 SIZES = (1, 2, 2)  # ZeRO++ needs a tier outside the node; every tier of more than one rank is crossed
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(360)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def compare(held: Held, wanted: dict[str, int], exact: tuple[str, ...]) -> None:
 
 def check(pool: LocalPool, sizes: tuple[int, ...], runs: list[tuple[Plan, int, str]]) -> None:
     cluster = cluster_of(*sizes)
-    by_rank = pool.run(cluster.world_size, measure_wide, cluster, runs, timeout_s=100.0)
+    by_rank = pool.run(cluster.world_size, measure_wide, cluster, runs, timeout_s=300.0)
     for index, (plan, num_micros, lane) in enumerate(runs):
         wanted = model_state_bytes(cluster, plan, by_rank[0][index].specs, num_micros)
         for rank, results in enumerate(by_rank):

@@ -24,7 +24,7 @@ BF16_LOSS_BOUND = 0.01
 # AdamW divides by the gradient's own size, so a wrong scale shows through eps alone: a fault is seen at this.
 FAULT_FLOOR = 100 * TOLERANCE
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(360)
 
 
 def rows(factorings: list[Sizes]) -> Iterator[tuple[str, Sizes]]:
@@ -51,7 +51,7 @@ def pool() -> Iterator[LocalPool]:
 def run(pool: LocalPool, sizes: Sizes, cases: list[Case]) -> list[list[Outcome]]:
     """The outcomes of every case, each in rank order."""
     cluster = cluster_of(*sizes)
-    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=90.0)
+    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 

@@ -105,7 +105,7 @@ def test_the_paced_mode_becomes_the_command_and_says_the_pace() -> None:
     program = "import os, sys; print(os.environ['TERRACE_PACE'], os.getpid()); sys.exit(3)"
     words = f"from terrace.rehearse.launch import run_paced; run_paced({[sys.executable, '-c', program]!r}, 0.25)"
     with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True) as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=150)
     assert process.returncode == 3
     assert said == f"0.25 {process.pid}\n", "one process: a signal to it reaches the command"
     done = terrace("rehearse", "run", "--paced", "--", "terrace", "--version", cwd=Path.cwd())

@@ -53,7 +53,7 @@ def _cluster() -> Cluster:
     return Cluster(name="small", device=cluster_of(2).device, tiers=tiers)
 
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,19 +191,19 @@ def test_signals_end_everything(cluster_file: Path, number: signal.Signals, code
     with _staying(cluster_file) as (process, pids):
         assert len(_namespaces_of(process.pid)) == NUM_RANKS + 1
         process.send_signal(number)
-        process.communicate(timeout=20)
+        process.communicate(timeout=90)
         assert process.returncode == code
-        assert all_gone(_all(pids), within_s=1)
+        assert all_gone(_all(pids), within_s=10)
         assert _namespaces_of(process.pid) == []
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(cluster_file: Path) -> None:
     with _staying(cluster_file) as (process, pids):
         os.kill(min(pids[3]), signal.SIGKILL)
-        error = process.communicate(timeout=20)[1]
+        error = process.communicate(timeout=90)[1]
         assert process.returncode == 128 + signal.SIGKILL
         assert error.splitlines()[-1] == "terrace: rank 3 was killed by SIGKILL; 3 others were ended"
-        assert all_gone(_all(pids), within_s=1), "children of ranks end, too"
+        assert all_gone(_all(pids), within_s=10), "children of ranks end, too"
         assert _namespaces_of(process.pid) == []
 
 
@@ -211,7 +211,7 @@ def test_a_killed_rehearsal_takes_its_ranks_along_and_clean_the_rest(cluster_fil
     with _staying(cluster_file, "alive") as (living, their_pids), _staying(cluster_file) as (process, pids):
         process.kill()
         process.communicate()
-        assert all_gone(_all(pids), within_s=5)
+        assert all_gone(_all(pids), within_s=30)
         assert len(_namespaces_of(process.pid)) == NUM_RANKS + 1
         mentioned = _rehearse(cluster_file, "exit", "0")
         assert mentioned.returncode == 0

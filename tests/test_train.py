@@ -26,7 +26,7 @@ from tests.tiny_runs import (
     write_run,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def torchrun(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "terrace", "train", "--config", "run.toml", "--folder", "run", *words]
     return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=170, check=False
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=450, check=False
     )
 
 
@@ -230,7 +230,7 @@ def test_messages_that_overflow_end_every_rank_in_one_line(tmp_path: Path, plan:
     words = ("--optimizer.lr", "1e38", "--optimizer.clip", "0", "--train.warmup_steps", "0")
     with started("train", "--config", "run.toml", "--folder", "run", *words, cwd=tmp_path) as process:
         family = descendants(process.pid)
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
         assert all_gone(family | descendants(process.pid))
     said = one_line(errors)
@@ -293,7 +293,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said:
         family = descendants(process.pid)
         assert len(family) >= 2
         process.send_signal(signal.Signals[how])
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=120)
         assert process.returncode == code
         assert errors == f"terrace: {said}; what was saved is complete\n"
         assert all_gone(family)

@@ -49,7 +49,7 @@ def write_run(folder: Path, *sizes: int, plan: str = "three-level", **train: Any
     return folder / "run.toml"
 
 
-def terrace(*words: str | Path, cwd: Path, timeout_s: float = 110.0) -> "subprocess.CompletedProcess[str]":
+def terrace(*words: str | Path, cwd: Path, timeout_s: float = 330.0) -> "subprocess.CompletedProcess[str]":
     """Run `terrace` with these arguments in `cwd` to its end."""
     command = [sys.executable, "-m", "terrace", *map(str, words)]
     return subprocess.run(
@@ -105,7 +105,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def all_gone(pids: set[int], within_s: float = 10.0) -> bool:
+def all_gone(pids: set[int], within_s: float = 30.0) -> bool:
     """Wait for processes to end."""
     deadline_s = time.monotonic() + within_s
     while any(map(is_alive, pids)):
@@ -115,7 +115,7 @@ def all_gone(pids: set[int], within_s: float = 10.0) -> bool:
     return True
 
 
-def wait_for_step(run_folder: Path, step: int, within_s: float = 80.0) -> None:
+def wait_for_step(run_folder: Path, step: int, within_s: float = 240.0) -> None:
     """Wait until the metrics file has this step."""
     path, deadline_s = run_folder / "metrics.jsonl", time.monotonic() + within_s
     while not path.exists() or path.read_text().count("\n") < step:
