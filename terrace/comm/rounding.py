@@ -33,6 +33,7 @@ class Origin:
         self._device = device
         self._meter = meter
         self._residuals: dict[tuple[MessageClass, int, str], Tensor] = {}
+        meter.add("feedback", 0)  # a category of every report, as in the formula
 
     def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
         """Return the residual [rows, numel], in fp32, of one hop; zero at first."""
