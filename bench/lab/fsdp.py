@@ -1,8 +1,8 @@
 """torch's FSDP2 (`fully_shard`) as ZeRO-3, with a node-wide reshard (hpZ), and as HSDP.
 
 On gloo it needs three things, none of which slows it down: sums in place of averages; a ring for its
-reduce-scatter (`ring.py` says why); and asynchronous gathers with
-explicit prefetching, because by default its overlap comes from CUDA streams alone.
+reduce-scatter (`ring.py` says why); and asynchronous gathers with explicit prefetching, because by default
+its overlap comes from CUDA streams alone.
 """
 
 from collections.abc import Sequence
