@@ -1,5 +1,6 @@
 """The simulator: bounds that hold for every plan, and the few cases that have a closed answer."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,15 @@ def _serial_s(program: Program, costs: Costs) -> float:
     return total
 
 
+def _busiest_lane_s(program: Program, costs: Costs) -> float:
+    """The collectives of the busiest lane, one after the other: lanes run beside each other."""
+    lanes_s: dict[int, float] = defaultdict(float)
+    for instruction in program.instructions:
+        if instruction.op in COLLECTIVES:
+            lanes_s[program.lane(instruction)] += costs.collective_s(instruction)
+    return max(lanes_s.values(), default=0.0)
+
+
 def _compute_s(program: Program, costs: Costs) -> float:
     return program.num_micros * (sum(costs.forward_s) + sum(costs.backward_s)) + sum(costs.update_s)
 
@@ -60,7 +70,7 @@ def test_overlap_lies_between_the_maximum_and_the_sum(
     step_s = simulate(program, costs).step_s
     serial_s, compute_s = _serial_s(program, costs), _compute_s(program, costs)
     assert step_s >= compute_s * (1 - 1e-9)
-    assert step_s >= (serial_s - compute_s) * (1 - 1e-9) or plan.name == "ddp"
+    assert step_s >= _busiest_lane_s(program, costs) * (1 - 1e-9)
     assert step_s <= serial_s * (1 + 1e-9)
 
 
