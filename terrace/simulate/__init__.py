@@ -2,5 +2,6 @@
 
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.events import simulate
+from terrace.simulate.work import Work
 
-__all__ = ["Costs", "simulate", "step_costs"]
+__all__ = ["Costs", "Work", "simulate", "step_costs"]
