@@ -13,7 +13,8 @@ from terrace.simulate import Work
 
 TITLES = [
     "Megatron-LM, Table 1",
-    "MosaicML, MPT with FSDP",
+    "MosaicML, MPT with FSDP on A100",
+    "MosaicML, MPT with FSDP on H100",
     "Zero bubble, passes of a stage",
     "AxoNN, nested groups on Perlmutter",
     "AxoNN, nested groups on Frontier",
@@ -34,7 +35,7 @@ def test_errors_are_within_their_limits(title: str) -> None:
 
 def test_no_table_is_left_out() -> None:
     assert list(_tables()) == TITLES
-    assert [len(table.rows) for table in _tables().values()] == [10, 139, 6, 6, 10]
+    assert [len(table.rows) for table in _tables().values()] == [10, 139, 64, 6, 6, 10]
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -58,13 +59,13 @@ def test_published_iteration_times_of_table_1() -> None:
 
 def test_mpt_shapes_have_the_published_parameters() -> None:
     for line in read_rows("mosaicml_fsdp.csv"):
-        work = fsdp._work(line)
+        work = fsdp.work_of(line)
         assert num_params(work.model) == int(line["num_params"]), line
 
 
 def test_mpt_rows_are_counted_by_all_parameters() -> None:
     """Their README: 6 FLOPs a parameter and token, and 12 L H S^2 of attention a sequence."""
-    work = Work(model=gpt(*fsdp._SHAPES["7b"], 2048, 50368), sequence=2048)
+    work = Work(model=gpt(*fsdp.SHAPES["7b"], 2048, fsdp.VOCAB), sequence=2048)
     params = num_params(work.model)
     assert fsdp.counted_flops(work, 3) == 3 * (6 * params * 2048 + 12 * 32 * 4096 * 2048**2)
 

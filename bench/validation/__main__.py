@@ -23,7 +23,7 @@ def tables() -> list[Table]:
     """Return every table of the page."""
     return [
         megatron.table(),
-        fsdp.table(),
+        *fsdp.tables(),
         passes.table(),
         bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),
         bandwidth.table("frontier", mean_limit=0.60, max_limit=1.10),
