@@ -17,6 +17,8 @@ from terrace.program import build
 from terrace.simulate import Work, simulate, step_costs
 from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
 from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s
+from terrace.simulate.links import rate_bytes_per_s
+from terrace.train.calibrate import _measured
 
 A100 = load_cluster("dgx-a100").device
 IDEAL = replace(A100, kernels=Kernels())
@@ -255,6 +257,14 @@ def test_work_that_is_not_the_plan_s_is_refused() -> None:
     ):
         with pytest.raises(PlanError, match=message):
             step_costs(program, work)
+
+
+def test_what_a_run_measures_is_not_scaled_again() -> None:
+    tier = load_cluster("perlmutter").tiers[0]
+    measured = _measured(tier, 2e-6, 5e9, None)
+    cluster = replace(load_cluster("perlmutter"), tiers=(measured,))
+    assert rate_bytes_per_s(cluster, 0, 1.0, degree=2) == 5e9
+    assert measured.marks == {"latency_s": "measured", "bandwidth_bytes_per_s": "measured"}
 
 
 def test_kernels_that_cannot_be_are_refused() -> None:

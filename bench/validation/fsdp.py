@@ -53,9 +53,9 @@ _A100_TEXT = """
 Seconds of a training step of FULL_SHARD FSDP in bf16, from the published model FLOPs utilization. Preset `dgx-a100`
 (for 40 GB devices with their memory bandwidth), its flash attention at 32.5 % of the peak: the first version reaches
 25-40 % (Dao 2307.08691, section 1). The largest misses are rows whose neighbours fit: one sequence of 8192 tokens of
-the 30b, small sequences of the 760m, 13b on eight and 70b on 64 devices of 40 GB. In most of them memory is nearly full,
-and an allocator that frees and tries again would explain it; the model knows nothing of that. What is left is a bias
-of -7 % on rows without recomputation, which is not explained.
+the 30b, small sequences of the 760m, 13b on eight and 70b on 64 devices of 40 GB. In most of them memory is nearly
+full, and an allocator that frees and tries again would explain it; the model knows nothing of that. What is left is a
+bias of -7 % on rows without recomputation, which is not explained.
 """
 
 _H100_TEXT = """
