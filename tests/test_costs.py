@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.validation.rows import gpt
 from terrace.base.errors import ClusterError, PlanError
-from terrace.cluster import Device, Kernels, load_cluster
+from terrace.cluster import Device, Kernels, load_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
 from terrace.plan import preset
 from terrace.program import build
@@ -155,6 +155,20 @@ def test_passes_of_a_gpt_layer_are_the_known_bytes(tensor: int) -> None:
     element = 512 * 1024 / 2.039e12
     assert seconds.forward_s - core[0] - products == pytest.approx((22 + 28 / tensor) * element)
     assert seconds.input_s - core[1] - products == pytest.approx((34 + 44 / tensor) * element)
+
+
+@FAMILIES
+@pytest.mark.parametrize("name", preset_names())
+def test_no_preset_is_faster_than_its_peaks(name: str, model: ModelConfig) -> None:
+    device = load_cluster(name).device
+    ideal = replace(device, kernels=Kernels())
+    for tensor in (1, 4):
+        work = Work(model=model, sequence=512, tensor=tensor)
+        for block in (0, 1, model.num_blocks - 1):
+            real, best = block_seconds(device, work, block), block_seconds(ideal, work, block)
+            for part in ("forward_s", "input_s", "weight_s"):
+                assert getattr(best, part) <= getattr(real, part) < math.inf
+            assert real.forward_s > best.forward_s or device.kernels == Kernels()
 
 
 def test_sequence_parallelism_cuts_what_stands_outside_the_products() -> None:
