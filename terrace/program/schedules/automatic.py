@@ -18,68 +18,54 @@ from itertools import accumulate, product
 from terrace.base.errors import PlanError
 from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive
 from terrace.program.schedules.registry import schedule
+from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
 _ROUNDING = 1e-9  # sums of the same terms in another order differ by a smaller share
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Seconds of one micro-batch's tasks on every stage, and of the message between stages k and k + 1.
-
-    `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B).
-    """
-
-    forward_s: tuple[float, ...]
-    input_s: tuple[float, ...]
-    weight_s: tuple[float, ...]
-    edge_s: tuple[float, ...]
-    weight_share: float
-
-
 @schedule("zb-auto")
-def zb_auto(num_stages: int, num_micros: int, times: StageTimes, memory_limit: float) -> Orders:
-    """Return the best order found for these times, when a stage may keep `memory_limit` micro-batches' activations.
+def zb_auto(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float, memory_limit: float) -> Orders:
+    """Return the best order found for these seconds, when a stage may keep `memory_limit` micro-batches' activations.
+
+    `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B); seconds of whole
+    backwards are not used.
 
     Invariants: no stage ever keeps more than `memory_limit`; the order of F, of I and of W is first in, first
-    out. Raises `PlanError` for a limit below 1, and for times that do not fit the stages.
+    out. Raises `PlanError` for a limit below 1, a share outside 0 to 1 and seconds that do not fit the stages.
     """
-    _check(num_stages, num_micros, times, memory_limit)
-    problem = _Problem(num_stages=num_stages, num_micros=num_micros, times=times, limit=memory_limit)
+    positive(num_stages=num_stages, num_micros=num_micros)
+    check_seconds(seconds, num_stages)
+    if not 0 <= weight_share <= 1:
+        raise PlanError(f"weight_share = {weight_share}: it is a share of the activations; write 0 to 1")
+    if memory_limit < 1:
+        raise PlanError(f"memory_limit = {memory_limit}: a stage keeps one micro-batch's activations; write 1 or more")
+    problem = _Problem(
+        num_stages=num_stages, num_micros=num_micros, times=seconds, limit=memory_limit, weight_share=weight_share
+    )
     tries = [_attempt(problem, *switches) for switches in product((False, True), repeat=3)]
     best = min(tries, key=lambda stages: max(stage.span_s for stage in stages))
     return build("zb-auto", looped(num_stages, 1), num_micros, [stage.row for stage in best])
 
 
 @schedule("zb-1p")
-def zb_1p(num_stages: int, num_micros: int, times: StageTimes) -> Orders:
+def zb_1p(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float) -> Orders:
     """Return the automatic schedule at the memory of 1F1B: `num_stages` micro-batches."""
-    return replace(zb_auto(num_stages, num_micros, times, num_stages), schedule="zb-1p")
+    return replace(zb_auto(num_stages, num_micros, seconds, weight_share, num_stages), schedule="zb-1p")
 
 
 @schedule("zb-2p")
-def zb_2p(num_stages: int, num_micros: int, times: StageTimes) -> Orders:
+def zb_2p(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float) -> Orders:
     """Return the automatic schedule at twice the memory of 1F1B."""
-    return replace(zb_auto(num_stages, num_micros, times, 2 * num_stages), schedule="zb-2p")
-
-
-def _check(num_stages: int, num_micros: int, times: StageTimes, memory_limit: float) -> None:
-    positive(num_stages=num_stages, num_micros=num_micros)
-    for name in ("forward_s", "input_s", "weight_s", "edge_s"):
-        values, wanted = getattr(times, name), num_stages - (name == "edge_s")
-        if len(values) != wanted or any(value < 0 for value in values):
-            raise PlanError(f"times.{name} = {values}: with {num_stages} stages, give {wanted} seconds, none below 0")
-    if not 0 <= times.weight_share <= 1:
-        raise PlanError(f"times.weight_share = {times.weight_share}: a share of the activations; write 0 to 1")
-    if memory_limit < 1:
-        raise PlanError(f"memory_limit = {memory_limit}: a stage keeps one micro-batch's activations; write 1 or more")
+    return replace(zb_auto(num_stages, num_micros, seconds, weight_share, 2 * num_stages), schedule="zb-2p")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
     num_stages: int
     num_micros: int
-    times: StageTimes
+    times: TaskSeconds
     limit: float
+    weight_share: float
 
 
 @dataclass
@@ -124,21 +110,21 @@ class _Stage:
         self.forwards_s.append(self.now_s)
 
     def input(self, arrival_s: float) -> None:
-        freed = 1.0 - self.problem.times.weight_share
+        freed = 1.0 - self.problem.weight_share
         self._run(Kind.BACKWARD_INPUT, len(self.inputs_s), arrival_s, self.problem.times.input_s[self.index], -freed)
         self.inputs_s.append(self.now_s)
 
     def weight(self) -> None:
-        lasts_s, freed = self.problem.times.weight_s[self.index], self.problem.times.weight_share
+        lasts_s, freed = self.problem.times.weight_s[self.index], self.problem.weight_share
         self._run(Kind.BACKWARD_WEIGHT, self.num_weights, self.now_s, lasts_s, -freed)
         self.num_weights += 1
 
-    def fill(self, arrival_s: float, worst_idle_s: float, small_gaps: bool) -> None:
-        """Run W in the gap before something arrives."""
+    def fill(self, arrival_s: float, stages: "Sequence[_Stage]", small_gaps: bool) -> None:
+        """Run W in the gap before something arrives; `stages` are all that idle."""
         while self.has_weight and self.now_s + self.problem.times.weight_s[self.index] <= arrival_s:
             self.weight()
         gap_s = arrival_s - self.now_s
-        if self.has_weight and gap_s > 0 and small_gaps and self.idle_s + gap_s > worst_idle_s:
+        if small_gaps and gap_s > 0 and self.has_weight and self.idle_s + gap_s > max(one.idle_s for one in stages):
             self.weight()
 
 
@@ -151,7 +137,7 @@ def _attempt(problem: _Problem, delay: bool, skip: bool, small_gaps: bool) -> li
                 _steady_forward(problem, stages, index, small_gaps)
         for index in reversed(range(problem.num_stages)):
             arrival_s = _input_arrival(problem, stages, index, micro)
-            stages[index].fill(arrival_s, max(stage.idle_s for stage in stages), small_gaps)
+            stages[index].fill(arrival_s, stages, small_gaps)
             stages[index].input(arrival_s)
     for stage in stages:
         while stage.has_weight:
@@ -192,9 +178,7 @@ def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
     for index in reversed(range(problem.num_stages - 1)):
         now_s, arrival_s = ends_s[index], input_s + times.edge_s[index]
         needed_s = 0.0 if delay else times.forward_s[index]
-        while counts[index] + 1 <= most and (
-            counts[index] <= counts[index + 1] or now_s + needed_s < arrival_s * (1 - _ROUNDING)
-        ):
+        while counts[index] + 1 <= most and now_s + needed_s < arrival_s * (1 - _ROUNDING):
             counts[index] += 1
             now_s += times.forward_s[index]
         input_s = max(now_s, arrival_s) + times.input_s[index]
@@ -223,5 +207,5 @@ def _steady_forward(problem: _Problem, stages: Sequence[_Stage], index: int, sma
     if stage.is_full or before <= len(stage.forwards_s):
         return
     arrival_s = _forward_arrival(problem, stages, index)
-    stage.fill(arrival_s, max(other.idle_s for other in stages), small_gaps)
+    stage.fill(arrival_s, stages, small_gaps)
     stage.forward(arrival_s)
