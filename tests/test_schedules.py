@@ -34,6 +34,7 @@ NAMES = (
     "zbv",
     "zeropp",
 )
+AUTOMATIC = ("zb-1p", "zb-2p", "zb-auto")
 CHUNKED = ("breadth-first", "interleaved", "zeropp")
 quick = settings(deadline=None, max_examples=60)
 SHARES = st.sampled_from((0.0, 0.25, 0.4, 1.0))  # M_W / M_B
@@ -50,7 +51,7 @@ def numbers_of(draw: st.DrawFn, name: str) -> dict[str, Any]:
         numbers["num_micros"] = stages * draw(st.integers(1, 4))
     if name == "zeropp":
         numbers["unit"] = draw(st.integers(1, 9))
-    if name.startswith("zb-") and name not in ("zb-h1", "zb-h2"):
+    if name in AUTOMATIC:
         numbers["seconds"] = draw(seconds_of(stages))
         numbers["weight_share"] = draw(SHARES)
     if name == "zb-auto":

@@ -94,8 +94,10 @@ class Timeline:
             task, start_s = orders.tasks[stage][position], self.starts_s[stage][position]
             source, needed = _reads(orders, holders, stage, task)
             own = position > 0 and self.ends_s[stage][position - 1] == start_s
-            found = positions.setdefault(source, {made: at for at, made in enumerate(orders.tasks[source])})
-            before = position - 1 if own else next((found[made] for made in needed if made in found), None)
+            if source not in positions:
+                positions[source] = {made: at for at, made in enumerate(orders.tasks[source])}
+            found = (positions[source][made] for made in needed if made in positions[source])
+            before = position - 1 if own else next(found, None)
             source = stage if own else source
             edge_s = start_s - self.ends_s[source][before] if before is not None else 0.0
             end_s = self.ends_s[stage][position]
