@@ -149,7 +149,7 @@ def run_block(
         flash=not (compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
         compute=compute,  # type: ignore[arg-type]
     )
-    predicted = block_activation_bytes(work, ("embedding", "layer", "head")[index], "cpu")  # type: ignore[arg-type]
+    predicted = block_activation_bytes(work, ("embedding", "layer", "head")[index], "cpu")
     return saved, forward_peak + input_bytes, backward_peak + before, predicted
 
 
@@ -192,7 +192,7 @@ def test_a_recomputed_block(name: str, index: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_rms_norm_and_cut_heads_keep_less(name: str) -> None:
     work = Work(model=MODELS[name], sequence=256)
-    cpu, cuda = (block_activation_bytes(work, "layer", backend) for backend in ("cpu", "cuda"))  # type: ignore[arg-type]
+    cpu, cuda = (block_activation_bytes(work, "layer", backend) for backend in ("cpu", "cuda"))
     if MODELS[name].norm == "rms":
         assert cuda.kept_bytes < cpu.kept_bytes
     cut = block_activation_bytes(replace(work, tensor=2), "layer")

@@ -99,7 +99,7 @@ class _Tape:
         self.residual = work.tokens * model.hidden_size // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
         self.scores = work.tokens * self.heads * work.sequence
-        # A whole input of a matrix product, gathered from the tensor ranks for as long as the product runs.
+        # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * model.hidden_size * self.item if self.cut > 1 else 0
 
     def result(self, again: bool) -> BlockActivations:
@@ -270,13 +270,17 @@ class _Tape:
             adds = 3 * self.residual * self.wide  # gradients of the operations that it consists of
         self._add(name, (source,), target, keeps, backward_adds=adds)
 
-    def _product(
-        self, name: str, source: str, target: str, weight_numel: int, variables: tuple[str, ...] = ()
-    ) -> None:
-        """A matrix product keeps its input; its weight's gradient is a tensor until it is added up."""
-        whole = self.whole if name not in ("attention output", "down") else 0
-        adds = max(weight_numel * self.item, whole)
-        self._add(name, (source,), target, (source,), forward_adds=whole, backward_adds=adds, variables=variables)
+    def _product(self, name: str, source: str, target: str, weight_numel: int, variables: tuple[str, ...] = ()) -> None:
+        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up."""
+        self._add(
+            name,
+            (source,),
+            target,
+            (source,),
+            forward_adds=self.whole,
+            backward_adds=weight_numel * self.item + self.whole,
+            variables=variables,
+        )
 
     def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
         mask = f"mask of {name}"
