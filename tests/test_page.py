@@ -15,10 +15,10 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, preset
 from terrace.program import Program, build
 from terrace.report.advice import advice_words, timeline_text
-from terrace.report.bars import MAX_BARS, bars_by_lane
+from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import page_html
 from terrace.report.palette import MESSAGES, PAPER, STREAM, colour_key
-from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, timeline_svg
+from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks, timeline_svg
 from terrace.simulate import (
     Change,
     Costs,
@@ -102,8 +102,11 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
     assert not outside
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", page)
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
-    assert len(data["bars"]) == len(data["rows"]) == len(recorded(name).lanes)
-    assert all(0 <= start <= end <= PLOT for row in data["bars"] for start, end, _ in row)
+    assert len(data["charts"]) == page.count('<svg class="chart"') == 2
+    timeline, memory = data["charts"]
+    assert len(timeline["bars"]) == len(timeline["rows"]) == len(recorded(name).lanes)
+    assert all(0 <= start <= end <= PLOT for row in timeline["bars"] for start, end, _ in row)
+    assert max(memory["memory"]) == memory_curve(recorded(name)).peak[0]
     for key in {colour_key(span.category) for _, span in recorded(name).visible()}:
         assert f'fill="var(--c-{key})"' in page
         assert f"--c-{key}:#" in page
@@ -145,7 +148,40 @@ def test_a_large_program_s_page_stays_small_and_loses_no_time(micros: int) -> No
                 wanted[span.category] = wanted.get(span.category, 0.0) + inside
         assert drawn == pytest.approx(wanted)
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(row))
-    assert len(page_of(recording, changes(recording.program, price) if micros == 4 else None)) < 200_000
+    page = page_of(recording, changes(recording.program, price) if micros == 4 else None)
+    checked(page)
+    assert len(page) < 200_000
+    assert page.count('<svg class="chart"') == (3 if least_s else 2)
+
+
+def test_the_close_up_is_one_unit_and_stays_inside_its_frame() -> None:
+    recording = recorded("zero3", 64, 40)
+    window = middle_unit(recording)
+    assert window is not None
+    assert 0 < window[0] < window[1] < recording.report.step_s
+    assert window[1] - window[0] < 0.05 * recording.report.step_s
+    bars, least_s = bars_by_lane(recording, window)
+    assert least_s == 0
+    assert {bar.words for bar in bars[-1]} >= {"FORWARD b0 m32", "BACKWARD b39 m32", "BACKWARD b0 m32"}
+    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), window, least_s))
+    plot = next(child for child in svg if child.tag.endswith("svg"))
+    assert all(-0.01 <= x <= PLOT + 0.01 for shape in plot for x, _ in _numbers(shape.attrib["d"]))
+    labels = [words for _, _, _, words in _texts(svg)]
+    assert len(set(labels)) == len(labels)
+    assert middle_unit(recorded("zero3", 1)) is None
+
+
+@pytest.mark.parametrize("first", [0.0, 1.2345, 5e-4, 30.0])
+@pytest.mark.parametrize("length", [1e-4, 3e-3, 0.7, 12.0])
+def test_ticks_of_time_are_told_apart(first: float, length: float) -> None:
+    ticks = time_ticks(first, first + length)
+    assert 2 <= len(ticks) <= 12
+    assert len({words for _, words in ticks}) == len(ticks)
+    assert len({words.split()[1] for _, words in ticks}) == 1
+    for tick, words in ticks:
+        assert first <= tick <= (first + length) * (1 + 1e-9)
+        value, unit = words.split()
+        assert float(value) / {"s": 1, "ms": 1e3, "us": 1e6}[unit] == pytest.approx(tick, abs=1e-9)
 
 
 def _numbers(d: str) -> list[tuple[float, float]]:
@@ -185,7 +221,7 @@ def test_pictures_stay_inside_their_frames_and_no_words_overlap(name: str, capac
     bars, least_s = bars_by_lane(recording)
     path, curve = critical_path(recording), memory_curve(recording)
     for text in (
-        timeline_svg(recording, bars, path, least_s),
+        timeline_svg(recording, bars, path, (0.0, recording.report.step_s), least_s),
         memory_svg(curve, recording.report.step_s, capacity),
     ):
         svg = ElementTree.fromstring(text)
@@ -217,7 +253,7 @@ def test_long_names_are_cut_to_the_gutter() -> None:
     program = build(cluster, preset("three-level", cluster), BLOCKS, 1)
     recording = record(program, price(program))
     bars, least_s = bars_by_lane(recording)
-    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), least_s))
+    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), (0.0, 1.0), least_s))
     name = next(words for _, _, _, words in _texts(svg) if words.startswith("a-tier"))
     assert name.endswith("\u2026")
     assert len(name) * GLYPH <= GUTTER
@@ -308,5 +344,5 @@ def test_advice_names_the_best_of_the_plan_and_of_the_cluster() -> None:
     words = advice_words(found, recording.report.step_s)
     for kind in ("plan", "cluster"):
         best = min((change for change in found if change.kind == kind), key=lambda change: change.step_s)
-        assert f"of the {kind} {best.words} (step " in words
+        assert f"in the {kind}, {best.words} (step " in words
     assert advice_words([], 1.0) == "No change of one thing makes it shorter."

@@ -18,6 +18,7 @@ _LETTERS = {
     "control": "c",
 }
 _WAIT, _OTHER, _IDLE = ".", "?", " "
+_BUSY = 0.1  # part of a letter's time from which on a lane shows what it carried
 
 
 def advice_words(candidates: Sequence[Change], step_s: float) -> str:
@@ -30,14 +31,14 @@ def advice_words(candidates: Sequence[Change], step_s: float) -> str:
         if best is not None:
             gain = f"{seconds(best.step_s)}, {100 * (best.step_s / step_s - 1):.0f} %"
             note = f"; {best.note}" if best.note else ""
-            parts.append(f"of the {kind} {best.words} (step {gain}{note})")
+            parts.append(f"in the {kind}, {best.words} (step {gain}{note})")
     return f"Best next change: {'; '.join(parts)}."
 
 
 def timeline_text(recording: Recording, width: int = 96) -> str:
     """Return the step as a line of `width` letters a lane: what took most of each letter's time, and a legend.
 
-    Plain ASCII. On the compute stream a dot is waiting, on a lane a blank is idle.
+    Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it idles nine tenths of the time.
     """
     step_s = recording.report.step_s or 1.0
     lines = []
@@ -51,8 +52,8 @@ def timeline_text(recording: Recording, width: int = 96) -> str:
                 _spread(spent, span.start_s / step_s, span.end_s / step_s, span.category)
         line = ""
         for column in spent:
-            idle = {"": 1 / width - sum(column.values())} if lane != COMPUTE else {}
-            category = max({**column, **idle}.items(), key=lambda item: item[1], default=("", 0.0))[0]
+            is_idle = sum(column.values()) < (_BUSY / width if lane != COMPUTE else 0.0)
+            category = "" if is_idle else max(column.items(), key=lambda item: item[1], default=("", 0.0))[0]
             used.add(category)
             line += _letter(category)
         lines.append(f"{name:<{margin}} |{line}|")

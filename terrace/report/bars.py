@@ -8,9 +8,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from terrace.plan.residency import units
+from terrace.program import Op
 from terrace.simulate.recording import Recording, Span
 
-MAX_BARS = 1200  # keeps the page under 200 kB
+MAX_BARS = 1000  # of a timeline; two of them keep a page under 200 kB
+
+Window = tuple[float, float]  # (start, end) in seconds of the step
 
 
 class Bar(NamedTuple):
@@ -22,22 +26,40 @@ class Bar(NamedTuple):
     words: str
 
 
-def bars_by_lane(recording: Recording, max_bars: int = MAX_BARS) -> tuple[dict[int, list[Bar]], float]:
-    """Return the bars of every lane, cut at the ends of the step, and below how many seconds they are joined.
+def bars_by_lane(
+    recording: Recording, window: Window | None = None, max_bars: int = MAX_BARS
+) -> tuple[dict[int, list[Bar]], float]:
+    """Return the bars of every lane, cut at the ends of the window, and below how many seconds they are joined.
 
-    0 seconds says that every span has its own bar. There are at most `max_bars`, unless there are more lanes.
+    The window is the whole step if it is left out. 0 seconds says that every span has its own bar. There are at
+    most `max_bars`, unless there are more lanes.
     """
-    step_s = recording.report.step_s
+    first_s, last_s = window or (0.0, recording.report.step_s)
     lanes: dict[int, list[Span]] = {lane: [] for lane in recording.lanes}
     for _, span in recording.visible():
-        cut = span._replace(start_s=max(0.0, span.start_s), end_s=min(step_s, span.end_s))
-        lanes[span.lane].append(cut)
+        cut = span._replace(start_s=max(first_s, span.start_s), end_s=min(last_s, span.end_s))
+        if cut.end_s > cut.start_s:
+            lanes[span.lane].append(cut)
     least_s = 0.0
     while True:
         bars = {lane: _bars(recording, spans, least_s) for lane, spans in lanes.items()}
         if sum(map(len, bars.values())) <= max(max_bars, len(lanes)):
             return bars, least_s
-        least_s = 2 * least_s or step_s / 4096
+        least_s = 1.3 * least_s or (last_s - first_s) / 4096
+
+
+def middle_unit(recording: Recording) -> Window | None:
+    """Return when the unit of micro-batches in the middle of the step passes the blocks; None where there is one."""
+    program = recording.program
+    parts = units(program.num_micros, program.plan.unit)
+    if len(parts) == 1:
+        return None
+    passes = [
+        position
+        for position, instruction in enumerate(program.instructions)
+        if instruction.op in (Op.FORWARD, Op.BACKWARD) and instruction.micro in parts[len(parts) // 2]
+    ]
+    return min(recording.started_s[at] for at in passes), max(recording.done_s[at] for at in passes)
 
 
 def _bars(recording: Recording, spans: Sequence[Span], least_s: float) -> list[Bar]:

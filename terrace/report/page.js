@@ -5,7 +5,7 @@
   const tip = document.getElementById("tip");
   const charts = [...document.querySelectorAll("svg.chart")];
   const whole = [0, data.plot];
-  let view = whole;
+  charts.forEach((chart, index) => { chart.facts = data.charts[index]; chart.view = whole; });
   const words = (s) => {
     const a = Math.abs(s);
     if (a >= 1) return s.toFixed(3) + " s";
@@ -17,17 +17,23 @@
     while (b >= 1000 && i < 4) { b /= 1000; i += 1; }
     return (i ? b.toPrecision(3) : b) + " " + units[i];
   };
-  const time = (x) => (x / data.plot) * data.step_s;
+  const time = (chart, x) => chart.facts.start_s + (x / data.plot) * chart.facts.length_s;
 
-  function ticks(axis) {
-    const rough = (view[1] - view[0]) / 6 / data.plot * data.step_s;
+  function ticks(chart) {
+    const [from, to] = chart.view;
+    const axis = chart.querySelector("g.axis");
+    const first = time(chart, from);
+    const last = time(chart, to);
+    const rough = (last - first) / 6;
     if (!(rough > 0)) return;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough);
+    const [factor, unit] = last >= 1 ? [1, "s"] : last >= 1e-3 ? [1e3, "ms"] : [1e6, "us"];
+    const decimals = Math.max(0, -Math.floor(Math.log10(step * factor) + 1e-9));
     const y = Number(axis.dataset.y);
     axis.replaceChildren();
-    for (let k = Math.ceil(time(view[0]) / step - 1e-9); k * step <= time(view[1]) * (1 + 1e-9); k += 1) {
-      const x = data.gutter + ((k * step / data.step_s) * data.plot - view[0]) / (view[1] - view[0]) * data.plot;
+    for (let k = Math.ceil(first / step - 1e-9); k * step <= last + 1e-9 * step; k += 1) {
+      const x = data.gutter + (k * step - first) / (last - first) * data.plot;
       const mark = document.createElementNS("http://www.w3.org/2000/svg", "path");
       mark.setAttribute("class", "tick");
       mark.setAttribute("d", `M${x} ${y}v5`);
@@ -35,22 +41,23 @@
       text.setAttribute("x", x);
       text.setAttribute("y", y + 20);
       text.setAttribute("text-anchor", x > data.gutter + data.plot - 40 ? "end" : "middle");
-      text.textContent = words(k * step);
+      text.textContent = `${(k * step * factor).toFixed(decimals)} ${unit}`;
       axis.append(mark, text);
     }
   }
 
-  function show(from, to) {
+  // The charts of the whole step move together; a close-up moves alone.
+  function show(chart, from, to) {
     const least = data.plot / 5000;
     const middle = (from + to) / 2;
     const half = Math.min(data.plot, Math.max(least, to - from)) / 2;
     const left = Math.max(0, Math.min(data.plot - 2 * half, middle - half));
-    view = [left, left + 2 * half];
-    for (const chart of charts) {
-      const plot = chart.querySelector("svg.plot");
-      const height = plot.viewBox.baseVal.height;
-      plot.setAttribute("viewBox", `${view[0]} 0 ${view[1] - view[0]} ${height}`);
-      ticks(chart.querySelector("g.axis"));
+    for (const other of charts) {
+      if (other !== chart && !(other.facts.zooms && chart.facts.zooms)) continue;
+      other.view = [left, left + 2 * half];
+      const plot = other.querySelector("svg.plot");
+      plot.setAttribute("viewBox", `${left} 0 ${2 * half} ${plot.viewBox.baseVal.height}`);
+      ticks(other);
     }
   }
 
@@ -58,19 +65,22 @@
     const box = chart.getBoundingClientRect();
     const scale = chart.viewBox.baseVal.width / box.width;
     const x = (event.clientX - box.left) * scale - data.gutter;
-    return [view[0] + x / data.plot * (view[1] - view[0]), (event.clientY - box.top) * scale, x >= 0 && x <= data.plot];
+    const [from, to] = chart.view;
+    return [from + x / data.plot * (to - from), (event.clientY - box.top) * scale, x >= 0 && x <= data.plot];
   }
 
   function found(chart, x, y) {
-    if (chart.dataset.chart === "memory") {
-      const column = Math.min(data.memory.length - 1, Math.max(0, Math.floor(x / data.plot * data.memory.length)));
-      return `${size(data.memory[column])} at ${words(time(x))}`;
+    const facts = chart.facts;
+    if (facts.memory) {
+      const column = Math.min(facts.memory.length - 1, Math.max(0, Math.floor(x / data.plot * facts.memory.length)));
+      return `${size(facts.memory[column])} at ${words(time(chart, x))}`;
     }
-    const row = data.rows.findIndex(([top, height]) => y >= top && y <= top + height + 8);
+    const row = facts.rows.findIndex(([top, height]) => y >= top && y <= top + height + 8);
     if (row < 0) return "";
-    const bars = data.bars[row];
-    const bar = bars.find(([start, end]) => x >= start - 0.2 && x <= end + 0.2);
-    return bar ? `${bar[2]}: ${words(time(bar[1]) - time(bar[0]))} from ${words(time(bar[0]))}` : "";
+    const near = (chart.view[1] - chart.view[0]) / 500;
+    const bar = facts.bars[row].find(([start, end]) => x >= start && x <= end)
+      || facts.bars[row].find(([start, end]) => x >= start - near && x <= end + near);
+    return bar ? `${bar[2]}: ${words(time(chart, bar[1]) - time(chart, bar[0]))} from ${words(time(chart, bar[0]))}` : "";
   }
 
   let pressed = null;
@@ -91,23 +101,26 @@
     });
     chart.addEventListener("pointerup", (event) => {
       const [x] = place(chart, event);
-      if (pressed !== null && Math.abs(x - pressed) > (view[1] - view[0]) / 200) {
-        show(Math.max(0, Math.min(x, pressed)), Math.min(data.plot, Math.max(x, pressed)));
+      if (pressed !== null && Math.abs(x - pressed) > (chart.view[1] - chart.view[0]) / 200) {
+        show(chart, Math.max(0, Math.min(x, pressed)), Math.min(data.plot, Math.max(x, pressed)));
       }
       pressed = null;
     });
-    chart.addEventListener("dblclick", () => show(...whole));
+    chart.addEventListener("dblclick", () => show(chart, ...whole));
   }
   const act = {
-    in: () => { const w = view[1] - view[0]; show(view[0] + w / 4, view[1] - w / 4); },
-    out: () => { const w = view[1] - view[0]; show(view[0] - w / 2, view[1] + w / 2); },
-    left: () => { const w = view[1] - view[0]; show(view[0] - w / 2, view[1] - w / 2); },
-    right: () => { const w = view[1] - view[0]; show(view[0] + w / 2, view[1] + w / 2); },
-    all: () => show(...whole),
+    in: (from, wide) => [from + wide / 4, from + 3 * wide / 4],
+    out: (from, wide) => [from - wide / 2, from + 3 * wide / 2],
+    left: (from, wide) => [from - wide / 2, from + wide / 2],
+    right: (from, wide) => [from + wide / 2, from + 3 * wide / 2],
+    all: () => whole,
   };
   for (const button of document.querySelectorAll("button[data-act]")) {
-    button.addEventListener("click", () => act[button.dataset.act]());
+    button.addEventListener("click", () => {
+      const [from, to] = charts[0].view;
+      show(charts[0], ...act[button.dataset.act](from, to - from));
+    });
   }
-  window.addEventListener("beforeprint", () => show(...whole));
+  window.addEventListener("beforeprint", () => charts.forEach((chart) => show(chart, ...whole)));
   document.body.classList.add("live");
 })();

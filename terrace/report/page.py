@@ -11,7 +11,7 @@ from importlib import resources
 
 from terrace.plan import MessageClass
 from terrace.program import StepReport
-from terrace.report.bars import bars_by_lane
+from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
 from terrace.report.palette import MESSAGES, STREAM, colour_key, colour_variables
 from terrace.report.svg import GUTTER, PLOT, memory_columns, memory_svg, row_boxes, timeline_svg
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
@@ -44,19 +44,18 @@ def page_html(
     """
     program, report = recording.program, recording.report
     title = plan_title(program.cluster, program.plan)
-    bars, least_s = bars_by_lane(recording)
+    timelines, charts = _timelines(recording, path)
     has_activations = any(curve.varying_bytes["activations"])
+    charts.append(
+        {"start_s": 0.0, "length_s": report.step_s, "zooms": True, "memory": _memory_totals(curve, report.step_s)}
+    )
     sections = [
         f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>",
         _figures(recording, curve, path),
-        f"<p class=lead>{escape(critical_words(path))} {escape(advice)}</p>",
+        f"<div class=lead><p>{_prose(critical_words(path))}</p><p>{_prose(advice)}</p></div>",
         "<h2>Tiers, axes and placements</h2>",
         _table(*plan_rows(program.cluster, program.plan), left=("tier", "states placed here")),
-        "<h2>Timeline of a steady step</h2>",
-        _tools(),
-        f"<figure><div class=scroll>{timeline_svg(recording, bars, path, least_s)}</div>",
-        _legend([(name, f"--c-{name}") for name in _drawn(recording)], critical=True),
-        f"<figcaption>{escape(_timeline_caption(least_s))}</figcaption></figure>",
+        timelines,
         "<h2>Memory of one rank over the step</h2>",
         f"<figure><div class=scroll>{memory_svg(curve, report.step_s, program.cluster.device.memory_bytes)}</div>",
         _legend(_memory_legend(curve)),
@@ -65,21 +64,47 @@ def page_html(
         f"<div><h2>Bytes one rank sends, by tier</h2>{_bytes_table(recording)}</div></div>",
         "<h2>What one change would do</h2>",
         _changes_table(candidates, report.step_s),
-        f"<p class=quiet>Predicted by playing the program of a rank ({len(program.instructions):,} instructions) "
+        f'<p class="quiet foot">Predicted by playing the {len(program.instructions):,} instructions of a rank '
         f"on the cluster's figures. {escape(_sources(recording))}</p>",
     ]
-    data = {
-        "gutter": GUTTER,
-        "plot": PLOT,
-        "step_s": report.step_s,
-        "rows": row_boxes(recording.lanes),
-        "bars": [
-            [[_unit(bar.start_s, report), _unit(bar.end_s, report), bar.words] for bar in bars[lane]]
-            for lane in recording.lanes
-        ],
-        "memory": _memory_totals(curve, report.step_s),
-    }
+    data = {"gutter": GUTTER, "plot": PLOT, "charts": charts}
     return _document(title, "\n".join(sections), data)
+
+
+def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict[str, object]]]:
+    """Return the whole step and, where not every span has a bar of its own, one unit close up; and their data."""
+    whole = (0.0, recording.report.step_s)
+    bars, least_s = bars_by_lane(recording, whole)
+    parts = [
+        "<h2>Timeline of a steady step</h2>",
+        _tools(),
+        f"<figure><div class=scroll>{timeline_svg(recording, bars, path, whole, least_s)}</div>",
+        _legend([(name, f"--c-{name}", "") for name in _drawn(recording)], critical=True),
+        f"<figcaption>{escape(_timeline_caption(least_s))}</figcaption></figure>",
+    ]
+    charts = [_chart_data(recording, bars, whole, zooms=True)]
+    unit = middle_unit(recording)
+    if least_s and unit is not None:
+        bars, least_s = bars_by_lane(recording, unit)
+        parts += [
+            "<h2>The unit of micro-batches in the middle, close up</h2>",
+            f"<figure><div class=scroll>{timeline_svg(recording, bars, path, unit, least_s)}</div></figure>",
+        ]
+        charts.append(_chart_data(recording, bars, unit, zooms=False))
+    return "\n".join(parts), charts
+
+
+def _chart_data(
+    recording: Recording, bars: Mapping[int, Sequence[Bar]], window: Window, zooms: bool
+) -> dict[str, object]:
+    """What the script needs of a timeline: its window, and per row (top, height) and (start, end, words) of bars."""
+    first_s, length_s = window[0], window[1] - window[0]
+
+    def unit(moment_s: float) -> float:
+        return round((moment_s - first_s) / (length_s or 1.0) * PLOT, 2)
+
+    rows = [[[unit(bar.start_s), unit(bar.end_s), bar.words] for bar in bars[lane]] for lane in recording.lanes]
+    return {"start_s": first_s, "length_s": length_s, "zooms": zooms, "rows": row_boxes(recording.lanes), "bars": rows}
 
 
 def _document(title: str, body: str, data: Mapping[str, object]) -> str:
@@ -101,10 +126,6 @@ def _script_json(data: Mapping[str, object]) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
-def _unit(moment_s: float, report: StepReport) -> float:
-    return round(moment_s / (report.step_s or 1.0) * PLOT, 2)
-
-
 def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath) -> str:
     report, device = recording.report, recording.program.cluster.device
     waits = round(100 * path.waits_s / (report.step_s or 1.0))
@@ -118,6 +139,11 @@ def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath) -> st
     return f"<div class=figures>{cells}</div>"
 
 
+def _prose(words: str) -> str:
+    """A number stays on the line of its percent sign."""
+    return escape(words).replace(" %", "&nbsp;%")
+
+
 def _tools() -> str:
     words = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
     return f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in words.items())}</div>"
@@ -129,10 +155,12 @@ def _drawn(recording: Recording) -> list[str]:
     return [key for key in (*STREAM, *MESSAGES, "other") if key in keys]
 
 
-def _legend(entries: Iterable[tuple[str, str]], critical: bool = False) -> str:
+def _legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
+    """Entries are (name, colour property, what is said beside it)."""
     items = [
-        f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}</li>'
-        for name, colour in entries
+        f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
+        f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
+        for name, colour, said in entries
     ]
     if critical:
         items.append('<li><i class=line style="background:var(--ink)"></i>on the critical path</li>')
@@ -151,9 +179,9 @@ def _timeline_caption(least_s: float) -> str:
     return words
 
 
-def _memory_legend(curve: MemoryCurve) -> list[tuple[str, str]]:
-    varying = [name for name, values in curve.varying_bytes.items() if any(values)]
-    return [(name, f"--m-{name}") for name in (*(n for n, size in curve.constant_bytes.items() if size), *varying)]
+def _memory_legend(curve: MemoryCurve) -> list[tuple[str, str, str]]:
+    highest = {**curve.constant_bytes, **{name: max(values) for name, values in curve.varying_bytes.items()}}
+    return [(name, f"--m-{name}", quantity(size, "B")) for name, size in highest.items() if size]
 
 
 def _memory_caption(recording: Recording, curve: MemoryCurve, has_activations: bool) -> str:

@@ -4,14 +4,16 @@ Both are 1080 units wide: a gutter for names on the left, then the plot. The plo
 view box the page's script narrows to zoom; names and ticks stay outside it. Colours are CSS custom properties.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
-from terrace.report.bars import Bar
+from terrace.report.bars import Bar, Window
 from terrace.report.palette import colour_key
 from terrace.report.plot import round_ticks
-from terrace.report.tables import quantity, seconds
+from terrace.report.tables import quantity
 from terrace.simulate.critical import CriticalPath
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording
@@ -20,36 +22,41 @@ WIDTH, GUTTER, PLOT = 1080, 130, 930
 _COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP, _AXIS = 36, 26, 14, 26
 _MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
 _GLYPH = 7.2  # units that a character of 12 takes at most, on average over a name
+_SEPARATED = 4  # units from which on a bar has a hairline around it, which would hide a narrower one
 _COLUMNS = 300  # of the memory curve: each shows its highest moment
 
 
-def timeline_svg(recording: Recording, bars: Mapping[int, Sequence[Bar]], path: CriticalPath, least_s: float) -> str:
-    """Return the timeline: the compute stream, then a row a lane; what is on the critical path is underlined."""
-    step_s = recording.report.step_s or 1.0
+def timeline_svg(
+    recording: Recording, bars: Mapping[int, Sequence[Bar]], path: CriticalPath, window: Window, least_s: float
+) -> str:
+    """Return a timeline: the compute stream, then a row a lane; what is on the critical path is underlined."""
+    first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     rows = _rows(recording.lanes)
     height = max(top + size for top, size in rows.values()) + _GAP + _AXIS
-    parts = [_open(height, "Timeline of one step: compute, and a lane for every tier", "timeline")]
+    parts = [_open(height, "Timeline: compute, and a lane for every tier")]
     for lane, (top, size) in rows.items():
         parts.append(f'<rect class="row" x="{GUTTER}" y="{top}" width="{PLOT}" height="{size}"/>')
         parts.append(_name(recording.lane_name(lane), top + size / 2 + 4))
     parts.append(_plot(height - _AXIS))
     for lane, (top, size) in rows.items():
-        outlines: dict[str, list[str]] = defaultdict(list)
+        outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for bar in bars[lane]:
             below = float(top + size)
+            start, end = (bar.start_s - first_s) / length_s, (bar.end_s - first_s) / length_s
             for category, share in bar.shares:
                 below -= share * size
-                outlines[colour_key(category)].append(
-                    _box(bar.start_s / step_s, bar.end_s / step_s, below, share * size)
-                )
-        for key, boxes in outlines.items():
-            parts.append(f'<path fill="var(--c-{key})" d="{"".join(boxes)}"/>')
-    for lane, (start_s, end_s) in _underlines(recording, path, max(least_s, step_s / 2000)):
-        top, size = rows[lane]
-        box = _box(start_s / step_s, min(1.0, end_s / step_s), top + size + 3, 4)
-        parts.append(f'<path class="critical" d="{box}"/>')
+                is_wide = (end - start) * PLOT >= _SEPARATED
+                outlines[colour_key(category), is_wide].append(_box(start, end, below, share * size))
+        for (key, is_wide), boxes in outlines.items():
+            kind = ' class="wide"' if is_wide else ""
+            parts.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(boxes)}"/>')
+    for lane, (start_s, end_s) in _underlines(recording, path, max(least_s, length_s / 2000)):
+        start, end = max(0.0, (start_s - first_s) / length_s), min(1.0, (end_s - first_s) / length_s)
+        if end > start:
+            top, size = rows[lane]
+            parts.append(f'<path class="critical" d="{_box(start, end, top + size + 3, 4)}"/>')
     parts.append("</svg>")
-    parts.append(_time_axis(step_s, height))
+    parts.append(_time_axis(window, height))
     return "".join([*parts, "</svg>"])
 
 
@@ -69,7 +76,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     def y(size: float) -> float:
         return bottom - size / top_bytes * _MEMORY_HEIGHT
 
-    parts = [_open(bottom + _AXIS, "Memory of one rank over the step", "memory")]
+    parts = [_open(bottom + _AXIS, "Memory of one rank over the step")]
     for tick in round_ticks(0.0, top_bytes):
         parts.append(f'<path class="grid" d="M{GUTTER} {y(tick):.1f}h{PLOT}"/>')
         parts.append(f'<text x="{GUTTER - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{quantity(tick, "B")}</text>')
@@ -91,7 +98,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     parts.append("</svg>")
     if near:
         parts.append(f'<path class="limit" d="M{GUTTER} {y(capacity_bytes):.1f}h{PLOT}"/>')
-    parts.append(_time_axis(step_s, bottom + _AXIS))
+    parts.append(_time_axis((0.0, step_s), bottom + _AXIS))
     return "".join([*parts, "</svg>"])
 
 
@@ -110,10 +117,10 @@ def _rows(lanes: Sequence[int]) -> dict[int, tuple[int, int]]:
     return rows
 
 
-def _open(height: float, label: str, name: str) -> str:
+def _open(height: float, label: str) -> str:
     return (
-        f'<svg class="chart" data-chart="{name}" viewBox="0 0 {WIDTH} {height:g}" role="img" '
-        f'aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
+        'xmlns="http://www.w3.org/2000/svg">'
     )
 
 
@@ -135,16 +142,26 @@ def _box(start: float, end: float, top: float, height: float) -> str:
     return f"M{left:g} {upper:g}H{right:g}V{lower:g}H{left:g}z"
 
 
-def _time_axis(step_s: float, height: float) -> str:
+def _time_axis(window: Window, height: float) -> str:
+    first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     ticks = []
-    for tick in round_ticks(0.0, step_s):
-        x = GUTTER + tick / step_s * PLOT
+    for tick, words in time_ticks(first_s, first_s + length_s):
+        x = GUTTER + (tick - first_s) / length_s * PLOT
         anchor = "end" if x > GUTTER + PLOT - 30 else "middle"
         ticks.append(
             f'<path class="tick" d="M{x:.1f} {height - _AXIS:g}v5"/>'
-            f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="{anchor}">{seconds(tick)}</text>'
+            f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="{anchor}">{words}</text>'
         )
     return f'<g class="axis" data-y="{height - _AXIS:g}">{"".join(ticks)}</g>'
+
+
+def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
+    """Return round moments of a window and their words: all in one unit, with the decimals that tell them apart."""
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if last_s * f >= 1), (1e6, "us"))
+    ticks = round_ticks(first_s * factor, last_s * factor)
+    step = min((after - before for before, after in pairwise(ticks)), default=1.0)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [(tick / factor, f"{tick:.{decimals}f} {unit}") for tick in ticks]
 
 
 def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[tuple[int, tuple[float, float]]]:
