@@ -114,6 +114,7 @@ def test_page_and_trace_are_written_and_not_replaced(here: Here) -> None:
         (("--trace", "run.toml"), "--trace run.toml is there already"),
         (("--force",), "--force has no effect without --page FILE or --trace FILE"),
         (("--train.batch", "5"), "batch = 5 is not a multiple"),
+        (("ddp", "--cluster.device.memory_bytes", "1000"), "the model state needs"),
         (("--pages", "x"), "unknown argument '--pages'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -10,7 +10,7 @@ from terrace.base.files import write_atomic
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
 from terrace.cli.output import Terminal
 from terrace.model.config import forward_flops, num_params
-from terrace.program import Program, build
+from terrace.program import Program, build, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.page import page_html
@@ -46,6 +46,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     outputs = _outputs(options)
     config = resolve_run(options, rest)
     program = build(config.cluster, config.plan, config.blocks(), config.num_micros())
+    verify(program)
 
     def price(candidate: Program) -> Costs:
         sizes = (candidate.plan.micro_batch, config.train.sequence)

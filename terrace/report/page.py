@@ -254,14 +254,14 @@ def _changes_table(candidates: Sequence[Change], step_s: float) -> str:
     rows = [
         [
             change.words,
-            "the plan" if change.kind == "plan" else "the cluster",
+            change.kind,
             seconds(change.step_s),
             f"{100 * (change.step_s / step_s - 1):+.1f} %" if step_s else "",
             change.note,
         ]
         for change in shortest
     ]
-    return _table(["change", "of", "step", "against now", "and also"], rows, ["change", "of", "and also"])
+    return _table(["change", "in the", "step", "against now", "and also"], rows, ["change", "in the", "and also"])
 
 
 def _sources(recording: Recording) -> str:
