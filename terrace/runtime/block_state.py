@@ -99,11 +99,11 @@ class BlockState:
         return self.trainable is not None and not self._in_place and self._buffer is None
 
     def open_gradient(self) -> None:
-        """Make a zeroed gradient buffer and point the parameters' `.grad` at it."""
+        """Make a gradient buffer in which the backwards to come add up."""
         assert self.trainable is not None, f"block {self.spec.name} has nothing to train"
-        self._buffer = torch.zeros_like(self.trainable.full, memory_format=torch.contiguous_format)
+        self._buffer = torch.empty_like(self.trainable.full, memory_format=torch.contiguous_format)
         self._meter.add("grads_full", self._buffer.nbytes)
-        self.trainable.point_gradients_at(self._buffer)
+        self.trainable.collect_gradients_in(self._buffer)
 
     def take_gradient(self) -> Tensor | None:
         """Hand over the gradient buffer for `reduce` and then `release`; None when autograd added it up in place."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from terrace.comm import Meter
 from terrace.model.spec import ParamSpec
@@ -49,6 +50,8 @@ class Flat:
             self._resize(0)
             self.shard = self._zeros(layout.params)
         self.secondary = self._zeros(layout.params_backward) if layout.has_secondary else None
+        self._awaited: dict[Tensor, Tensor] = {}  # parameter -> where its first gradient goes
+        self._hooks: list[RemovableHandle] = []
 
     def part(self, tier: int) -> slice:
         """Return the slice of this rank for a state placed on `tier`."""
@@ -82,17 +85,50 @@ class Flat:
 
     def point_gradients_at(self, buffer: Tensor) -> None:
         """Make `.grad` of every parameter a view of a padded gradient buffer in the compute dtype."""
-        for parameter, (start, stop) in zip(self.parameters, self._extents(), strict=True):
-            parameter.grad = buffer[start:stop].view(parameter.shape)
+        for parameter, view in zip(self.parameters, self._views(buffer), strict=True):
+            parameter.grad = view
+
+    def collect_gradients_in(self, buffer: Tensor) -> None:
+        """Have the gradients of backwards to come stand in an uninitialised, padded buffer, until they are dropped.
+
+        The first gradient of a parameter is copied there and later ones are added, which spares the pass that
+        would set the buffer to zero and the one that would read those zeros.
+        """
+        buffer[self.numel :].zero_()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._awaited = dict(zip(self.parameters, self._views(buffer), strict=True))
+        if not self._hooks:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
+                for parameter in self.parameters
+                if parameter.requires_grad
+            ]
+
+    def _collect(self, parameter: Tensor) -> None:
+        view = self._awaited.pop(parameter, None)
+        if view is not None:
+            assert parameter.grad is not None, "autograd calls this after it has set the gradient"
+            view.copy_(parameter.grad)
+            parameter.grad = view
 
     def drop_gradients(self) -> None:
-        """Detach the parameters from any gradient buffer."""
+        """Detach the parameters from the gradient buffer; what got no gradient has one of zero there."""
+        for view in self._awaited.values():
+            view.zero_()
+        self._awaited = {}
         for parameter in self.parameters:
             parameter.grad = None
 
     def extents(self) -> list[tuple[ParamSpec, int, int]]:
         """Return (spec, start, stop) of every parameter in the flat buffer."""
         return [(spec, *extent) for spec, extent in zip(self.specs, self._extents(), strict=True)]
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start:stop].view(parameter.shape)
+            for parameter, (start, stop) in zip(self.parameters, self._extents(), strict=True)
+        ]
 
     def _extents(self) -> list[tuple[int, int]]:
         extents, start = [], 0

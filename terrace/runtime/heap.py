@@ -8,7 +8,7 @@ threshold a large buffer is a mapping of its own, and freeing it returns it.
 import ctypes
 
 _M_MMAP_THRESHOLD = -3  # of mallopt(3)
-_LARGE_BYTES = 1 << 20  # smaller ones are cheap to keep and frequent enough to be worth it
+_LARGE_BYTES = 2 << 20  # a mapping is zeroed page by page when it is made anew: smaller buffers are kept
 
 
 def return_large_buffers() -> bool:
