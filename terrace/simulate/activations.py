@@ -1,0 +1,300 @@
+"""What the blocks of a decoder keep between forward and backward, and the peaks of running them.
+
+Each block is a tape (terrace.simulate.tape) of the operations in `terrace/model/decoder.py` and `layers.py`, with
+the tensors that each keeps. The kernels differ in what they keep, so a backend is named:
+
+- `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a
+  root per token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised.
+  Attention keeps q, k, v, its output and one log-sum per token and head; after RoPE its output is laid out by heads,
+  and the copy that merges them is kept too. A gated MLP keeps gate, up, act(gate) and the product. The head keeps
+  its log-probabilities in fp32. Where attention is plain products, q, k, v and the softmax are in fp32.
+- `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
+  of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
+
+T tokens on this context rank, t tensor ranks. What lies inside attention and MLP is cut by t; residual, norms and
+the inputs of matrix products are cut by t only under sequence parallelism, when a whole input (T x hidden) exists
+only while its product runs. Only `cpu` has been compared with a running decoder; what `cuda` keeps follows from the
+documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
+"""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.plan.wire import FORMATS
+from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
+from terrace.simulate.work import Work
+
+Backend = Literal["published", "cpu", "cuda"]
+BlockKind = Literal["embedding", "layer", "head"]
+
+_STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockActivations:
+    """Bytes of one block and one micro-batch on one rank.
+
+    `kept_bytes` is held from forward to backward: the block's input (which is the output of the block before, so it
+    is counted once) and, unless the block is recomputed, what its operations keep (`saved`). The peaks hold
+    what is kept, both ends of the block, gradients and what kernels need for a moment.
+    """
+
+    input_bytes: int
+    output_bytes: int
+    saved: dict[str, int]  # operation -> bytes kept; empty when the block is recomputed
+    logits_bytes: int  # the part of `saved` whose size goes with the vocabulary
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held from forward to backward."""
+        return self.input_bytes + sum(self.saved.values())
+
+
+@lru_cache(maxsize=4096)
+def block_activation_bytes(work: Work, kind: BlockKind, backend: Backend = "cuda") -> BlockActivations:
+    """Return what a block of `kind` holds of one micro-batch. Results are kept: planning asks for the same ones.
+
+    Raises `PlanError` for a kind or a backend that does not exist.
+    """
+    if backend not in get_args(Backend):
+        raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")
+    tape = _Tape(work, backend)
+    match kind:
+        case "embedding":
+            tape.embedding()
+        case "layer":
+            tape.layer()
+        case "head":
+            tape.head()
+        case _:
+            raise PlanError(f"block kind {kind!r} is not known{did_you_mean(kind, get_args(BlockKind))}")
+    return tape.result(again=work.recompute == "full")
+
+
+@dataclass
+class _Tape:
+    """The operations and the sizes of one block, as they are written down."""
+
+    work: Work
+    backend: Backend
+    operations: list[Operation] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    logits_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        work, model = self.work, self.work.model
+        self.item = FORMATS[work.compute].element_bytes
+        self.wide = max(self.item, _STATISTIC_BYTES)
+        self.cut = work.tensor if work.sequence_parallel else 1  # of the residual stream
+        self.heads = -(-model.num_heads // work.tensor)
+        self.kv_heads = -(-model.num_kv_heads // work.tensor)
+        self.inner = -(-model.intermediate_size // work.tensor)
+        self.residual = work.tokens * model.hidden_size // self.cut  # elements
+        self.query = work.tokens * self.heads * model.head_dim
+        self.scores = work.tokens * self.heads * work.sequence
+        # A whole input of a matrix product, gathered from the tensor ranks for as long as the product runs.
+        self.whole = work.tokens * model.hidden_size * self.item if self.cut > 1 else 0
+
+    def result(self, again: bool) -> BlockActivations:
+        """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
+        tape, sizes = self.operations, self.sizes
+        forward, backward = forward_peak(tape, sizes, keeping=not again), backward_peak(tape, sizes)
+        if again:
+            # The gradient of the output is there already while the forward runs for the second time.
+            backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
+        kept_input = sizes[INPUT]
+        if again and self.backend == "published":
+            kept_input = kept_input * self.cut  # Table 2 keeps the whole input on every rank
+        return BlockActivations(
+            input_bytes=kept_input,
+            output_bytes=sizes[OUTPUT],
+            saved={} if again else kept_by_operation(tape, sizes),
+            logits_bytes=0 if again else self.logits_bytes,
+            forward_peak_bytes=forward,
+            backward_peak_bytes=backward,
+        )
+
+    def embedding(self) -> None:
+        """Looked-up rows, and positions added to them; the tokens belong to the batch. Gradients of both are dense."""
+        model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
+        matrix = -(-model.vocab_size // work.tensor) * hidden * self.item
+        stream = self.residual * self.item
+        self.sizes |= {INPUT: 0, "rows": stream, OUTPUT: stream}
+        self._mask("mask", OUTPUT)
+        keeps = ("mask",) if work.dropout else ()
+        if not model.learned_positions:
+            self._add("look up", (INPUT,), OUTPUT, keeps, self.whole, matrix)
+            return
+        self._add("look up", (INPUT,), "rows", (), self.whole, matrix)
+        used = work.sequence // work.context * hidden * self.item  # summed over the sequences first
+        self._add("positions", ("rows",), OUTPUT, keeps, 0, used + model.max_positions * hidden * self.item, True)
+
+    def layer(self) -> None:
+        """Attention and MLP with their residuals."""
+        model, stream = self.work.model, self.residual * self.item
+        parallel = model.parallel_residual
+        self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
+        self._norm("attention norm", INPUT, "attention input")
+        self._attention("attention input", "attended")
+        self._residual("attention residual", INPUT, "attended", "middle")
+        self._norm("mlp norm", INPUT if parallel else "middle", "mlp input")
+        self._mlp("mlp input", "mlp output")
+        self._residual("mlp residual", "middle", "mlp output", OUTPUT)
+
+    def head(self) -> None:
+        """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
+        model, work = self.work.model, self.work
+        vocab = -(-model.vocab_size // work.tensor)
+        logits = work.tokens * vocab
+        wide, narrow = logits * self.wide, logits * self.item
+        self.sizes |= {INPUT: self.residual * self.item, "logits": narrow, OUTPUT: _STATISTIC_BYTES}
+        self._norm("final norm", INPUT, "head input")
+        self._product("logits", "head input", "logits", model.hidden_size * vocab)
+        source = "logits"
+        if self.wide > self.item:
+            self.sizes["wide logits"] = wide
+            source = "wide logits"
+            self._add("widen", ("logits",), source, forward_adds=0)
+        self.sizes["log-probabilities"] = self.logits_bytes = wide
+        # The narrow logits outlive the conversion; backward has the loss's gradient of the log-probabilities too.
+        forward_adds = narrow if source != "logits" else 0
+        self._add("cross-entropy", (source,), OUTPUT, ("log-probabilities",), forward_adds, backward_adds=wide)
+
+    def _attention(self, source: str, target: str) -> None:
+        model, tokens = self.work.model, self.work.tokens
+        key = tokens * self.kv_heads * model.head_dim
+        rotary = model.rotary_dim > 0
+        sizes = {"query": self.query, "key": key, "value": key}
+        self.sizes |= {name: numel * self.item for name, numel in sizes.items()}
+        parts = {"query": self.heads, "key": self.kv_heads, "value": self.kv_heads}
+        for name, heads in parts.items():
+            turned = rotary and name != "value" and self.backend != "published"
+            if turned:
+                self.sizes[f"{name} before RoPE"] = self.sizes[name]
+            into = f"{name} before RoPE" if turned else name
+            self._product(name, source, into, heads * model.head_dim * model.hidden_size)
+        if rotary and self.backend != "published":
+            for name in ("query", "key"):
+                whole = self.sizes[name]
+                self._add("RoPE", (f"{name} before RoPE",), name, forward_adds=whole, backward_adds=whole)
+        self.sizes["mixed"] = self.query * self.item
+        self._core()
+        merged = "mixed"
+        if self.backend != "published" and (rotary or self._plain):
+            merged = "merged"
+            self.sizes[merged] = self.sizes["mixed"]
+            self._add("merge heads", ("mixed",), merged)
+        self._product("attention output", merged, target, self.heads * model.head_dim * model.hidden_size)
+
+    @property
+    def _plain(self) -> bool:
+        return not self.work.flash
+
+    def _core(self) -> None:
+        """Softmax of the products of queries and keys, times the values."""
+        model, reads = self.work.model, ("query", "key", "value")
+        statistics = self.work.tokens * self.heads * self.wide if self.backend != "published" else 0
+        if not self._plain:
+            self.sizes["log-sums"] = statistics
+            keeps = (*reads, "mixed", "log-sums") if self.backend != "published" else reads
+            # The gradient of the output, times the output, is summed per token and head.
+            self._add("attention", reads, "mixed", keeps, backward_adds=statistics)
+            return
+        wide = self.item if self.backend == "published" else self.wide
+        score = self.scores * wide
+        self.sizes |= {"softmax": score, "dropped": score, "attention mask": self.scores}
+        core = ("softmax", "dropped", "attention mask") if self.work.dropout else ("softmax",)
+        if self.backend == "published":
+            inputs: tuple[str, ...] = reads
+        else:
+            # Queries and keys are scaled first; in fp32, and for every query head, as plain products take them.
+            inputs = ("scaled query", "scaled key", "wide value")
+            self.sizes |= dict.fromkeys(inputs, self.query * wide)
+            if self.item == wide and model.num_kv_heads == model.num_heads:
+                inputs = ("scaled query", "scaled key", "value")
+        again = self.work.recompute == "selective"
+        keeps = reads if again else (*inputs, *core)
+        adds = 2 * score + (sum(self.sizes[name] for name in core) if again else 0)
+        self._add("attention", reads, "mixed", keeps, forward_adds=adds, backward_adds=adds)
+
+    def _mlp(self, source: str, target: str) -> None:
+        model, published = self.work.model, self.backend == "published"
+        weight, inner = self.inner * model.hidden_size, self.work.tokens * self.inner * self.item
+        self.sizes |= dict.fromkeys(("up", "gate", "active", "product"), inner)
+        self._product("up", source, "up", weight)
+        # relu's gradient needs its result alone, which the next operation keeps anyway.
+        by_result = model.activation == "relu"
+        if model.gated_mlp:
+            self._product("gate", source, "gate", weight)
+            self._add("activation", ("gate",), "active", ("active",) if by_result else ("gate",))
+            kept = ("active", "up") if not published or by_result else ("up",)
+            self._add("gating", ("active", "up"), "product", kept)
+            self._product("down", "product", target, weight)
+        else:
+            self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))
+            self._product("down", "active", target, weight)
+
+    def _norm(self, name: str, source: str, target: str) -> None:
+        model, item = self.work.model, self.item
+        tokens = self.work.tokens // self.cut
+        self.sizes[target] = self.residual * item
+        statistics, normalised = f"statistics of {name}", f"normalised by {name}"
+        widened = f"widened by {name}"
+        keeps: tuple[str, ...] = (source,)
+        adds = 0
+        if self.backend == "published":
+            pass
+        elif model.norm == "layer":
+            self.sizes[statistics] = 2 * tokens * (item if self.backend == "cpu" else self.wide)
+            keeps = (source, statistics)
+        elif self.backend == "cuda":
+            self.sizes[statistics] = tokens * self.wide
+            keeps = (source, statistics)
+        else:
+            self.sizes |= {statistics: tokens * self.wide, normalised: self.residual * self.wide}
+            keeps = (source, statistics, normalised)
+            if self.wide > item:
+                self.sizes[widened] = self.residual * self.wide
+                keeps = (widened, statistics, normalised)
+            adds = 3 * self.residual * self.wide  # gradients of the operations that it consists of
+        self._add(name, (source,), target, keeps, backward_adds=adds)
+
+    def _product(self, name: str, source: str, target: str, weight_numel: int) -> None:
+        """A matrix product keeps its input; its weight's gradient is a tensor until it is added up."""
+        whole = self.whole if name not in ("attention output", "down") else 0
+        adds = max(weight_numel * self.item, whole)
+        self._add(name, (source,), target, (source,), forward_adds=whole, backward_adds=adds)
+
+    def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
+        mask = f"mask of {name}"
+        self._mask(mask, target)
+        self._add(name, (stream, branch), target, (mask,) if self.work.dropout else (), is_sum=True)
+
+    def _mask(self, name: str, like: str) -> None:
+        self.sizes[name] = self.sizes[like] // self.item if self.work.dropout else 0  # one byte an element
+
+    def _add(
+        self,
+        name: str,
+        reads: tuple[str, ...],
+        writes: str,
+        keeps: tuple[str, ...] = (),
+        forward_adds: int = 0,
+        backward_adds: int = 0,
+        is_sum: bool = False,
+    ) -> None:
+        self.operations.append(
+            Operation(
+                name=name,
+                reads=reads,
+                writes=writes,
+                keeps=keeps,
+                forward_adds=forward_adds,
+                backward_adds=backward_adds,
+                is_sum=is_sum,
+            )
+        )

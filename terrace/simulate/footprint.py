@@ -1,0 +1,240 @@
+"""The memory of one rank by category, in each phase of a step.
+
+A phase's figure is what is alive at its worst moment, not the sum of all peaks:
+
+- forward: a block runs forward while all that earlier blocks and other micro-batches keep is there;
+- backward: a block runs backward (or is recomputed first), with gradients of activations and parameters;
+- update: model state alone.
+
+Categories are those of model state (terrace.simulate.states) and
+
+    activations   what forwards keep for backwards, over all micro-batches in flight, without the logits
+    logits        what the head keeps whose size goes with the vocabulary
+    working       what the running block takes beyond what it keeps: outputs, gradients, temporary tensors
+    batch         tokens and labels of the step's micro-batches, int64
+    context       what a process takes before any tensor: libraries, kernels, communicators
+    allocator     what the allocator cannot use, as a share of all tensors
+
+What kernels take as scratch memory is in no category, nor are RoPE's tables and random states of recomputed blocks.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Literal
+
+from terrace.base.errors import PlanError
+from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig
+from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS
+from terrace.simulate.activations import Backend, BlockActivations, block_activation_bytes
+from terrace.simulate.states import BlockKind, Stage, axis_degree, model_states, stage_of, state_layout
+from terrace.simulate.work import Work
+
+# A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
+CUDA_CONTEXT_BYTES = 1_500_000_000
+# Resident memory of a process after importing torch 2.13 (CPU), with gloo groups and one small step: measured 324 MB.
+CPU_CONTEXT_BYTES = 324_000_000
+# Caching allocators round blocks up and split them; 1.03 to 1.08 has been seen. On a CPU nothing is cached.
+CUDA_ALLOCATOR_FACTOR = 1.05
+
+# `terrace.model.layers` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
+CPU_PLAIN_SEQUENCE = 128
+
+_TOKEN_BYTES = 8
+
+Phase = Literal["forward", "backward", "update"]
+
+
+def footprint(
+    cluster: Cluster,
+    plan: Plan,
+    model: ModelConfig,
+    sequence: int,
+    num_micros: int,
+    *,
+    stage: int = 0,
+    in_flight: float | None = None,
+    layers: range | None = None,
+    backend: Backend = "cuda",
+    context_bytes: int | None = None,
+    allocator_factor: float | None = None,
+) -> dict[str, int]:
+    """Return the bytes by category of one rank at the worst moment of a step; their sum is the peak.
+
+    `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
+    one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
+    those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly. `backend` decides
+    what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
+    Raises `PlanError` for a stage, a backend or a number in flight that cannot be, and `ClusterError` for an unknown
+    tier.
+    """
+    phases = footprint_by_phase(
+        cluster,
+        plan,
+        model,
+        sequence,
+        num_micros,
+        stage=stage,
+        in_flight=in_flight,
+        layers=layers,
+        backend=backend,
+        context_bytes=context_bytes,
+        allocator_factor=allocator_factor,
+    )
+    return max(phases.values(), key=lambda categories: sum(categories.values()))
+
+
+def footprint_by_phase(
+    cluster: Cluster,
+    plan: Plan,
+    model: ModelConfig,
+    sequence: int,
+    num_micros: int,
+    *,
+    stage: int = 0,
+    in_flight: float | None = None,
+    layers: range | None = None,
+    backend: Backend = "cuda",
+    context_bytes: int | None = None,
+    allocator_factor: float | None = None,
+) -> dict[Phase, dict[str, int]]:
+    """Return the bytes by category at the worst moment of each phase; arguments and errors are `footprint`'s."""
+    layout = state_layout(cluster, plan)
+    num_stages = axis_degree(cluster, plan, "pipeline")
+    work = work_of(cluster, plan, model, sequence, backend)
+    held = stage_of(model, work.tensor, num_stages, stage, layout.data_degree, layers)
+    if in_flight is None:
+        in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages - stage)
+    if not 1 <= in_flight <= num_micros:
+        raise PlanError(
+            f"in_flight = {in_flight} of {num_micros} micro-batches: a stage holds at least 1 and at most all"
+        )
+    states = model_states(layout, plan, held, num_micros)
+    steady = dict(states.steady)
+    stream = work.tokens * model.hidden_size * FORMATS[plan.compute].element_bytes
+    if num_stages > 1:  # one message on its way out and one coming in, in each direction
+        steady["buffers"] += 4 * (stream // work.tensor if work.sequence_parallel else stream)
+    steady["batch"] = num_micros * 2 * work.tokens * _TOKEN_BYTES
+    # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
+    pending = next(iter(states.gradients.values())) if num_micros > plan.unit else 0
+    best: dict[Phase, dict[str, int]] = {"update": steady}
+    for moment in _moments(work, held, plan.recompute, backend, in_flight, num_stages > 1):
+        categories = steady | {
+            "gathered": states.gathered[moment.kind],
+            "grads_full": states.gradients[moment.kind] if moment.phase == "backward" else pending,
+            "activations": moment.activations,
+            "logits": moment.logits,
+            "working": moment.working,
+        }
+        if moment.phase not in best or sum(categories.values()) > sum(best[moment.phase].values()):
+            best[moment.phase] = categories
+    factor = (CUDA_ALLOCATOR_FACTOR if backend == "cuda" else 1.0) if allocator_factor is None else allocator_factor
+    context = context_bytes
+    if context is None:
+        context = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES, "published": 0}[backend]
+    order: tuple[Phase, ...] = ("forward", "backward", "update")
+    return {
+        phase: best[phase] | {"allocator": int((factor - 1) * sum(best[phase].values())), "context": context}
+        for phase in order
+    }
+
+
+def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend = "cuda") -> Work:
+    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes."""
+    return Work(
+        model=model,
+        sequence=sequence,
+        micro_batch=plan.micro_batch,
+        tensor=axis_degree(cluster, plan, "tensor"),
+        context=axis_degree(cluster, plan, "context"),
+        compute=plan.compute,
+        flash=not (backend == "cpu" and plan.compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
+    )
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The activations alive while a block of `kind` runs."""
+
+    phase: Phase
+    kind: BlockKind
+    activations: int
+    logits: int
+    working: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The last block of a kind that is or is not recomputed, and what of one micro-batch is kept up to it."""
+
+    kind: BlockKind
+    block: BlockActivations
+    activations: int  # with this block's, without logits
+    logits: int
+
+
+@lru_cache(maxsize=65536)
+def _moments(
+    work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend, in_flight: float, pipelined: bool
+) -> tuple[_Moment, ...]:
+    """Return the moments among which every phase has its worst.
+
+    In a pipeline the other micro-batches in flight have passed the whole stage. In a unit they have passed the same
+    block, or are about to, and the output or the gradient of each waits to go on.
+    """
+    runs = _runs(work, stage, recompute, backend)
+    others = in_flight - 1
+    moments = []
+    for run in runs:
+        block, beside = run.block, runs[-1] if pipelined else run
+        activations = run.activations + math.ceil(others * beside.activations)
+        logits = run.logits + math.ceil(others * beside.logits)
+        waiting = 0 if pipelined else math.ceil(others * block.output_bytes)
+        forward = max(0, block.forward_peak_bytes - block.kept_bytes) + waiting
+        backward = max(0, block.backward_peak_bytes - block.kept_bytes) + waiting
+        moments.append(_Moment("forward", run.kind, activations, logits, forward))
+        moments.append(_Moment("backward", run.kind, activations, logits, backward))
+    return tuple(moments)
+
+
+def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend) -> list[_Run]:
+    embedding, head, plain, again = _recomputed(recompute, stage.layers)
+
+    def block_of(kind: BlockKind, whole: bool) -> BlockActivations:
+        return block_activation_bytes(replace(work, recompute="full") if whole else work, kind, backend)
+
+    runs, kept = [], 0
+    if stage.embedding:
+        block = block_of("embedding", embedding)
+        kept = block.kept_bytes
+        runs.append(_Run("embedding", block, kept, 0))
+    plain_layer, again_layer = block_of("layer", False), block_of("layer", True)
+    before = kept
+    for whole, (num_plain, num_again) in sorted(((False, plain), (True, again)), key=lambda entry: sum(entry[1])):
+        if num_plain + num_again:
+            kept = before + num_plain * plain_layer.kept_bytes + num_again * again_layer.kept_bytes
+            runs.append(_Run("layer", again_layer if whole else plain_layer, kept, 0))
+    if stage.head:
+        block = block_of("head", head)
+        runs.append(_Run("head", block, kept + block.kept_bytes - block.logits_bytes, block.logits_bytes))
+    return runs
+
+
+@lru_cache(maxsize=4096)
+def _recomputed(patterns: tuple[str, ...], layers: range) -> tuple[bool, bool, tuple[int, int], tuple[int, int]]:
+    """Return whether embedding and head are recomputed; then for the last layer that is not recomputed, and for the
+    last that is, how many layers up to it are not and are: (0, 0) where there is none.
+    """
+
+    def hit(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    counts, last = [0, 0], [(0, 0), (0, 0)]
+    for index in layers:
+        again = hit(f"layers.{index}")
+        counts[again] += 1
+        last[again] = (counts[0], counts[1])
+    return hit("embedding"), hit("head"), last[0], last[1]

@@ -1,0 +1,236 @@
+"""Model state of one rank in closed form: cheap enough for a search, and for every axis.
+
+With W elements on a rank after the tensor axis and the pipeline have cut the model, c and m the bytes of the compute
+and of the master dtype, and S_* the ranks that a state is sharded over (the data and context ranks of its tier and of
+all tiers inside):
+
+    params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
+
+What is whole for a while is a window of blocks: the parameters of a visit and of the `prefetch` next ones, the
+gradients of two neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the
+same by walking through the visits, and for plans that use the data axis alone both give the same bytes.
+
+Tensor ranks cut every matrix, and the biases of its rows; norms, learned positions and biases that are added after
+a sum over tensor ranks are whole on each. Fewer key-value heads than tensor ranks are repeated. A tied head on another
+stage than the embedding has a copy of its own. All parameters train.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from terrace.base.errors import PlanError
+from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.spec import BlockSpec
+from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.memory import accumulates_in_place, arena_bytes, gather_buffers, keeps_master, reduce_buffers
+from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS, MessageClass
+
+BlockKind = Literal["embedding", "layer", "head"]
+KINDS: tuple[BlockKind, ...] = ("embedding", "layer", "head")
+
+_WHOLE = ("norm.", "attention_norm.", "mlp_norm.", "positions", "attention.output.bias", "mlp.down.bias")
+_KEY_VALUE = ("attention.key.", "attention.value.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The part of a model on one rank: padded elements of each kind of block, 0 where the stage has none."""
+
+    embedding: int
+    layer: int  # of each
+    head: int
+    layers: range
+    lent: int  # what a tied head reads of the embedding of this stage
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks on the stage."""
+        return len(self.layers) + (self.embedding > 0) + (self.head > 0)
+
+    @property
+    def total(self) -> int:
+        """Elements of all blocks."""
+        return self.embedding + len(self.layers) * self.layer + self.head
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest block."""
+        return max(self.embedding, self.layer if self.layers else 0, self.head)
+
+
+def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
+    """Return the degree of an axis over all tiers."""
+    return math.prod(plan.degree(tier.name, axis, tier.size) for tier in cluster.tiers)
+
+
+def state_layout(cluster: Cluster, plan: Plan) -> Layout:
+    """Return where states lie: data and context ranks hold the same slice of a block, so they share its states."""
+    params = cluster.index(plan.params)
+    return Layout(
+        tiers=tuple(tier.name for tier in cluster.tiers),
+        degrees=tuple(
+            plan.degree(tier.name, "data", tier.size) * plan.degree(tier.name, "context", tier.size)
+            for tier in cluster.tiers
+        ),
+        params=params,
+        params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
+        grads=cluster.index(plan.grads),
+        optimizer=cluster.index(plan.optimizer),
+    )
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """Return the layers of a stage when they are spread as evenly as whole layers can be."""
+    return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
+
+
+@lru_cache(maxsize=4096)
+def stage_of(
+    model: ModelConfig, tensor: int, num_stages: int, stage: int, shards: int, layers: range | None = None
+) -> Stage:
+    """Return what stage `stage` of `num_stages` holds, each block padded to a multiple of `shards`.
+
+    `layers` says which layers, where they are not spread evenly. Raises `PlanError` for a stage that does not exist.
+    """
+    if not 0 <= stage < num_stages:
+        raise PlanError(f"stage = {stage} of a pipeline of {num_stages}: use 0 to {num_stages - 1}")
+    first, second, *_, last = block_specs(model)
+    embedding, layer, head = (_local_numel(model, block, tensor) for block in (first, second, last))
+    tied = model.tied_embeddings
+    if tied and num_stages > 1:
+        head += -(-model.vocab_size // tensor) * model.hidden_size
+
+    def padded(numel: int) -> int:
+        return -(-numel // shards) * shards
+
+    return Stage(
+        embedding=padded(embedding) if stage == 0 else 0,
+        layer=padded(layer),
+        head=padded(head) if stage == num_stages - 1 else 0,
+        layers=stage_layers(model.num_layers, num_stages, stage) if layers is None else layers,
+        lent=padded(embedding) if tied and num_stages == 1 else 0,
+    )
+
+
+def _local_numel(model: ModelConfig, block: BlockSpec, tensor: int) -> int:
+    """Elements of a block on one tensor rank."""
+    total = 0
+    for param in block.params:
+        if param.name.startswith(_WHOLE):
+            total += param.numel
+        elif param.name.startswith(_KEY_VALUE):
+            total += param.numel // model.num_kv_heads * -(-model.num_kv_heads // tensor)
+        else:
+            total += -(-param.numel // tensor)
+    return total
+
+
+def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
+    """Return the most parameters that are whole at once while a block of `kind` runs.
+
+    They are those of `prefetch + 1` neighbours; at the head the visits turn round, so no further block comes in.
+    """
+    reach, num = prefetch + 1, len(stage.layers)
+    begins, ends = stage.embedding > 0, stage.head > 0
+    windows = []  # (with embedding, with head, elements)
+    if num:
+        windows.append((False, False, min(num, reach) * stage.layer))
+    if begins:
+        windows.append((True, False, stage.embedding + min(num, reach - 1) * stage.layer))
+    if ends:
+        windows.append((False, True, stage.head + stage.lent + min(num, reach - 1) * stage.layer))
+    if begins and ends and reach >= num + 2:
+        windows.append((True, True, stage.total))
+    if kind == "embedding":
+        return max((size for embedding, _, size in windows if embedding), default=0)
+    if kind == "head":
+        return max((size for _, head, size in windows if head), default=0)
+    return max((size for embedding, head, size in windows if reach > embedding + head), default=0)
+
+
+def gradient_numel(stage: Stage, kind: BlockKind, again: bool) -> int:
+    """Return the most gradients that are whole at once in the backward of a block of `kind`.
+
+    They are its own, the one before it that is still being reduced, and that of what a tied head borrowed; `again`:
+    micro-batches follow one another, so the head may find the first block's still under way.
+    """
+    layer = stage.layer if stage.layers else 0
+    newest = stage.embedding or layer or stage.head  # the last block that the micro-batch before reduced
+    if kind == "head":
+        return stage.head + stage.lent + (newest if again else 0)
+    if kind == "embedding":
+        return stage.embedding + (layer or stage.head)
+    before = [stage.head, layer if len(stage.layers) > 1 else 0, newest if again and not stage.head else 0]
+    return layer + max(before) + stage.lent
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes of model state: `steady` by category all the time, whole parameters and gradients by kind of block."""
+
+    steady: dict[str, int]
+    gathered: dict[BlockKind, int]
+    gradients: dict[BlockKind, int]
+
+
+def model_states(layout: Layout, plan: Plan, stage: Stage, num_micros: int) -> States:
+    """Return the model state of a rank on `stage` under the placements of `layout`."""
+    item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    total = stage.total
+    kinds = [kind for kind, size in zip(KINDS, (stage.embedding, len(stage.layers), stage.head), strict=True) if size]
+    again = num_micros > plan.unit
+    whole = layout.params != DEVICE
+    buffered = not accumulates_in_place(plan, layout)
+    wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
+    buffers, feedback = _messages(layout, wires, plan.compute, plan.master, plan.prefetch, stage, again)
+    return States(
+        steady={
+            "params": total // layout.span(layout.params) * item,
+            "secondary": total // layout.span(layout.params_backward) * item if layout.has_secondary else 0,
+            "grads": total // layout.span(layout.grads) * master,
+            "optimizer": total // layout.span(layout.optimizer) * master * (3 if keeps_master(plan, layout) else 2),
+            "feedback": feedback,
+            "buffers": buffers,
+        },
+        gathered={kind: gathered_numel(stage, plan.prefetch, kind) * item if whole else 0 for kind in kinds},
+        gradients={kind: gradient_numel(stage, kind, again) * item if buffered else 0 for kind in kinds},
+    )
+
+
+@lru_cache(maxsize=16384)
+def _messages(
+    layout: Layout,
+    wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
+    compute: Literal["bf16", "fp32", "fp64"],
+    master: Literal["fp32", "fp64"],
+    prefetch: int,
+    stage: Stage,
+    again: bool,
+) -> tuple[int, int]:
+    """Return the bytes of the message buffers, and of what error feedback keeps."""
+    table = {message: dict(row) for message, row in wires}
+    plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
+    cases: list[tuple[MessageClass, int | None]] = [
+        (message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)
+    ]
+    if layout.params != DEVICE:
+        cases.append((MessageClass.GATHER, layout.params))
+        if 2 * stage.num_blocks - 1 > max(1, prefetch):  # else every block stays for the whole step
+            cases.append((MessageClass.GATHER_BACKWARD, layout.params_backward))
+            cases += [(MessageClass.GATHER, layout.params_backward)] if again else []
+    lanes: dict[int, int] = {}
+    for message, source in cases:
+        reduction, gathering = block_hops(layout, plan, message, stage.largest, source)
+        lane = max((hop.tier for hop in (*reduction, *gathering)), default=0)
+        sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
+        lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
+    feedback = 0
+    if any(name.endswith("+feedback") for row in table.values() for name in row.values()):
+        blocks = ((stage.embedding, 1), (stage.layer, len(stage.layers)), (stage.head, 1))
+        feedback = sum(count * sum(residual_numels(layout, plan, numel)) for numel, count in blocks)
+    return sum(lanes.values()), feedback * RESIDUAL_BYTES

@@ -1,0 +1,91 @@
+"""A tape: the operations of a block in order, and the memory that playing it forward and backward holds.
+
+An operation reads tensors, writes one, and keeps some for its backward. What a block keeps between forward and
+backward is the union of what its operations keep. The peaks follow by playing the tape with autograd's rules:
+
+- forward: a tensor stays until nothing more reads it, or, once it is kept, to the end;
+- backward: an operation makes a gradient of the size of each tensor it read; then the gradient of what it wrote
+  goes, and so does what nothing earlier on the tape still keeps. A sum hands its gradient on as it is. Where a
+  tensor was read twice, the second gradient is added into the first, or into a new one while others hold that.
+
+The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+INPUT, OUTPUT = "input", "output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One node of autograd's graph, or a few that always come together.
+
+    `keeps` may name tensors that no operation reads or writes, such as the statistics of a norm. `backward_adds`
+    is what lives only while its backward runs: the gradient of a weight before it is added up, for one.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: str
+    keeps: tuple[str, ...] = ()
+    forward_adds: int = 0  # bytes that live only while the forward runs
+    backward_adds: int = 0  # likewise for the backward
+    is_sum: bool = False
+
+
+def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes that each operation is the first to keep, without the block's input."""
+    seen = {INPUT}
+    kept: dict[str, int] = {}
+    for operation in tape:
+        new = [name for name in operation.keeps if name not in seen]
+        seen.update(new)
+        if new:
+            kept[operation.name] = kept.get(operation.name, 0) + sum(sizes[name] for name in new)
+    return kept
+
+
+def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: bool) -> int:
+    """Return the most bytes alive during a forward, the input and (if `keeping`) all that is kept included."""
+    last_read = {name: index for index, operation in enumerate(tape) for name in operation.reads}
+    alive, kept = {INPUT}, {INPUT, OUTPUT}
+    peak = sizes[INPUT]
+    for index, operation in enumerate(tape):
+        kept.update(operation.keeps if keeping else ())
+        alive.update((operation.writes, *operation.keeps))
+        peak = max(peak, sum(sizes[name] for name in alive) + operation.forward_adds)
+        alive = {name for name in alive if name in kept or last_read.get(name, -1) > index}
+    return peak
+
+
+def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
+    """Return the most bytes alive during a backward, what was kept and the gradients at both ends included."""
+    first_keeper = {name: index for index, operation in reversed(list(enumerate(tape))) for name in operation.keeps}
+    held = {INPUT, OUTPUT, *first_keeper}
+    gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient
+    buffers = [sizes[OUTPUT]]
+    outside = {0}  # the caller holds the gradient of the output to the end
+    peak = 0
+    for index, operation in reversed(list(enumerate(tape))):
+        arriving = gradients.pop(operation.writes)
+        added = operation.backward_adds
+        for name in operation.reads:
+            if operation.is_sum:
+                buffer = arriving
+            else:
+                buffers.append(sizes[name])
+                buffer = len(buffers) - 1
+            if name not in gradients:
+                gradients[name] = buffer
+                continue
+            shared = outside | {arriving, *(other for key, other in gradients.items() if key != name)}
+            if gradients[name] in shared:  # others hold it, so the sum takes a new buffer
+                added += sizes[name]
+                gradients[name] = buffer
+            else:
+                added += 0 if operation.is_sum else sizes[name]  # gone once it has been added
+        living = outside | {arriving, *gradients.values()}
+        peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living) + added)
+        held -= {name for name in operation.keeps if first_keeper[name] == index and name not in (INPUT, OUTPUT)}
+    return peak
