@@ -1,7 +1,27 @@
 """The simulator: the very program that the runtime executes, priced and played forward in time."""
 
+from terrace.simulate.changes import Change, best_change, changes
 from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.critical import CriticalPath, critical_path, critical_words
+from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.events import simulate
+from terrace.simulate.recording import Recording, Span, record
 from terrace.simulate.work import Work
 
-__all__ = ["Costs", "Work", "simulate", "step_costs"]
+__all__ = [
+    "Change",
+    "Costs",
+    "CriticalPath",
+    "MemoryCurve",
+    "Recording",
+    "Span",
+    "Work",
+    "best_change",
+    "changes",
+    "critical_path",
+    "critical_words",
+    "memory_curve",
+    "record",
+    "simulate",
+    "step_costs",
+]

@@ -7,114 +7,253 @@ penalty times the time they share. Lanes do not slow one another down on a tier 
 
 The step is played twice and the second is reported, so that refreshes which overlap the start of
 the next step are seen in their steady state.
+
+A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and
+the play itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps what it saw.
 """
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from terrace.plan import step_bytes
+from terrace.base.errors import ProgramError
+from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, model_state_bytes
 from terrace.plan.validate import recomputed
-from terrace.program import Instruction, Op, Program, StepReport
+from terrace.program import COLLECTIVES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 
 
 def simulate(program: Program, costs: Costs) -> StepReport:
-    """Return the predicted report of a steady step. Linear in the number of instructions."""
-    rank = _Rank(program, costs, recomputed(program.plan, program.blocks))
+    """Return the predicted report of a steady step. Linear in the number of instructions.
+
+    Raises `ProgramError` for an instruction that one rank alone cannot be simulated with.
+    """
+    plays, counts = price(program, costs)
+    plays = [play for play in plays if play[1].op is not Op.FREE]
+    rank = Rank(program)
     for _ in range(2):
         rank.time_s = defaultdict(float)
-        for instruction in program.instructions:
-            rank.step(instruction)
-    cluster, plan = program.cluster, program.plan
+        for act, event in plays:
+            act(rank, event)
+    return report(program, rank.time_s, counts)
+
+
+def report(program: Program, time_s: dict[str, float], counts: dict[Instruction, int]) -> StepReport:
+    """Return the report of a step that took `time_s` and ran every distinct instruction so many times."""
+    sent_bytes: dict[tuple[MessageClass, str], int] = defaultdict(int)
+    for instruction, count in counts.items():
+        if instruction.op in COLLECTIVES:
+            message = program.message(instruction)
+            for tier, num_bytes in program.sends(instruction):
+                sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
     return StepReport(
-        time_s=dict(rank.time_s),
-        sent_bytes=step_bytes(cluster, plan, program.blocks, program.num_micros),
-        memory_bytes=model_state_bytes(cluster, plan, program.blocks, program.num_micros),
+        time_s=dict(time_s),
+        sent_bytes=dict(sent_bytes),
+        memory_bytes=model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros),
     )
 
 
-@dataclass
-class _Rank:
+@dataclass(slots=True, eq=False)
+class Event:
+    """What the play needs of a distinct instruction: its seconds, the lane it takes and what it reads."""
+
+    op: Op
+    block: int
+    seconds: float  # on the compute stream or the lane
+    lane: int  # -1: the compute stream
+    category: str  # of its compute, or of waiting for it
+    needs: tuple[int, ...] = ()  # blocks whose parameters it reads
+    opens: bool = False  # whether it needs a gradient buffer
+
+
+Play = tuple[Callable[["Rank", Event], None], Event]
+Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
+
+
+def price(program: Program, costs: Costs) -> tuple[list[Play], dict[Instruction, int]]:
+    """Return what to do for every instruction in order, and how often each distinct one runs.
+
+    Instructions that differ in nothing but their micro-batch are one event.
+    """
+    pricing = _Pricing(program, costs)
+    known: dict[tuple[Op, int, bool, bool], Play] = {}
+    counts: dict[tuple[Op, int, bool, bool], int] = defaultdict(int)
+    samples: dict[tuple[Op, int, bool, bool], Instruction] = {}
+    plays = []
+    for instruction in program.instructions:
+        key = (instruction.op, instruction.block, instruction.backward, instruction.secondary)
+        counts[key] += 1
+        play = known.get(key)
+        if play is None:
+            play = known[key] = pricing.play(instruction)
+            samples[key] = instruction
+        plays.append(play)
+    return plays, {samples[key]: count for key, count in counts.items()}
+
+
+class _Pricing:
+    """Turns an instruction into its event."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
+        self._again = recomputed(program.plan, program.blocks)
+        self._in_place = accumulates_in_place(program.plan, program.layout)
+
+    def play(self, instruction: Instruction) -> Play:
+        op, block = instruction.op, instruction.block
+        if op in (Op.FORWARD, Op.BACKWARD):
+            return self._pass(instruction)
+        if op is Op.UPDATE:
+            return Rank.update, Event(op, block, self.costs.update_s[block], -1, "update")
+        if op is Op.FREE or (op is Op.REDUCE and self._in_place):
+            return Rank.nothing, Event(op, block, 0.0, -1, "")
+        if op not in _COLLECTIVE:
+            raise ProgramError(
+                f"{instruction}: the simulation of one rank has no {op.value}; "
+                "a program that talks to other stages is simulated with all of them"
+            )
+        seconds, lane = self.costs.collective_s(instruction), self.program.lane(instruction)
+        category = f"wait {self.program.message(instruction).value}"
+        return _COLLECTIVE[op], Event(op, block, seconds, lane, category)
+
+    def _pass(self, instruction: Instruction) -> Play:
+        op, index, blocks = instruction.op, instruction.block, self.program.blocks
+        needs = (index, *blocks[index].borrows)
+        act = Rank.run_replicated if self.program.layout.params == DEVICE else Rank.run
+        if op is Op.FORWARD:
+            return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs)
+        again_s = self.costs.forward_s[index] if index in self._again else 0.0
+        # With only frozen parameters a backward needs no gradient buffer.
+        opens = any(blocks[needed].num_trainable for needed in needs)
+        return act, Event(op, index, self.costs.backward_s[index] + again_s, -1, "backward", needs, opens)
+
+
+class Rank:
     """The clocks of one rank and the moments at which communication under way will be done."""
 
-    program: Program
-    costs: Costs
-    again: frozenset[int]
-    now_s: float = 0.0
-    lanes_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # when each lane is free
-    time_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    gathers: dict[int, tuple[float, str]] = field(default_factory=dict)
-    refreshes: dict[int, float] = field(default_factory=dict)
-    reductions: deque[float] = field(default_factory=deque)
-    reduced: dict[int, float] = field(default_factory=dict)
-    syncs: list[float] = field(default_factory=list)
+    __slots__ = (
+        "busy_s",
+        "gathers",
+        "lanes_s",
+        "now_s",
+        "penalty",
+        "reduced",
+        "reductions",
+        "refreshes",
+        "syncs",
+        "time_s",
+    )
 
-    def step(self, instruction: Instruction) -> None:
-        op, block = instruction.op, instruction.block
-        if op is Op.GATHER:
-            message = self.program.message(instruction)
-            refreshed_s = self.refreshes.pop(block, 0.0)
-            self.gathers[block] = (self._issue(instruction, refreshed_s), f"wait {message.value}")
-        elif op is Op.FORWARD:
-            self._await_parameters(block)
-            self._compute(self.costs.forward_s[block], "forward")
-        elif op is Op.BACKWARD:
-            self._await_parameters(block)
-            while len(self.reductions) > 1 and self._opens_gradient(block):
-                self._wait(self.reductions.popleft(), "wait reduce")
-            again = self.costs.forward_s[block] if block in self.again else 0.0
-            self._compute(self.costs.backward_s[block] + again, "backward")
-        elif op is Op.REDUCE:
-            if not accumulates_in_place(self.program.plan, self.program.layout):
-                self.reduced[block] = self._issue(instruction)
-                self.reductions.append(self.reduced[block])
-        elif op is Op.SYNC:
-            self.syncs.append(self._issue(instruction, self.reduced.get(block, 0.0)))
-        elif op is Op.CLIP:
-            self._clip(instruction)
-        elif op is Op.UPDATE:
-            self._compute(self.costs.update_s[block], "update")
-        elif op is Op.REFRESH:
-            self.refreshes[block] = self._issue(instruction)
+    def __init__(self, program: Program) -> None:
+        self.now_s = 0.0
+        self.penalty = program.cluster.device.overlap_penalty
+        self.lanes_s = [0.0] * len(program.layout.tiers)  # when each lane is free
+        self.busy_s = 0.0  # when all are
+        self.time_s: dict[str, float] = defaultdict(float)
+        self.gathers: dict[int, tuple[Moment, str]] = {}
+        self.refreshes: dict[int, Moment] = {}
+        self.reductions: deque[Moment] = deque()
+        self.reduced: dict[int, Moment] = {}
+        self.syncs: list[Moment] = []
 
-    def _clip(self, instruction: Instruction) -> None:
-        for done_s in self.reductions:
-            self._wait(done_s, "wait reduce")
-        for done_s in self.syncs:
-            self._wait(done_s, "wait sync")
+    def nothing(self, event: Event) -> None:
+        """FREE, and REDUCE where autograd adds into the accumulated gradient itself."""
+
+    def gather(self, event: Event) -> None:
+        """GATHER starts after the refresh of its block."""
+        self.gathers[event.block] = self.issue(event, self.refreshes.pop(event.block, _START)), event.category
+
+    def run(self, event: Event) -> None:
+        """FORWARD and BACKWARD wait for the gathers of what they read."""
+        gathers = self.gathers
+        for block in event.needs:
+            if block in gathers:
+                moment, category = gathers.pop(block)
+                if moment[0] > self.now_s:
+                    self.wait(moment, category)
+        self._run(event)
+
+    def run_replicated(self, event: Event) -> None:
+        """The same where parameters are replicated: what they wait for is the refresh."""
+        for block in event.needs:
+            if block in self.gathers:
+                self.wait(*self.gathers.pop(block))
+            if block in self.refreshes:
+                self.wait(self.refreshes.pop(block), "wait refresh")
+        self._run(event)
+
+    def _run(self, event: Event) -> None:
+        if event.opens:
+            reductions = self.reductions
+            while len(reductions) > 1:
+                self.wait(reductions.popleft(), "wait reduce")
+        self.compute(event)
+
+    def reduce(self, event: Event) -> None:
+        """REDUCE of a unit's gradient."""
+        self.reduced[event.block] = moment = self.issue(event, _START)
+        self.reductions.append(moment)
+
+    def sync(self, event: Event) -> None:
+        """SYNC starts after the last reduction of its block."""
+        self.syncs.append(self.issue(event, self.reduced.get(event.block, _START)))
+
+    def clip(self, event: Event) -> None:
+        """CLIP waits for every gradient, then for its own message."""
+        for moment in self.reductions:
+            self.wait(moment, "wait reduce")
+        for moment in self.syncs:
+            self.wait(moment, "wait sync")
         self.reductions.clear()
         self.syncs.clear()
-        self._wait(self._issue(instruction), "wait control")
+        self.wait(self.issue(event, _START), event.category)
 
-    def _await_parameters(self, block: int) -> None:
-        for needed in (block, *self.program.blocks[block].borrows):
-            if needed in self.gathers:
-                self._wait(*self.gathers.pop(needed))
-            if self.program.layout.params == DEVICE and needed in self.refreshes:
-                self._wait(self.refreshes.pop(needed), "wait refresh")
+    def update(self, event: Event) -> None:
+        """UPDATE reads what CLIP waited for."""
+        self.compute(event)
 
-    def _opens_gradient(self, block: int) -> bool:
-        """Whether a backward needs a gradient buffer; with only frozen parameters it needs none."""
-        blocks = self.program.blocks
-        return any(blocks[needed].num_trainable for needed in (block, *blocks[block].borrows))
+    def refresh(self, event: Event) -> None:
+        """REFRESH follows its UPDATE."""
+        self.refreshes[event.block] = self.issue(event, _START)
 
-    def _issue(self, instruction: Instruction, ready_s: float = 0.0) -> float:
-        """Return when a message will be there that may start at `ready_s`."""
-        lane, seconds = self.program.lane(instruction), self.costs.collective_s(instruction)
-        if not seconds:
-            return max(ready_s, self.now_s)
-        self.lanes_s[lane] = max(self.lanes_s[lane], self.now_s, ready_s) + seconds
-        return self.lanes_s[lane]
+    def issue(self, event: Event, ready: Moment) -> Moment:
+        """Put a message on its lane that may start at `ready`; return when it will be there."""
+        start_s = ready[0]
+        if self.now_s > start_s:
+            start_s = self.now_s
+        if not event.seconds:
+            return start_s, ready[1]
+        lanes_s, lane = self.lanes_s, event.lane
+        if lanes_s[lane] > start_s:
+            start_s = lanes_s[lane]
+        lanes_s[lane] = done_s = start_s + event.seconds
+        if done_s > self.busy_s:
+            self.busy_s = done_s
+        return done_s, -1
 
-    def _wait(self, done_s: float, category: str) -> None:
-        if done_s > self.now_s:
-            self.time_s[category] += done_s - self.now_s
-            self.now_s = done_s
+    def wait(self, moment: Moment, category: str) -> None:
+        """Let the compute stream wait for a message."""
+        if moment[0] > self.now_s:
+            self.time_s[category] += moment[0] - self.now_s
+            self.now_s = moment[0]
 
-    def _compute(self, seconds: float, category: str) -> None:
-        shared_s = min(seconds, max(0.0, max(self.lanes_s.values(), default=0.0) - self.now_s))
-        seconds += self.program.cluster.device.overlap_penalty * shared_s
-        self.time_s[category] += seconds
+    def compute(self, event: Event) -> None:
+        """Run something on the compute stream."""
+        seconds = event.seconds
+        shared_s = self.busy_s - self.now_s
+        if shared_s > 0.0:
+            seconds += self.penalty * (shared_s if shared_s < seconds else seconds)
+        self.time_s[event.category] += seconds
         self.now_s += seconds
+
+
+_START: Moment = (0.0, -1)  # before anything
+_COLLECTIVE = {
+    Op.GATHER: Rank.gather,
+    Op.REDUCE: Rank.reduce,
+    Op.SYNC: Rank.sync,
+    Op.CLIP: Rank.clip,
+    Op.REFRESH: Rank.refresh,
+}

@@ -1,0 +1,102 @@
+"""The critical path: walking back from the end of a step, what was it waiting for?
+
+The walk starts at the end of the compute stream. What computed came after what the stream did before; a wait
+came after a message; a message came after whichever was last of its being issued, its lane being free, and
+what it reads being there. The pieces so found lie behind one another without a gap and cover the step. A
+message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrace.program import Instruction, Program
+from terrace.simulate.recording import COMPUTE, Recording
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the critical path: a span, cut at the start of the step."""
+
+    number: int  # of the span in the recording
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalPath:
+    """The pieces of the critical path, in order, and seconds by (tier, category), "" standing for compute."""
+
+    pieces: tuple[Piece, ...]
+    seconds: Mapping[tuple[str, str], float]
+    waits_s: float  # what the compute stream waited, on this path or not
+    step_s: float
+
+    @cached_property
+    def by_place(self) -> dict[str, float]:
+        """Seconds by tier, "" standing for compute; the largest first, then by name."""
+        total: dict[str, float] = defaultdict(float)
+        for (place, _), seconds in self.seconds.items():
+            total[place] += seconds
+        return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+
+
+def critical_path(recording: Recording) -> CriticalPath:
+    """Return the critical path of a recorded step."""
+    spans = recording.spans
+    pieces = []
+    number = max((n for n, span in enumerate(spans) if span.lane == COMPUTE), default=-1)
+    while number >= 0 and spans[number].end_s > 0.0:
+        span = spans[number]
+        is_wait = span.lane == COMPUTE and span.category.startswith("wait ")
+        if not is_wait and span.end_s > span.start_s:
+            pieces.append(Piece(number, max(0.0, span.start_s), span.end_s))
+        number = span.after
+    pieces.reverse()
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for piece in pieces:
+        span = spans[piece.number]
+        if span.lane == COMPUTE:
+            seconds["", span.category] += piece.end_s - piece.start_s
+            continue
+        shares = tier_shares(recording.program, recording.program.instructions[span.position])
+        for tier, share in shares.items():
+            seconds[recording.program.layout.tiers[tier], span.category] += share * (piece.end_s - piece.start_s)
+    waits_s = sum(spent for name, spent in recording.report.time_s.items() if name.startswith("wait "))
+    return CriticalPath(pieces=tuple(pieces), seconds=dict(seconds), waits_s=waits_s, step_s=recording.report.step_s)
+
+
+def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
+    """Return which part of a message's seconds belongs to which tier index; the parts sum to 1."""
+    tiers, degrees = program.cluster.tiers, program.layout.degrees
+    weights: dict[int, float] = defaultdict(float)
+    for tier, num_bytes in program.sends(instruction):
+        weights[tier] += (degrees[tier] - 1) * tiers[tier].latency_s + num_bytes / tiers[tier].bandwidth_bytes_per_s
+    total = sum(weights.values())
+    return {tier: weight / total for tier, weight in weights.items()}
+
+
+def critical_words(path: CriticalPath) -> str:
+    """Return the critical path in a sentence or two, the largest part first."""
+    if not path.step_s:
+        return "The step takes no time: nothing to wait for."
+    parts = []
+    for place, seconds in path.by_place.items():
+        if _percent(seconds, path.step_s) == 0:
+            continue
+        inside = sorted(
+            ((spent, category) for (where, category), spent in path.seconds.items() if where == place),
+            key=lambda item: (-item[0], item[1]),
+        )
+        named = ", ".join(
+            f"{category} {_percent(spent, path.step_s)} %" for spent, category in inside if _percent(spent, path.step_s)
+        )
+        where = f"messages on tier {place}" if place else "compute"
+        parts.append(f"{_percent(seconds, path.step_s)} % {where} ({named})")
+    waits = _percent(path.waits_s, path.step_s)
+    return f"On the critical path of the step: {'; '.join(parts)}. The compute stream waits for {waits} % of the step."
+
+
+def _percent(part_s: float, whole_s: float) -> int:
+    return round(100 * part_s / whole_s)

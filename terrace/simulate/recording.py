@@ -1,0 +1,143 @@
+"""A recording: when every instruction of a step ran, on which lane, and what it had waited for.
+
+It is played by the rules of `terrace.simulate.events`, so a recording and a plain simulation cannot differ.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from terrace.program import COLLECTIVES, Program, StepReport
+from terrace.simulate.cost import Costs
+from terrace.simulate.events import Event, Moment, Rank, price, report
+
+COMPUTE = -1  # the lane of the compute stream; the others are tier indexes
+
+
+class Span(NamedTuple):
+    """Something that took time: compute, a wait of the compute stream, or a message on its lane.
+
+    `after` is the number of the span whose end let this one start (for a wait: let it end); -1 where there
+    was none.
+    """
+
+    lane: int
+    start_s: float
+    end_s: float
+    position: int  # of the instruction in the program
+    category: str  # as in `StepReport.time_s`; on a lane the message class
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A steady step of one rank. Times are relative to its start.
+
+    `spans` holds the step before as well, whose last messages reach into this one: its times are negative, and
+    `first` is the number of the first span of this step. An instruction `started_s` when the compute stream ran
+    or issued it, and was `done_s` when it had run or its message was there.
+    """
+
+    program: Program
+    report: StepReport
+    spans: tuple[Span, ...]
+    first: int
+    started_s: tuple[float, ...]
+    done_s: tuple[float, ...]
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes that carry anything, the compute stream first, then from the innermost tier outward."""
+        return (COMPUTE, *sorted({span.lane for span in self.spans} - {COMPUTE}))
+
+    def lane_name(self, lane: int) -> str:
+        """Return `compute`, or the name of the lane's tier."""
+        return "compute" if lane == COMPUTE else self.program.layout.tiers[lane]
+
+    def visible(self) -> list[tuple[int, Span]]:
+        """Return the numbered spans that take time between the start and the end of the step."""
+        end_s = self.report.step_s
+        return [
+            (number, span)
+            for number, span in enumerate(self.spans)
+            if span.end_s > max(0.0, span.start_s) and span.start_s < end_s and (number >= self.first or span.lane >= 0)
+        ]
+
+
+def record(program: Program, costs: Costs) -> Recording:
+    """Return the recording of a steady step; its report is that of `simulate`.
+
+    Raises `ProgramError` for an instruction that one rank alone cannot be simulated with.
+    """
+    plays, counts = price(program, costs)
+    rank = _Recorder(program)
+    first, origin_s = 0, 0.0
+    for _ in range(2):
+        first, origin_s = len(rank.spans), rank.now_s
+        rank.time_s = defaultdict(float)
+        rank.started_s.clear()
+        rank.done_s.clear()
+        for position, (act, event) in enumerate(plays):
+            rank.position = position
+            rank.started_s.append(rank.now_s)
+            rank.done_s.append(rank.now_s)
+            act(rank, event)
+    return Recording(
+        program=program,
+        report=report(program, rank.time_s, counts),
+        spans=tuple(span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in rank.spans),
+        first=first,
+        started_s=tuple(moment_s - origin_s for moment_s in rank.started_s),
+        done_s=tuple(moment_s - origin_s for moment_s in rank.done_s),
+    )
+
+
+class _Recorder(Rank):
+    """A rank that writes down what it does."""
+
+    __slots__ = ("done_s", "messages", "newest", "position", "program", "spans", "started_s")
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.program = program
+        self.messages = {play: program.message(play).value for play in program.instructions if play.op in COLLECTIVES}
+        self.newest = dict.fromkeys(range(COMPUTE, len(program.layout.tiers)), -1)  # the last span of every lane
+        self.spans: list[Span] = []
+        self.started_s: list[float] = []
+        self.done_s: list[float] = []
+        self.position = 0
+
+    def issue(self, event: Event, ready: Moment) -> Moment:
+        """Issue, and note which of the three that a message waits for came last."""
+        free_s = self.lanes_s[event.lane]
+        self.started_s[-1] = self.now_s
+        done_s, number = super().issue(event, ready)
+        self.done_s[-1] = done_s
+        if not event.seconds:
+            return done_s, number
+        start_s = max(self.now_s, free_s, ready[0])
+        if start_s == self.now_s:
+            after = self.newest[COMPUTE]
+        else:
+            after = self.newest[event.lane] if free_s >= ready[0] else ready[1]
+        category = self.messages[self.program.instructions[self.position]]
+        return done_s, self._add(event.lane, start_s, done_s, category, after)
+
+    def wait(self, moment: Moment, category: str) -> None:
+        """Wait, and note for which span."""
+        start_s = self.now_s
+        super().wait(moment, category)
+        if self.now_s > start_s:
+            self._add(COMPUTE, start_s, self.now_s, category, moment[1])
+
+    def compute(self, event: Event) -> None:
+        """Compute, after whatever the stream did before."""
+        start_s = self.now_s
+        super().compute(event)
+        self.started_s[-1], self.done_s[-1] = start_s, self.now_s
+        self._add(COMPUTE, start_s, self.now_s, event.category, self.newest[COMPUTE])
+
+    def _add(self, lane: int, start_s: float, end_s: float, category: str, after: int) -> int:
+        self.newest[lane] = number = len(self.spans)
+        self.spans.append(Span(lane, start_s, end_s, self.position, category, after))
+        return number

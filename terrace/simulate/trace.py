@@ -1,0 +1,74 @@
+"""A recording as a trace that Perfetto and chrome://tracing open.
+
+The format is the Trace Event Format's JSON object: complete events ("X") with times in microseconds, one
+thread a lane, counters ("C") for memory, and metadata ("M") that names them.
+"""
+
+import json
+from typing import Any
+
+from terrace.program import COLLECTIVES
+from terrace.simulate.curve import MemoryCurve
+from terrace.simulate.recording import COMPUTE, Recording, Span
+
+_PID = 0  # the one rank that stands for all
+_US = 1e6  # microseconds in a second
+
+
+def trace_json(recording: Recording, curve: MemoryCurve) -> str:
+    """Return the text of a trace file: the steady step, with the memory of its rank.
+
+    Messages of the step before that reach into this one begin at 0; those that
+    reach into the next one end after it.
+    """
+    program = recording.program
+    name = f"a rank of {program.cluster.world_size}: plan {program.plan.name} on {program.cluster.name}"
+    events = [_metadata("process_name", 0, {"name": name})]
+    for order, lane in enumerate(recording.lanes):
+        title = "compute" if lane == COMPUTE else f"lane {recording.lane_name(lane)}"
+        events.append(_metadata("thread_name", lane + 1, {"name": title}))
+        events.append(_metadata("thread_sort_index", lane + 1, {"sort_index": order}))
+    events += [_complete(recording, span) for _, span in recording.visible()]
+    events += _counters(curve)
+    table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": recording.report.step_s}}
+    return json.dumps(table, separators=(",", ":")) + "\n"
+
+
+def _metadata(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PID, "tid": tid, "name": name, "args": args}
+
+
+def _complete(recording: Recording, span: Span) -> dict[str, Any]:
+    program = recording.program
+    instruction = program.instructions[span.position]
+    args: dict[str, Any] = {"instruction": str(instruction), "position": span.position}
+    if instruction.block >= 0:
+        args["block"] = program.blocks[instruction.block].name
+    if span.lane != COMPUTE and instruction.op in COLLECTIVES:
+        for tier, num_bytes in program.sends(instruction):
+            key = f"bytes on {program.layout.tiers[tier]}"
+            args[key] = args.get(key, 0) + num_bytes
+    start_s = max(0.0, span.start_s)
+    return {
+        "ph": "X",
+        "pid": _PID,
+        "tid": span.lane + 1,
+        "name": span.category,
+        "cat": "wait" if span.category.startswith("wait ") else "compute" if span.lane == COMPUTE else "message",
+        "ts": start_s * _US,
+        "dur": (span.end_s - start_s) * _US,
+        "args": args,
+    }
+
+
+def _counters(curve: MemoryCurve) -> list[dict[str, Any]]:
+    """One counter a category that changes; of several values at one moment the last, as a trace can show one."""
+    constant = sum(curve.constant_bytes.values())
+    events = []
+    for index, moment_s in enumerate(curve.times_s):
+        if index + 1 < len(curve.times_s) and curve.times_s[index + 1] == moment_s:
+            continue
+        values = {name: parts[index] for name, parts in curve.varying_bytes.items() if any(parts)}
+        args = {"held throughout": constant, **values}
+        events.append({"ph": "C", "pid": _PID, "tid": 0, "name": "memory (bytes)", "ts": moment_s * _US, "args": args})
+    return events

@@ -1,0 +1,105 @@
+"""The rules of one rank's step told plainly, one instruction after the other: what the fast simulator is held to."""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from terrace.plan.layout import DEVICE
+from terrace.plan.memory import accumulates_in_place
+from terrace.plan.validate import recomputed
+from terrace.program import Instruction, Op, Program
+from terrace.simulate import Costs
+
+
+def slow_time_s(program: Program, costs: Costs) -> dict[str, float]:
+    """Return the seconds of a steady step by category."""
+    rank = _Rank(program, costs, recomputed(program.plan, program.blocks))
+    for _ in range(2):
+        rank.time_s = defaultdict(float)
+        for instruction in program.instructions:
+            rank.step(instruction)
+    return dict(rank.time_s)
+
+
+@dataclass
+class _Rank:
+    """The clocks of one rank and the moments at which communication under way will be done."""
+
+    program: Program
+    costs: Costs
+    again: frozenset[int]
+    now_s: float = 0.0
+    lanes_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # when each lane is free
+    time_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    gathers: dict[int, tuple[float, str]] = field(default_factory=dict)
+    refreshes: dict[int, float] = field(default_factory=dict)
+    reductions: deque[float] = field(default_factory=deque)
+    reduced: dict[int, float] = field(default_factory=dict)
+    syncs: list[float] = field(default_factory=list)
+
+    def step(self, instruction: Instruction) -> None:
+        op, block = instruction.op, instruction.block
+        if op is Op.GATHER:
+            message = self.program.message(instruction)
+            refreshed_s = self.refreshes.pop(block, 0.0)
+            self.gathers[block] = (self._issue(instruction, refreshed_s), f"wait {message.value}")
+        elif op is Op.FORWARD:
+            self._await_parameters(block)
+            self._compute(self.costs.forward_s[block], "forward")
+        elif op is Op.BACKWARD:
+            self._await_parameters(block)
+            while len(self.reductions) > 1 and self._opens_gradient(block):
+                self._wait(self.reductions.popleft(), "wait reduce")
+            again = self.costs.forward_s[block] if block in self.again else 0.0
+            self._compute(self.costs.backward_s[block] + again, "backward")
+        elif op is Op.REDUCE:
+            if not accumulates_in_place(self.program.plan, self.program.layout):
+                self.reduced[block] = self._issue(instruction)
+                self.reductions.append(self.reduced[block])
+        elif op is Op.SYNC:
+            self.syncs.append(self._issue(instruction, self.reduced.get(block, 0.0)))
+        elif op is Op.CLIP:
+            self._clip(instruction)
+        elif op is Op.UPDATE:
+            self._compute(self.costs.update_s[block], "update")
+        elif op is Op.REFRESH:
+            self.refreshes[block] = self._issue(instruction)
+
+    def _clip(self, instruction: Instruction) -> None:
+        for done_s in self.reductions:
+            self._wait(done_s, "wait reduce")
+        for done_s in self.syncs:
+            self._wait(done_s, "wait sync")
+        self.reductions.clear()
+        self.syncs.clear()
+        self._wait(self._issue(instruction), "wait control")
+
+    def _await_parameters(self, block: int) -> None:
+        for needed in (block, *self.program.blocks[block].borrows):
+            if needed in self.gathers:
+                self._wait(*self.gathers.pop(needed))
+            if self.program.layout.params == DEVICE and needed in self.refreshes:
+                self._wait(self.refreshes.pop(needed), "wait refresh")
+
+    def _opens_gradient(self, block: int) -> bool:
+        """Whether a backward needs a gradient buffer; with only frozen parameters it needs none."""
+        blocks = self.program.blocks
+        return any(blocks[needed].num_trainable for needed in (block, *blocks[block].borrows))
+
+    def _issue(self, instruction: Instruction, ready_s: float = 0.0) -> float:
+        """Return when a message will be there that may start at `ready_s`."""
+        lane, seconds = self.program.lane(instruction), self.costs.collective_s(instruction)
+        if not seconds:
+            return max(ready_s, self.now_s)
+        self.lanes_s[lane] = max(self.lanes_s[lane], self.now_s, ready_s) + seconds
+        return self.lanes_s[lane]
+
+    def _wait(self, done_s: float, category: str) -> None:
+        if done_s > self.now_s:
+            self.time_s[category] += done_s - self.now_s
+            self.now_s = done_s
+
+    def _compute(self, seconds: float, category: str) -> None:
+        shared_s = min(seconds, max(0.0, max(self.lanes_s.values(), default=0.0) - self.now_s))
+        seconds += self.program.cluster.device.overlap_penalty * shared_s
+        self.time_s[category] += seconds
+        self.now_s += seconds

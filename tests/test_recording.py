@@ -1,0 +1,231 @@
+"""Recordings: the fast play against the plain rules, spans, the critical path, memory over the step, changes."""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import ProgramError
+from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan import PRESETS, preset, step_bytes, validate
+from terrace.plan.memory import model_state_bytes
+from terrace.program import COLLECTIVES, Instruction, Op, Program, build, verify
+from terrace.simulate import (
+    Costs,
+    best_change,
+    changes,
+    critical_path,
+    critical_words,
+    memory_curve,
+    record,
+    simulate,
+    step_costs,
+)
+from terrace.simulate.recording import COMPUTE
+from tests.slow_simulator import slow_time_s
+from tests.strategies import Setting, settings_of_a_step
+
+LOCAL = load_cluster("local")
+BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))
+FLOPS = [2.0 * 64 * 64 * 256] * len(BLOCKS)
+
+
+def cluster_with(sizes: tuple[int, ...], bandwidth: float = 1e8, penalty: float = 0.0) -> Cluster:
+    tiers = tuple(
+        Tier(name=f"t{i}", size=size, bandwidth_bytes_per_s=bandwidth / 3**i, latency_s=1e-5 * (i + 1))
+        for i, size in enumerate(sizes)
+    )
+    return Cluster(name="test", device=replace(LOCAL.device, overlap_penalty=penalty), tiers=tiers)
+
+
+def price(program: Program) -> Costs:
+    return step_costs(program, FLOPS)
+
+
+@st.composite
+def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
+    """Any program, with costs drawn apart from it, zeros among them, so that ties and empty work come up."""
+    setting: Setting = draw(settings_of_a_step())
+    penalty = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    device = replace(setting.cluster.device, overlap_penalty=penalty)
+    scale = draw(st.sampled_from([1e3, 1e6, 1e9]))
+    tiers = tuple(replace(tier, bandwidth_bytes_per_s=scale / 2**i) for i, tier in enumerate(setting.cluster.tiers))
+    cluster = replace(setting.cluster, device=device, tiers=tiers)
+    program = build(cluster, setting.plan, setting.blocks, setting.num_micros)
+    seconds = st.sampled_from([0.0, 1e-5, 1e-3])
+    count = len(program.blocks)
+    forward_s, backward_s, update_s = (draw(st.lists(seconds, min_size=count, max_size=count)) for _ in range(3))
+    costs = Costs(forward_s=tuple(forward_s), backward_s=tuple(backward_s), update_s=tuple(update_s), program=program)
+    return program, costs
+
+
+@settings(max_examples=150, deadline=None)
+@given(priced())
+def test_the_fast_play_keeps_the_plain_rules(case: tuple[Program, Costs]) -> None:
+    program, costs = case
+    predicted = simulate(program, costs)
+    assert predicted.time_s == slow_time_s(program, costs)
+    assert predicted.sent_bytes == step_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+    assert record(program, costs).report == predicted
+
+
+@settings(max_examples=100, deadline=None)
+@given(priced())
+def test_spans_cover_the_stream_and_never_share_a_lane(case: tuple[Program, Costs]) -> None:
+    program, costs = case
+    recording = record(program, costs)
+    step_s = recording.report.step_s
+    lanes = defaultdict(list)
+    for span in recording.spans:
+        lanes[span.lane].append(span)
+    for spans in lanes.values():
+        for before, after in pairwise(spans):
+            assert after.start_s >= before.end_s - 1e-12
+    by_category: dict[str, float] = defaultdict(float)
+    clock = 0.0
+    for span in recording.spans[recording.first :]:
+        if span.lane == COMPUTE:
+            assert span.start_s == pytest.approx(clock, abs=1e-12)
+            clock = span.end_s
+            by_category[span.category] += span.end_s - span.start_s
+    assert clock == pytest.approx(step_s)
+    assert by_category == pytest.approx(recording.report.time_s)
+    sent = [span.position for span in recording.spans[recording.first :] if span.lane != COMPUTE]
+    assert sorted(sent) == [
+        position
+        for position, instruction in enumerate(program.instructions)
+        if instruction.op in COLLECTIVES and costs.collective_s(instruction) > 0 and not _in_place(program, instruction)
+    ]
+
+
+def _in_place(program: Program, instruction: Instruction) -> bool:
+    return instruction.op is Op.REDUCE and not program.crossed(instruction)
+
+
+@settings(max_examples=100, deadline=None)
+@given(priced())
+def test_the_critical_path_has_no_gap_and_fills_the_step(case: tuple[Program, Costs]) -> None:
+    recording = record(*case)
+    path = critical_path(recording)
+    clock = 0.0
+    for piece in path.pieces:
+        assert piece.start_s == pytest.approx(clock, abs=1e-12)
+        clock = piece.end_s
+    assert clock == pytest.approx(recording.report.step_s)
+    assert sum(path.seconds.values()) == pytest.approx(recording.report.step_s)
+    assert sum(path.by_place.values()) == pytest.approx(recording.report.step_s)
+
+
+def test_a_slow_outer_tier_is_what_the_step_waits_for() -> None:
+    cluster = cluster_with((2, 2), bandwidth=1e6)
+    program = build(cluster, preset("zero3", cluster), BLOCKS, 2)
+    path = critical_path(record(program, price(program)))
+    assert next(iter(path.by_place)) == "t1"
+    assert path.by_place["t1"] > 0.5 * path.step_s
+    words = critical_words(path)
+    assert words.startswith(f"On the critical path of the step: {round(100 * path.by_place['t1'] / path.step_s)} % ")
+    assert "messages on tier t1 (" in words
+
+
+def test_one_rank_computes_all_the_time() -> None:
+    cluster = cluster_with((1,))
+    program = build(cluster, preset("zero3", cluster), BLOCKS, 2)
+    path = critical_path(record(program, price(program)))
+    assert list(path.by_place) == [""]
+    assert "100 % compute (" in critical_words(path)
+    assert critical_words(path).endswith("The compute stream waits for 0 % of the step.")
+
+
+@settings(max_examples=150, deadline=None)
+@given(priced())
+def test_memory_over_the_step_keeps_the_formula(case: tuple[Program, Costs]) -> None:
+    """Gathered blocks peak exactly as the formula says; full gradients at most as high."""
+    program, costs = case
+    curve = memory_curve(record(program, costs))
+    formula = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+    assert max(curve.varying_bytes["gathered"]) == formula["gathered"]
+    assert max(curve.varying_bytes["grads_full"]) <= formula["grads_full"]
+    assert curve.peak[0] <= sum(formula.values())
+    assert all(values[-1] == 0 and min(values) >= 0 for values in curve.varying_bytes.values())
+    assert list(curve.times_s) == sorted(curve.times_s)
+    assert curve.constant_bytes.keys() | curve.varying_bytes.keys() == formula.keys() | {"activations"}
+
+
+def test_slow_reductions_reach_the_formula_s_peak_of_gradients() -> None:
+    cluster = cluster_with((2, 2), bandwidth=1e4)
+    program = build(cluster, preset("zero2", cluster), BLOCKS, 2)
+    curve = memory_curve(record(program, price(program)))
+    formula = model_state_bytes(cluster, program.plan, BLOCKS, 2)
+    assert max(curve.varying_bytes["grads_full"]) == formula["grads_full"] > 0
+
+
+def test_activations_are_kept_from_forward_to_backward() -> None:
+    cluster = cluster_with((1,))
+    for unit, micros_at_once in ((1, 1), (2, 2)):
+        program = build(cluster, replace(preset("ddp", cluster), unit=unit), BLOCKS, 4)
+        recording = record(program, price(program))
+        kept = [100.0 * (i + 1) for i in range(5)]
+        curve = memory_curve(recording, kept, [7.0] * 5)
+        assert max(curve.varying_bytes["activations"]) == micros_at_once * sum(kept) + 7
+        assert curve.varying_bytes["activations"][-1] == 0
+        assert not any(memory_curve(recording).varying_bytes["activations"])
+    with pytest.raises(ValueError, match="bytes of 4 blocks for a program of 5"):
+        memory_curve(recording, kept[:4])
+
+
+def test_a_stage_of_a_pipeline_is_refused() -> None:
+    cluster = cluster_with((2,))
+    program = build(cluster, preset("ddp", cluster), BLOCKS, 1)
+    costs = price(program)
+    program = replace(program, instructions=(*program.instructions, Instruction(Op.SEND, 0, 0, peer=1)))
+    for play in (simulate, record):
+        with pytest.raises(ProgramError, match="SEND activation b0 m0 to rank 1: the simulation of one rank"):
+            play(program, costs)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_changes_are_valid_plans_and_what_they_promise(name: str) -> None:
+    cluster = cluster_with((2, 2, 2), bandwidth=1e7)
+    plan = replace(preset(name, cluster), recompute=("b*",))
+    program = build(cluster, plan, BLOCKS, 4)
+    found = changes(program, price)
+    assert [change.step_s for change in found] == sorted(change.step_s for change in found)
+    assert found == changes(program, price)
+    assert {"prefetch = 2", "unit = 2", "recompute = []"} <= {change.words for change in found}
+    plans = [change.plan for change in found if change.kind == "plan"]
+    assert plan not in plans
+    assert all(plans.count(other) == 1 for other in plans)
+    for change in found:
+        validate(change.cluster, change.plan, BLOCKS)
+        changed = build(change.cluster, change.plan, BLOCKS, 4)
+        verify(changed)
+        assert change.step_s == simulate(changed, price(changed)).step_s
+
+
+def test_the_best_change_of_a_plan_that_gathers_over_slow_links_moves_the_parameters() -> None:
+    cluster = cluster_with((2, 2), bandwidth=1e6)
+    program = build(cluster, preset("zero3", cluster), BLOCKS, 4)
+    step_s = simulate(program, price(program)).step_s
+    found = changes(program, price)
+    best = best_change(found, step_s, "plan")
+    assert best is not None
+    assert best.step_s == min(change.step_s for change in found if change.kind == "plan") < step_s
+    wider = best_change(found, step_s, "cluster")
+    assert wider is not None
+    assert wider.words == "bandwidth of tier t1 x 2"
+    assert best_change(found, 0.0, "plan") is None
+
+
+def test_a_change_that_does_not_fit_the_device_is_no_candidate() -> None:
+    cluster = cluster_with((2, 2))
+    program = build(cluster, preset("zero3", cluster), BLOCKS, 1)
+    needed = sum(model_state_bytes(cluster, program.plan, BLOCKS, 1).values())
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=1.2 * needed))
+    words = {change.words for change in changes(replace(program, cluster=small), price)}
+    everything = {change.words for change in changes(program, price)}
+    assert words < everything
+    assert any(word.startswith("params = ") for word in everything - words)
