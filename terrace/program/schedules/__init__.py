@@ -1,0 +1,22 @@
+"""Pipeline schedules: pure functions from numbers to the order of tasks of every stage."""
+
+from terrace.program.schedules.counts import num_gathers, peak_activation_bytes
+from terrace.program.schedules.csv_form import from_csv, to_csv
+from terrace.program.schedules.orders import Kind, Orders, Placement, Task, looped, v_shaped, verify_orders
+from terrace.program.schedules.registry import orders_for, schedule_names
+
+__all__ = [
+    "Kind",
+    "Orders",
+    "Placement",
+    "Task",
+    "from_csv",
+    "looped",
+    "num_gathers",
+    "orders_for",
+    "peak_activation_bytes",
+    "schedule_names",
+    "to_csv",
+    "v_shaped",
+    "verify_orders",
+]

@@ -1,0 +1,227 @@
+"""The automatic zero-bubble schedule (Qi et al. 2401.10241, section 3.1): times and a memory limit in, order out.
+
+1. Before its first I a stage runs as many forwards as memory allows and time leaves; one switch tells
+   whether to run another one that would delay that I.
+2. Then F and I in turn. A W runs in a gap that it fits into, in a smaller gap if waiting would make this stage the one
+   that has idled most, and when memory is full. A stage stays at least one forward ahead of the next; one switch
+   tells whether to skip a forward, when it is further ahead, that would delay the next I.
+3. What W remain run last.
+
+Another switch tells whether smaller gaps get a W at all. Every setting of the switches is tried, and the order with
+the shortest longest span is returned (the cost of section 5.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+
+from terrace.base.errors import PlanError
+from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive
+from terrace.program.schedules.registry import schedule
+
+_ROUNDING = 1e-9  # sums of the same terms in another order differ by a smaller share
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch's tasks on every stage, and of the message between stages k and k + 1.
+
+    `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B).
+    """
+
+    forward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    edge_s: tuple[float, ...]
+    weight_share: float
+
+
+@schedule("zb-auto")
+def zb_auto(num_stages: int, num_micros: int, times: StageTimes, memory_limit: float) -> Orders:
+    """Return the best order found for these times, when a stage may keep `memory_limit` micro-batches' activations.
+
+    Invariants: no stage ever keeps more than `memory_limit`; the order of F, of I and of W is first in, first
+    out. Raises `PlanError` for a limit below 1, and for times that do not fit the stages.
+    """
+    _check(num_stages, num_micros, times, memory_limit)
+    problem = _Problem(num_stages=num_stages, num_micros=num_micros, times=times, limit=memory_limit)
+    tries = [_attempt(problem, *switches) for switches in product((False, True), repeat=3)]
+    best = min(tries, key=lambda stages: max(stage.span_s for stage in stages))
+    return build("zb-auto", looped(num_stages, 1), num_micros, [stage.row for stage in best])
+
+
+@schedule("zb-1p")
+def zb_1p(num_stages: int, num_micros: int, times: StageTimes) -> Orders:
+    """Return the automatic schedule at the memory of 1F1B: `num_stages` micro-batches."""
+    return replace(zb_auto(num_stages, num_micros, times, num_stages), schedule="zb-1p")
+
+
+@schedule("zb-2p")
+def zb_2p(num_stages: int, num_micros: int, times: StageTimes) -> Orders:
+    """Return the automatic schedule at twice the memory of 1F1B."""
+    return replace(zb_auto(num_stages, num_micros, times, 2 * num_stages), schedule="zb-2p")
+
+
+def _check(num_stages: int, num_micros: int, times: StageTimes, memory_limit: float) -> None:
+    positive(num_stages=num_stages, num_micros=num_micros)
+    for name in ("forward_s", "input_s", "weight_s", "edge_s"):
+        values, wanted = getattr(times, name), num_stages - (name == "edge_s")
+        if len(values) != wanted or any(value < 0 for value in values):
+            raise PlanError(f"times.{name} = {values}: with {num_stages} stages, give {wanted} seconds, none below 0")
+    if not 0 <= times.weight_share <= 1:
+        raise PlanError(f"times.weight_share = {times.weight_share}: a share of the activations; write 0 to 1")
+    if memory_limit < 1:
+        raise PlanError(f"memory_limit = {memory_limit}: a stage keeps one micro-batch's activations; write 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    num_stages: int
+    num_micros: int
+    times: StageTimes
+    limit: float
+
+
+@dataclass
+class _Stage:
+    """One stage as it fills up."""
+
+    problem: _Problem
+    index: int
+    now_s: float = 0.0
+    idle_s: float = 0.0  # since its first task
+    kept: float = 0.0
+    row: list[Task] = field(default_factory=list)
+    forwards_s: list[float] = field(default_factory=list)  # when each ended
+    inputs_s: list[float] = field(default_factory=list)
+    num_weights: int = 0
+    first_s: float = 0.0
+
+    @property
+    def span_s(self) -> float:
+        return self.now_s - self.first_s
+
+    @property
+    def has_weight(self) -> bool:
+        return self.num_weights < len(self.inputs_s)
+
+    @property
+    def is_full(self) -> bool:
+        return self.kept + 1 > self.problem.limit * (1 + _ROUNDING)
+
+    def _run(self, kind: Kind, micro: int, arrival_s: float, lasts_s: float, kept: float) -> None:
+        start_s = max(self.now_s, arrival_s)
+        if self.row:
+            self.idle_s += start_s - self.now_s
+        else:
+            self.first_s = start_s
+        self.now_s = start_s + lasts_s
+        self.kept += kept
+        self.row.append(Task(kind, 0, micro))
+
+    def forward(self, arrival_s: float) -> None:
+        self._run(Kind.FORWARD, len(self.forwards_s), arrival_s, self.problem.times.forward_s[self.index], 1.0)
+        self.forwards_s.append(self.now_s)
+
+    def input(self, arrival_s: float) -> None:
+        freed = 1.0 - self.problem.times.weight_share
+        self._run(Kind.BACKWARD_INPUT, len(self.inputs_s), arrival_s, self.problem.times.input_s[self.index], -freed)
+        self.inputs_s.append(self.now_s)
+
+    def weight(self) -> None:
+        lasts_s, freed = self.problem.times.weight_s[self.index], self.problem.times.weight_share
+        self._run(Kind.BACKWARD_WEIGHT, self.num_weights, self.now_s, lasts_s, -freed)
+        self.num_weights += 1
+
+    def fill(self, arrival_s: float, worst_idle_s: float, small_gaps: bool) -> None:
+        """Run W in the gap before something arrives."""
+        while self.has_weight and self.now_s + self.problem.times.weight_s[self.index] <= arrival_s:
+            self.weight()
+        gap_s = arrival_s - self.now_s
+        if self.has_weight and gap_s > 0 and small_gaps and self.idle_s + gap_s > worst_idle_s:
+            self.weight()
+
+
+def _attempt(problem: _Problem, delay: bool, skip: bool, small_gaps: bool) -> list[_Stage]:
+    stages = [_Stage(problem, index) for index in range(problem.num_stages)]
+    _warm_up(problem, stages, delay)
+    for micro in range(1, problem.num_micros):
+        for index, stage in enumerate(stages):
+            if len(stage.forwards_s) < problem.num_micros and not (skip and _may_skip(problem, stages, index)):
+                _steady_forward(problem, stages, index, small_gaps)
+        for index in reversed(range(problem.num_stages)):
+            arrival_s = _input_arrival(problem, stages, index, micro)
+            stages[index].fill(arrival_s, max(stage.idle_s for stage in stages), small_gaps)
+            stages[index].input(arrival_s)
+    for stage in stages:
+        while stage.has_weight:
+            stage.weight()
+    return stages
+
+
+def _forward_arrival(problem: _Problem, stages: Sequence[_Stage], index: int) -> float:
+    """When the next forward of a stage can start."""
+    if index == 0:
+        return 0.0
+    return stages[index - 1].forwards_s[len(stages[index].forwards_s)] + problem.times.edge_s[index - 1]
+
+
+def _input_arrival(problem: _Problem, stages: Sequence[_Stage], index: int, micro: int) -> float:
+    if index == problem.num_stages - 1:
+        return stages[index].forwards_s[micro]
+    return stages[index + 1].inputs_s[micro] + problem.times.edge_s[index]
+
+
+def _warm_up(problem: _Problem, stages: Sequence[_Stage], delay: bool) -> None:
+    """Run the forwards before the first I of every stage, and that I."""
+    counts = _warm_up_counts(problem, delay)
+    for index, stage in enumerate(stages):
+        for _ in range(counts[index]):
+            stage.forward(_forward_arrival(problem, stages, index))
+    for index in reversed(range(problem.num_stages)):
+        stages[index].input(_input_arrival(problem, stages, index, 0))
+
+
+def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
+    """Return how many forwards every stage runs first, counted as if they followed one another without a gap."""
+    times, most = problem.times, min(problem.limit, problem.num_micros)
+    ends_s = [lasts_s + edge_s for lasts_s, edge_s in zip(times.forward_s, (0.0, *times.edge_s), strict=True)]
+    ends_s = list(accumulate(ends_s))
+    counts = [1] * problem.num_stages
+    input_s = ends_s[-1] + times.input_s[-1]
+    for index in reversed(range(problem.num_stages - 1)):
+        now_s, arrival_s = ends_s[index], input_s + times.edge_s[index]
+        needed_s = 0.0 if delay else times.forward_s[index]
+        while counts[index] + 1 <= most and (
+            counts[index] <= counts[index + 1] or now_s + needed_s < arrival_s * (1 - _ROUNDING)
+        ):
+            counts[index] += 1
+            now_s += times.forward_s[index]
+        input_s = max(now_s, arrival_s) + times.input_s[index]
+    for index in range(1, problem.num_stages):
+        if counts[index - 1] < problem.num_micros:
+            counts[index] = min(counts[index], max(1, counts[index - 1] - 1))
+    return counts
+
+
+def _may_skip(problem: _Problem, stages: Sequence[_Stage], index: int) -> bool:
+    """Whether a stage is two forwards ahead of the next and another would end after its next I could start."""
+    if index + 1 == problem.num_stages:
+        return False
+    times, stage, behind = problem.times, stages[index], stages[index + 1]
+    if len(stage.forwards_s) < len(behind.forwards_s) + 2:
+        return False
+    arrival_s = behind.now_s + times.forward_s[index + 1] + times.input_s[index + 1] + times.edge_s[index]
+    return stage.now_s + times.forward_s[index] > arrival_s
+
+
+def _steady_forward(problem: _Problem, stages: Sequence[_Stage], index: int, small_gaps: bool) -> None:
+    stage = stages[index]
+    while stage.is_full and stage.has_weight:
+        stage.weight()
+    before = len(stages[index - 1].forwards_s) if index else problem.num_micros
+    if stage.is_full or before <= len(stage.forwards_s):
+        return
+    arrival_s = _forward_arrival(problem, stages, index)
+    stage.fill(arrival_s, max(other.idle_s for other in stages), small_gaps)
+    stage.forward(arrival_s)

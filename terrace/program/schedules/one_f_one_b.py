@@ -1,0 +1,28 @@
+"""1F1B (PipeDream-Flush, Narayanan et al. 2006.09503; 2104.04473, section 2.2.1)."""
+
+from collections.abc import Sequence
+
+from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
+from terrace.program.schedules.registry import schedule
+
+
+@schedule("1f1b")
+def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
+    """Return as many F as there are stages behind, then F and B in turn, then the remaining B.
+
+    Invariants: stage r keeps the activations of at most min(num_micros, num_stages - r) micro-batches; with equal
+    stages and free messages the makespan is that of GPipe.
+    """
+    positive(num_stages=num_stages, num_micros=num_micros)
+    forwards, backwards = tasks_of(Kind.FORWARD, 0, num_micros), tasks_of(Kind.BACKWARD, 0, num_micros)
+    rows = [alternate(forwards, backwards, num_stages - 1 - stage) for stage in range(num_stages)]
+    return build("1f1b", looped(num_stages, 1), num_micros, rows)
+
+
+def alternate(forwards: Sequence[Task], backwards: Sequence[Task], num_warmup: int) -> list[Task]:
+    """Return `num_warmup` forwards (or all), then one forward and one backward in turn, then what remains."""
+    num_warmup = min(num_warmup, len(forwards))
+    row = list(forwards[:num_warmup])
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
+        row += (forward, backward)
+    return row + list(backwards[len(forwards) - num_warmup :])

@@ -1,0 +1,159 @@
+"""Orders: what every stage of a pipeline does in one step, as plain values.
+
+A pipeline has `num_stages` stages (one a pipeline rank), each holding `num_chunks` pieces of the model. The
+pieces in model order are the *virtual stages* 0 .. num_stages * num_chunks - 1; where chunk c of stage r stands
+among them is the *placement*, which belongs to the schedule:
+
+    looped    c * num_stages + r                   every chunk goes once round the stages
+    V-shaped  r, then 2 * num_stages - 1 - r       two chunks; the first stage holds both ends of the model
+
+A backward is one task (BACKWARD), or two: BACKWARD_INPUT makes the gradient of the input, which the stage before
+waits for, and BACKWARD_WEIGHT the gradient of the weights, any time later (Qi et al. 2401.10241, section 2).
+
+Orders hold no times and no messages: a task waits for what it reads, and terrace.simulate.timeline says when.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from terrace.base.errors import PlanError, ProgramError
+
+
+class Kind(IntEnum):
+    """What a task does."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+
+    @property
+    def letter(self) -> str:
+        """One letter: F, B (whole), I (input), W (weight)."""
+        return "FBIW"[self]
+
+
+class Task(NamedTuple):
+    """One micro-batch passes one chunk of a stage."""
+
+    kind: Kind
+    chunk: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.name} of micro-batch {self.micro}, chunk {self.chunk}"
+
+
+Placement = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """The tasks of every stage in order; `placement[stage][chunk]` is the virtual stage."""
+
+    schedule: str
+    num_stages: int
+    num_chunks: int
+    num_micros: int
+    placement: Placement
+    tasks: tuple[tuple[Task, ...], ...]
+
+    @property
+    def num_virtual(self) -> int:
+        """How many pieces the model is cut into."""
+        return self.num_stages * self.num_chunks
+
+    def holders(self) -> list[tuple[int, int]]:
+        """Return (stage, chunk) of every virtual stage."""
+        found = {
+            virtual: (stage, chunk) for stage, row in enumerate(self.placement) for chunk, virtual in enumerate(row)
+        }
+        return [found[virtual] for virtual in range(self.num_virtual)]
+
+
+def looped(num_stages: int, num_chunks: int) -> Placement:
+    """Chunk c of stage r is virtual stage c * num_stages + r."""
+    return tuple(tuple(range(stage, num_stages * num_chunks, num_stages)) for stage in range(num_stages))
+
+
+def v_shaped(num_stages: int) -> Placement:
+    """Stage r holds virtual stages r and 2 * num_stages - 1 - r."""
+    return tuple((stage, 2 * num_stages - 1 - stage) for stage in range(num_stages))
+
+
+def tasks_of(kind: Kind, chunk: int, num_micros: int) -> tuple[Task, ...]:
+    """Return the task of every micro-batch; stages share these values, so that orders stay small."""
+    return tuple(Task(kind, chunk, micro) for micro in range(num_micros))
+
+
+def build(
+    schedule: str, placement: Placement, num_micros: int, tasks: Sequence[Sequence[Task]], num_chunks: int = 1
+) -> Orders:
+    """Return the orders of a schedule from the tasks of every stage."""
+    return Orders(
+        schedule=schedule,
+        num_stages=len(placement),
+        num_chunks=num_chunks,
+        num_micros=num_micros,
+        placement=placement,
+        tasks=tuple(tuple(row) for row in tasks),
+    )
+
+
+def positive(**numbers: int) -> None:
+    """Raise `PlanError` for a number below one."""
+    for name, value in numbers.items():
+        if value < 1:
+            raise PlanError(f"{name} = {value}: a pipeline needs at least 1; write {name} = 1 or more")
+
+
+def nearest_multiple(value: int, of: int) -> int:
+    """Return the multiple of `of` (at least one time) that is nearest to `value`, the larger of two."""
+    return max(1, (2 * value + of) // (2 * of)) * of
+
+
+def verify_orders(orders: Orders) -> None:
+    """Check what one stage can see; raises `ProgramError` with stage, task and rule.
+
+    The placement names every virtual stage once. Every stage runs each of its micro-batches forward once in every
+    chunk and backward once, whole or in two halves, in this order. Circles between stages show when the
+    orders are played (terrace.simulate.timeline).
+    """
+    placed = sorted(virtual for row in orders.placement for virtual in row)
+    if placed != list(range(orders.num_virtual)) or any(len(row) != orders.num_chunks for row in orders.placement):
+        raise ProgramError(
+            f"placement {orders.placement}: every virtual stage 0 .. {orders.num_virtual - 1} needs one holder, and "
+            f"every stage {orders.num_chunks} of them"
+        )
+    for stage, tasks in enumerate(orders.tasks):
+        _verify_stage(orders, stage, tasks)
+
+
+def _verify_stage(orders: Orders, stage: int, tasks: Sequence[Task]) -> None:
+    needed = {
+        Kind.FORWARD: None,
+        Kind.BACKWARD: Kind.FORWARD,
+        Kind.BACKWARD_INPUT: Kind.FORWARD,
+        Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+    }
+    seen: set[Task] = set()
+    for task in tasks:
+        kind, chunk, micro = task
+        if not (0 <= chunk < orders.num_chunks and 0 <= micro < orders.num_micros):
+            raise ProgramError(
+                f"stage {stage}: {task}: there are {orders.num_chunks} chunks and {orders.num_micros} micro-batches"
+            )
+        before = needed[kind]
+        if before is not None and Task(before, chunk, micro) not in seen:
+            raise ProgramError(f"stage {stage}: {task} stands before its {before.name}: put it after")
+        twin = {Kind.BACKWARD: Kind.BACKWARD_INPUT, Kind.BACKWARD_INPUT: Kind.BACKWARD}.get(kind)
+        if task in seen or (twin is not None and Task(twin, chunk, micro) in seen):
+            raise ProgramError(f"stage {stage}: {task} stands there twice: a micro-batch passes a chunk once")
+        seen.add(task)
+    for chunk in range(orders.num_chunks):
+        for micro in range(orders.num_micros):
+            whole = Task(Kind.BACKWARD, chunk, micro) in seen
+            if not whole and Task(Kind.BACKWARD_WEIGHT, chunk, micro) not in seen:
+                raise ProgramError(f"stage {stage}: micro-batch {micro} of chunk {chunk} has no complete backward")

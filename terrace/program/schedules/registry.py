@@ -1,0 +1,65 @@
+"""Schedules by name. Adding one is adding a file to this folder with a function under `@schedule("its name")`.
+
+A schedule is a pure function from numbers to `Orders`. It names the numbers it takes as its parameters:
+`num_stages` and `num_micros` always, `num_chunks`, `unit` or others where it has them.
+"""
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeVar
+
+from terrace.base.errors import PlanError, did_you_mean
+from terrace.program.schedules.orders import Orders
+
+_Builder = TypeVar("_Builder", bound=Callable[..., Orders])
+
+_found: dict[str, Callable[..., Orders]] = {}
+
+
+def schedule(name: str) -> Callable[[_Builder], _Builder]:
+    """Register the decorated function as the schedule `name`."""
+
+    def register(builder: _Builder) -> _Builder:
+        assert name not in _found, f"two schedules are called {name!r}"
+        _found[name] = builder
+        return builder
+
+    return register
+
+
+@cache
+def _schedules() -> dict[str, Callable[..., Orders]]:
+    """Import every module of this folder, which fills the registry."""
+    folder = import_module(__package__)
+    for module in pkgutil.iter_modules(folder.__path__, f"{__package__}."):
+        import_module(module.name)
+    return dict(sorted(_found.items()))
+
+
+def schedule_names() -> list[str]:
+    """Return the names `orders_for` knows."""
+    return list(_schedules())
+
+
+def orders_for(name: str, **numbers: Any) -> Orders:
+    """Return the orders of the schedule `name` for `num_stages`, `num_micros` and the numbers it takes.
+
+    A schedule without chunks accepts `num_chunks = 1`. Raises `PlanError` for an unknown name, a number that is
+    missing or that the schedule does not take, and for values it cannot honour, each with the fix.
+    """
+    builder = _schedules().get(name)
+    if builder is None:
+        raise PlanError(f"no schedule {name!r}{did_you_mean(name, schedule_names())}")
+    known = inspect.signature(builder).parameters
+    if "num_chunks" not in known and numbers.get("num_chunks") == 1:
+        del numbers["num_chunks"]
+    for number, value in numbers.items():
+        if number not in known:
+            raise PlanError(f"{number} = {value}: schedule {name!r} takes {', '.join(known)}; leave {number} out")
+    missing = [key for key, value in known.items() if value.default is value.empty and key not in numbers]
+    if missing:
+        raise PlanError(f"schedule {name!r} needs {', '.join(missing)}: give a value")
+    return builder(**numbers)

@@ -1,0 +1,36 @@
+"""ZB-H2 (Qi et al. 2401.10241, section 2.2): no bubble for T_F = T_B = T_W, at twice the memory of 1F1B."""
+
+from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
+from terrace.program.schedules.registry import schedule
+
+
+@schedule("zb-h2")
+def zb_h2(num_stages: int, num_micros: int) -> Orders:
+    """Return a warm-up that fills the bubble before the first I with forwards, then I, W and F in turn.
+
+    Stage r starts with 2(num_stages - r) - 1 forwards and lets 2r weight gradients wait, the rest run last.
+
+    Invariants: with an activation of M_B a micro-batch, of which M_W waits for W, stage r keeps at most
+    (2(num_stages - r) - 1) M_B + 2r M_W, so no stage more than (2 num_stages - 1) M_B, when M_W <= M_B. With
+    equal stages and T_F = T_B = T_W, free messages and 2 num_stages - 1 micro-batches or more, no stage idles
+    between its first task and its last.
+    """
+    positive(num_stages=num_stages, num_micros=num_micros)
+    return build(
+        "zb-h2", looped(num_stages, 1), num_micros, [_row(num_stages, num_micros, r) for r in range(num_stages)]
+    )
+
+
+def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
+    forwards, inputs, weights = (
+        tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    num_warmup, done = min(2 * (num_stages - stage) - 1, num_micros), 0
+    row = list(forwards[:num_warmup])
+    for micro in range(num_micros):
+        row.append(inputs[micro])
+        if micro + 1 - done > 2 * stage:
+            row.append(weights[done])
+            done += 1
+        row += forwards[num_warmup + micro :][:1]
+    return row + list(weights[done:])

@@ -1,0 +1,52 @@
+"""ZB-V (Qi et al. 2401.10241, section 6): two chunks a stage in the shape of a V, no bubble at the memory of 1F1B.
+
+The first stage holds both ends of the model, so a micro-batch returns to it right after its forward, and its
+backward starts and ends there. The order is the handcrafted one for T_F = T_B = T_W.
+"""
+
+from terrace.base.errors import PlanError
+from terrace.program.schedules.orders import Kind, Orders, Task, build, positive, v_shaped
+from terrace.program.schedules.registry import schedule
+
+_F0, _I0, _W0 = ((kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+_F1, _I1, _W1 = ((kind, 1) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+
+
+@schedule("zbv")
+def zbv(num_stages: int, num_micros: int, num_chunks: int = 2) -> Orders:
+    """Return the V schedule; fewer than 2 num_stages - 1 micro-batches leave gaps in the order of that many.
+
+    Invariants: no stage keeps more than 2 num_stages chunk activations (num_stages of whole stages, as 1F1B);
+    with equal stages, T_F = T_B = T_W, free messages and at least 2 num_stages - 1 micro-batches no stage idles
+    between its first task and its last. Raises `PlanError` for another number of chunks than 2.
+    """
+    positive(num_stages=num_stages, num_micros=num_micros)
+    if num_chunks != 2:
+        raise PlanError(f"num_chunks = {num_chunks}: 'zbv' folds the model once over the stages; write num_chunks = 2")
+    rows = [_row(num_stages, num_micros, stage) for stage in range(num_stages)]
+    return build("zbv", v_shaped(num_stages), num_micros, rows, 2)
+
+
+def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
+    planned = max(num_micros, 2 * num_stages - 1)
+    behind = num_stages - stage  # stages from here to the fold, this one counted
+    started = num_stages + behind - 1  # forwards of chunk 0 when the steady phase begins
+    pattern = [
+        *[_F0] * (2 * behind - 1),
+        *[_F1, _F0] * stage,
+        *[_F1, _I1, _W1] * behind,
+        *[_F0, _I0, _W0, _F1, _I1, _W1] * (planned - started),
+        *[_I0, _W0, _F1, _I1, _W1] * (behind - 1),
+        *[_I0, _I1] * stage,
+        *[_I0, _W0] * behind,
+        *[_W1] * stage,
+        *[_W0] * stage,
+    ]
+    passed: dict[tuple[Kind, int], int] = {}
+    row = []
+    for kind, chunk in pattern:
+        micro = passed.get((kind, chunk), 0)
+        passed[kind, chunk] = micro + 1
+        if micro < num_micros:
+            row.append(Task(kind, chunk, micro))
+    return row

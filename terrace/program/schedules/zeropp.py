@@ -1,0 +1,60 @@
+"""ZeroPP (2402.03791): micro-batches in units, so that sharded parameters are gathered once a unit and pass.
+
+A unit passes a stage block by block: all its micro-batches through chunk 0, then through chunk 1, and so on, then
+back, so that parameters of one chunk at a time are needed. The published rules leave the place of the weight
+gradients open; here they follow from counting idle slots with T_F = T_B = T_W. With at least as many
+micro-batches a unit as stages, stage r of P idles 2(P - 1 - r) slots between the forward and the backward of a
+unit, and 2r between that and the forward of the next. So it puts off as many W as fit the first gap, and fills it
+with those of the unit before. The rest run right after the I of their own chunk, while its parameters are there:
+
+    F(0) .. F(V-1)   W put off from the last unit   I(V-1) W(V-1) .. I(0) W(0), but for those put off
+
+When a unit is so short that one chunk has not W enough for the gap, the last chunks run all their I first.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
+from terrace.program.schedules.registry import schedule
+
+
+@schedule("zeropp")
+def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orders:
+    """Return units of `unit` micro-batches, one after the other, with split backwards; the last may hold fewer.
+
+    Invariants: in every unit a stage runs its F chunk by chunk, ascending, its I descending; so without W it
+    gathers a chunk at most twice a unit. With an activation of M_B a chunk and micro-batch, of which M_W waits for W,
+    stage r keeps at most unit num_chunks M_B + min(unit num_chunks, 2(num_stages - 1 - r)) M_W. With equal stages,
+    T_F = T_B = T_W, free messages, units of num_stages micro-batches or more and unit num_chunks >=
+    2(num_stages - 1), stage r idles 2(num_stages - 1 - r) slots of one chunk in its span, however many units there
+    are.
+    """
+    positive(num_stages=num_stages, num_chunks=num_chunks, num_micros=num_micros, unit=unit)
+    tasks = {kind: [tasks_of(kind, chunk, num_micros) for chunk in range(num_chunks)] for kind in Kind}
+    gap = 2 * (num_stages - 1)
+    held = min(num_chunks, -(-gap // unit))  # chunks whose W may be put off
+    rows = []
+    for stage in range(num_stages):
+        late: list[Task] = []
+        row: list[Task] = []
+        for first in range(0, num_micros, unit):
+            micros = slice(first, first + unit)
+            row += [task for chunk in range(num_chunks) for task in tasks[Kind.FORWARD][chunk][micros]]
+            row += late
+            back = list(_backward(tasks[Kind.BACKWARD_INPUT], tasks[Kind.BACKWARD_WEIGHT], micros, held))
+            kept = len(back) - min(gap - 2 * stage, held * len(range(num_micros)[micros]))
+            row, late = row + back[:kept], back[kept:]
+        rows.append(row + late)
+    return build("zeropp", looped(num_stages, num_chunks), num_micros, rows, num_chunks)
+
+
+def _backward(
+    inputs: Sequence[Sequence[Task]], weights: Sequence[Sequence[Task]], micros: slice, held: int
+) -> Iterator[Task]:
+    """Yield the backward of a unit: I and W in turn, of the first `held` chunks all I first."""
+    for chunk in reversed(range(held, len(inputs))):
+        yield from inputs[chunk][micros]
+        yield from weights[chunk][micros]
+    for half in (inputs, weights):
+        for chunk in reversed(range(held)):
+            yield from half[chunk][micros]

@@ -1,0 +1,253 @@
+"""The timeline: orders of a pipeline played with the seconds of its tasks.
+
+The rules (Qi et al. 2401.10241, section 4; a stage computes one task at a time, messages cost it nothing):
+
+    F(k, m) starts after F(k-1, m) ended and the message of that edge has passed,
+    B(k, m) or I(k, m) after that of k+1 and the message; on the last virtual stage after F(k, m),
+    W(k, m) after I(k, m),
+
+where k is a virtual stage and m a micro-batch, and every task after the one before it on its stage. Between
+virtual stages of the same stage there is no message.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+from terrace.base.errors import ProgramError
+from terrace.program.schedules import Kind, Orders, Task, peak_activation_bytes
+
+_INPUT = int(Kind.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSeconds:
+    """Seconds of one micro-batch's task, by virtual stage (in model order), and of the messages between them.
+
+    `edge_s[k]` is the message between virtual stages k and k + 1, the same in both directions. An order uses
+    `backward_s` for whole backwards, `input_s` and `weight_s` for split ones.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    edge_s: tuple[float, ...]
+
+    def of(self, kind: Kind) -> tuple[float, ...]:
+        """Return the seconds of a kind of task, by virtual stage."""
+        return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[kind]
+
+
+def even_seconds(
+    num_virtual: int, *, forward_s: float, input_s: float, weight_s: float, edge_s: float = 0.0
+) -> TaskSeconds:
+    """Return equal seconds for every virtual stage; a whole backward takes both halves."""
+    return TaskSeconds(
+        forward_s=(forward_s,) * num_virtual,
+        backward_s=(input_s + weight_s,) * num_virtual,
+        input_s=(input_s,) * num_virtual,
+        weight_s=(weight_s,) * num_virtual,
+        edge_s=(edge_s,) * (num_virtual - 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A task on the critical path; `edge_s` is the message that it waited for, 0 if it waited for its own stage."""
+
+    stage: int
+    task: Task
+    start_s: float
+    end_s: float
+    edge_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """When every task runs: `starts_s[stage][position]`, with positions as in `orders.tasks`."""
+
+    orders: Orders
+    seconds: TaskSeconds
+    starts_s: tuple[list[float], ...]
+
+    @cached_property
+    def ends_s(self) -> tuple[list[float], ...]:
+        """When every task ends, indexed as `starts_s`."""
+        ends = []
+        for row, tasks, starts in zip(self.orders.placement, self.orders.tasks, self.starts_s, strict=True):
+            lasts = [[self.seconds.of(kind)[virtual] for virtual in row] for kind in Kind]
+            ends.append([start + lasts[kind][chunk] for (kind, chunk, _), start in zip(tasks, starts, strict=True)])
+        return tuple(ends)
+
+    @property
+    def makespan_s(self) -> float:
+        """From time 0 to the end of the last task."""
+        return max(ends[-1] for ends in self.ends_s)
+
+    @property
+    def spans_s(self) -> list[float]:
+        """Of every stage, from the start of its first task to the end of its last."""
+        return [ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)]
+
+    @cached_property
+    def busy_s(self) -> list[float]:
+        """Of every stage, the seconds in which it computes."""
+        return [
+            sum(end - start for start, end in zip(starts, ends, strict=True))
+            for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
+        ]
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the stages over the longest span (the cost of Qi et al. 2401.10241, section 5.3).
+
+        With equal stages it is 1 - num_micros (T_F + T_B + T_W) / cost. With unequal stages the waiting of the
+        lighter ones counts, too.
+        """
+        offered_s = len(self.busy_s) * max(self.spans_s)
+        return 1.0 - sum(self.busy_s) / offered_s if offered_s else 0.0
+
+    def peak_bytes(self, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None) -> list[float]:
+        """Return the most activation bytes that each stage keeps (see `peak_activation_bytes`)."""
+        return peak_activation_bytes(self.orders, forward_bytes, weight_bytes)
+
+    def critical_path(self) -> list[Step]:
+        """Return the chain of tasks and messages, first to last, that fills the time from 0 to the makespan.
+
+        Where several do, a task is taken to wait for its own stage rather than for a message.
+        """
+        orders, holders = self.orders, self.orders.holders()
+        positions: dict[int, dict[Task, int]] = {}
+        stage = max(range(orders.num_stages), key=lambda index: self.ends_s[index][-1])
+        position, path = len(orders.tasks[stage]) - 1, []
+        while True:
+            task, start_s = orders.tasks[stage][position], self.starts_s[stage][position]
+            source, needed = _reads(orders, holders, stage, task)
+            own = position > 0 and self.ends_s[stage][position - 1] == start_s
+            found = positions.setdefault(source, {made: at for at, made in enumerate(orders.tasks[source])})
+            before = position - 1 if own else next((found[made] for made in needed if made in found), None)
+            source = stage if own else source
+            edge_s = start_s - self.ends_s[source][before] if before is not None else 0.0
+            end_s = self.ends_s[stage][position]
+            path.append(Step(stage=stage, task=task, start_s=start_s, end_s=end_s, edge_s=edge_s))
+            if before is None:
+                return path[::-1]
+            stage, position = source, before
+
+
+def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
+    """Return when every task runs. Linear in the number of tasks.
+
+    Raises `ProgramError` when `seconds` is for another number of virtual stages, and when stages wait for each
+    other in a circle or for a task that is in no order: it names who waits and for what.
+    """
+    num_virtual = orders.num_virtual
+    for kind in Kind:
+        if len(seconds.of(kind)) != num_virtual or len(seconds.edge_s) != num_virtual - 1:
+            raise ProgramError(
+                f"seconds of {len(seconds.of(kind))} virtual stages and {len(seconds.edge_s)} edges: the orders have "
+                f"{orders.num_stages} stages of {orders.num_chunks} chunks; give {num_virtual} and {num_virtual - 1}"
+            )
+    slots = orders.num_virtual * orders.num_micros
+    arrived = [inf] * (3 * slots + orders.num_micros)  # inputs of F, of B or I, of W, and a sink
+    arrived[: orders.num_micros] = [0.0] * orders.num_micros  # the first virtual stage has its inputs
+    starts: tuple[list[float], ...] = tuple([] for _ in range(orders.num_stages))
+    waiting: dict[int, int] = {}  # slot -> stage
+    ready = list(reversed(range(orders.num_stages)))
+    stages = [
+        _run(orders, seconds, stage, arrived, waiting, ready, starts[stage]) for stage in range(orders.num_stages)
+    ]
+    while ready:
+        stage = ready.pop()
+        slot = next(stages[stage], None)
+        if slot is not None:
+            waiting[slot] = stage
+    if waiting:
+        raise ProgramError(_who_waits(orders, [len(begun) for begun in starts], min(waiting.values())))
+    return Timeline(orders=orders, seconds=seconds, starts_s=starts)
+
+
+def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[int, int, float, float]]]:
+    """Return for every kind and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
+    num_micros, last = orders.num_micros, orders.num_virtual - 1
+    slots = orders.num_virtual * num_micros
+    local = set(orders.placement[stage])
+    moves: list[list[tuple[int, int, float, float]]] = [[] for _ in Kind]
+    for virtual in orders.placement[stage]:
+        onward = 0.0 if virtual == last or virtual + 1 in local else seconds.edge_s[virtual]
+        back = 0.0 if virtual == 0 or virtual - 1 in local else seconds.edge_s[virtual - 1]
+        f_slot, b_slot, w_slot = (part * slots + virtual * num_micros for part in range(3))
+        f_next = b_slot if virtual == last else f_slot + num_micros
+        b_next = 3 * slots if virtual == 0 else b_slot - num_micros
+        moves[Kind.FORWARD].append((f_slot, f_next, seconds.forward_s[virtual], onward))
+        moves[Kind.BACKWARD].append((b_slot, b_next, seconds.backward_s[virtual], back))
+        moves[Kind.BACKWARD_INPUT].append((b_slot, b_next, seconds.input_s[virtual], back))
+        moves[Kind.BACKWARD_WEIGHT].append((w_slot, 3 * slots, seconds.weight_s[virtual], 0.0))
+    return moves
+
+
+def _run(
+    orders: Orders,
+    seconds: TaskSeconds,
+    stage: int,
+    arrived: list[float],
+    waiting: dict[int, int],
+    ready: list[int],
+    begun: list[float],
+) -> Generator[int, None, None]:
+    """Play one stage; yields the slot that it has to wait for, and goes on when that is filled."""
+    moves = _moves(orders, seconds, stage)
+    w_slots = [2 * orders.num_virtual * orders.num_micros + k * orders.num_micros for k in orders.placement[stage]]
+    begin, now = begun.append, 0.0
+    for kind, chunk, micro in orders.tasks[stage]:
+        source, target, lasts_s, edge_s = moves[kind][chunk]
+        input_s = arrived[source + micro]
+        if input_s > now:
+            if input_s == inf:
+                yield source + micro
+                input_s = arrived[source + micro]
+            if input_s > now:
+                now = input_s
+        begin(now)
+        now += lasts_s
+        target += micro
+        arrived[target] = now + edge_s
+        if target in waiting:
+            ready.append(waiting.pop(target))
+        if kind == _INPUT:
+            arrived[w_slots[chunk] + micro] = now
+
+
+def _reads(orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task: Task) -> tuple[int, list[Task]]:
+    """Return which stage makes what `task` reads, and the task that does, or the two of which one does.
+
+    There is none for a forward on the first virtual stage.
+    """
+    kind, chunk, micro = task
+    virtual = orders.placement[stage][chunk]
+    if kind is Kind.BACKWARD_WEIGHT:
+        return stage, [Task(Kind.BACKWARD_INPUT, chunk, micro)]
+    if kind is Kind.FORWARD:
+        if virtual == 0:
+            return stage, []
+        source, chunk = holders[virtual - 1]
+        return source, [Task(Kind.FORWARD, chunk, micro)]
+    if virtual == orders.num_virtual - 1:
+        return stage, [Task(Kind.FORWARD, chunk, micro)]
+    source, chunk = holders[virtual + 1]
+    return source, [Task(half, chunk, micro) for half in (Kind.BACKWARD, Kind.BACKWARD_INPUT)]
+
+
+def _who_waits(orders: Orders, positions: Sequence[int], stuck: int) -> str:
+    """Follow the waits from a stuck stage until they close or end."""
+    words, seen, stage, holders = [], set(), stuck, orders.holders()
+    while stage not in seen and positions[stage] < len(orders.tasks[stage]):
+        seen.add(stage)
+        task = orders.tasks[stage][positions[stage]]
+        source, needed = _reads(orders, holders, stage, task)
+        words.append(f"stage {stage} waits at position {positions[stage]}, {task}, for {needed[0]}, on stage {source}")
+        stage = source
+    end = "a circle: let one of these tasks come later" if stage in seen else f"stage {stage} has ended without it"
+    return f"schedule {orders.schedule!r} does not end: {'; '.join(words)}: {end}"

@@ -1,0 +1,49 @@
+"""A timeline as text: stages down, time across."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from terrace.program.schedules import Kind, Task
+from terrace.simulate.timeline import Timeline
+
+
+def picture(timeline: Timeline, width: int = 100) -> str:
+    """Return one line a stage of at most `width` characters (but 8 columns of time), and a legend.
+
+    A column shows what runs in its middle, `.` if nothing does. A task is its letter, then its micro-batch where
+    there is room, then dashes: `F3--`; in chunk 1, `F1.3`. Where tasks are shorter than a column some are not seen.
+    """
+    orders = timeline.orders
+    names = [f"stage {stage} " for stage in range(orders.num_stages)]
+    indent = max(map(len, names))
+    columns = max(8, width - indent)
+    column_s = timeline.makespan_s / columns
+    lines = [
+        name.ljust(indent) + "".join(map(_label, *zip(*_runs(timeline, stage, columns, column_s), strict=True)))
+        for stage, name in enumerate(names)
+    ]
+    kinds = {task.kind for tasks in orders.tasks for task in tasks}
+    words = ", ".join(f"{kind.letter} {kind.name.lower().replace('_', ' ')}" for kind in Kind if kind in kinds)
+    return "\n".join([*lines, f"{words}, . idle", f"a column is {column_s:.3g} s, the bubble {timeline.bubble:.1%}"])
+
+
+def _runs(timeline: Timeline, stage: int, columns: int, column_s: float) -> Iterator[tuple[Task | None, int]]:
+    """Yield what runs in the middle of the columns, and in how many of them."""
+    tasks = timeline.orders.tasks[stage]
+    starts_s, ends_s = timeline.starts_s[stage], timeline.ends_s[stage]
+    position, shown = 0, []
+    for column in range(columns):
+        middle_s = (column + 0.5) * column_s
+        while position < len(tasks) and ends_s[position] <= middle_s:
+            position += 1
+        runs = position < len(tasks) and starts_s[position] <= middle_s
+        shown.append(tasks[position] if runs else None)
+    for task, group in groupby(shown):
+        yield task, len(list(group))
+
+
+def _label(task: Task | None, columns: int) -> str:
+    if task is None:
+        return "." * columns
+    label = task.kind.letter + (f"{task.chunk}." if task.chunk else "") + str(task.micro)
+    return (label if len(label) <= columns else task.kind.letter).ljust(columns, "-")
