@@ -1,0 +1,165 @@
+"""The final evaluation of a choice: its step is built, priced and played, its memory counted.
+
+Of a pipeline stage, or of the whole model where there is none, the program of its data ranks is built and
+simulated: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its
+data ranks see. Two short steps are played, of two and of three units of micro-batches; more units repeat the
+third, so a step of M units follows in a straight line,
+
+    T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds a unit, messages it waits for included.
+
+Orders are played with the stages' computing alone, c_r a unit. What stages wait for is taken to come evenly, so it
+stretches the played span as a whole, by the stage that waits most; what a step does once follows it:
+
+    step = max_r(u_r / c_r) span + max_r tail_r
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from terrace.planner.bound import Bounds
+from terrace.planner.estimate import Part, data_cluster
+from terrace.planner.space import shape_of
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Choice, num_micros, plan_of
+from terrace.program import StepReport, build
+from terrace.simulate import Costs, simulate, step_costs
+
+BUBBLE = "wait pipeline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a choice costs a rank of its slowest stage; memory is that of the stage that needs most.
+
+    `time_s` sums to `step_s`; `sent_bytes` is per (message, tier).
+    """
+
+    choice: Choice
+    num_micros: int
+    step_s: float
+    time_s: Mapping[str, float]
+    sent_bytes: Mapping[tuple[str, str], int]
+    memory_bytes: Mapping[str, int]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device that the plan needs."""
+        return sum(self.memory_bytes.values())
+
+    @property
+    def order(self) -> tuple[float, int, Choice]:
+        """A total order: faster first, then smaller, then simpler."""
+        return self.step_s, self.needed_bytes, self.choice
+
+
+@dataclass(frozen=True, eq=False)
+class _Played:
+    """A stage's step as a straight line: seconds and bytes of `num_units` units, and what each further unit adds."""
+
+    time_s: Mapping[str, float]
+    sent_bytes: Mapping[tuple[str, str], int]
+    further_s: Mapping[str, float]
+    further_bytes: Mapping[tuple[str, str], int]
+    num_units: int
+
+    @property
+    def unit_s(self) -> float:
+        return math.fsum(self.further_s.values())
+
+    def report(self, num_units: int) -> tuple[dict[str, float], dict[tuple[str, str], int]]:
+        """Return (seconds by category, bytes by message and tier) of a step of so many units."""
+        more = num_units - self.num_units
+        time_s = {name: self.time_s.get(name, 0.0) + more * add for name, add in self.further_s.items()}
+        sent = {key: self.sent_bytes.get(key, 0) + more * add for key, add in self.further_bytes.items()}
+        return {name: value for name, value in time_s.items() if value > 0}, sent
+
+
+class Evaluator:
+    """Evaluates choices of one task, remembering the stages that several of them share."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
+        self._played: dict[tuple[object, ...], _Played] = {}
+
+    def evaluate(self, choice: Choice) -> Estimate:
+        """Return what the choice costs; raises `PlanError` when it breaks a rule of plans or of its schedule."""
+        micros = num_micros(self.task, choice)
+        if choice.schedule != SERIAL:
+            return self._pipelined(choice, micros)
+        part = Part(True, (self.task.model.num_layers,), True)
+        played = self._stage(part, choice, micros)
+        time_s, sent = played.report(micros // choice.unit)
+        sent |= self.estimator.inner_bytes(choice, micros, self.task.model.num_layers)
+        memory = self.estimator.memory_bytes(choice, part, (choice.unit,), micros)
+        return self._estimate(choice, micros, time_s, sent, memory)
+
+    def _pipelined(self, choice: Choice, micros: int) -> Estimate:
+        key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks)
+        pipeline = self.bounds.pipeline(*key)
+        parts, alone_s = pipeline.parts, pipeline.stages_s
+        played = [self._stage(part, choice, micros) for part in parts]
+        lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
+        totals = [math.fsum(lines[part][0].values()) for part in parts]
+        stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
+        tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
+        slowest = max(range(len(parts)), key=totals.__getitem__)
+        time_s, sent = dict(lines[parts[slowest]][0]), dict(lines[parts[slowest]][1])
+        time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
+        sent |= self.estimator.boundary_bytes(choice, micros)
+        sent |= self.estimator.inner_bytes(choice, micros, sum(parts[slowest].layers))
+        memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
+        return self._estimate(choice, micros, time_s, sent, max(memories, key=lambda memory: sum(memory.values())))
+
+    def _estimate(
+        self,
+        choice: Choice,
+        micros: int,
+        time_s: Mapping[str, float],
+        sent: Mapping[tuple[str, str], int],
+        memory: Mapping[str, int],
+    ) -> Estimate:
+        return Estimate(
+            choice=choice,
+            num_micros=micros,
+            step_s=math.fsum(time_s.values()),
+            time_s=time_s,
+            sent_bytes=sent,
+            memory_bytes=memory,
+        )
+
+    def _stage(self, part: Part, choice: Choice, micros: int) -> _Played:
+        """Return a stage's step; a step without a pipeline that is short enough is played as it is."""
+        units = micros // choice.unit
+        lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
+        key = (part.counts, choice._replace(schedule="", chunks=1), lengths)
+        if key not in self._played:
+            self._played[key] = self._play(part, choice, lengths)
+        return self._played[key]
+
+    def _play(self, part: Part, choice: Choice, lengths: tuple[int, ...]) -> _Played:
+        reports = [self._simulate(part, choice, units * choice.unit) for units in lengths]
+        first, last = reports[0], reports[-1]
+        names = dict.fromkeys(name for report in reports for name in report.time_s)
+        further = {name: last.time_s.get(name, 0.0) - first.time_s.get(name, 0.0) for name in names}
+        sent = {(message.value, tier): count for (message, tier), count in first.sent_bytes.items()}
+        more = {
+            (message.value, tier): count - sent.get((message.value, tier), 0)
+            for (message, tier), count in last.sent_bytes.items()
+        }
+        return _Played(dict(first.time_s), sent, further, more, lengths[0])
+
+    def _simulate(self, part: Part, choice: Choice, micros: int) -> StepReport:
+        estimator, task = self.estimator, self.task
+        kinds = part.kinds
+        blocks = estimator.stage_blocks(kinds, shape_of(choice.rows).tensor)
+        plan = replace(plan_of(task, choice), mapping={})
+        program = build(data_cluster(task.cluster, shape_of(choice.rows).state), plan, blocks, micros)
+        seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in kinds]
+        costs: Costs = step_costs(program, [0.0] * len(kinds))
+        costs = replace(
+            costs,
+            forward_s=tuple(block.forward_s for block in seconds),
+            backward_s=tuple(block.backward_s for block in seconds),
+        )
+        return simulate(program, costs)
