@@ -26,7 +26,7 @@ from terrace.plan.layout import DEVICE
 from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator
 from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers
 from terrace.planner.space import Rows, Shape
-from terrace.planner.stages import MOST_CHUNKS, SERIAL, share_layers, traits
+from terrace.planner.stages import MOST_CHUNKS, SERIAL, SIMPLEST, share_layers, traits
 from terrace.planner.task import Choice, Placement
 
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
@@ -65,8 +65,9 @@ class Core:
         return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape
 
     def choice(self, placement: Placement, unit: int) -> Choice:
-        """Return the whole choice."""
-        return Choice(self.recompute, unit, self.schedule, self.chunks, self.micro_batch, placement, self.shape.rows)
+        """Return the whole choice; a root stands for its simplest schedule."""
+        schedule = self.schedule or (SIMPLEST if self.shape.pipeline > 1 else SERIAL)
+        return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.rows)
 
 
 class Bounds:

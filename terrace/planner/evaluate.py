@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
+from terrace.planner.pipelines import Pipeline
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, num_micros, plan_of
-from terrace.program import StepReport, build
+from terrace.program import Program, build
 from terrace.simulate import Costs, simulate, step_costs
 
 BUBBLE = "wait pipeline"
@@ -94,11 +95,15 @@ class Evaluator:
         memory = self.estimator.memory_bytes(choice, part, (choice.unit,), micros)
         return self._estimate(choice, micros, time_s, sent, memory)
 
-    def _pipelined(self, choice: Choice, micros: int) -> Estimate:
+    def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
+        """Return the pipeline of a choice and the step of every stage by itself."""
         key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks)
         pipeline = self.bounds.pipeline(*key)
+        return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
+
+    def _pipelined(self, choice: Choice, micros: int) -> Estimate:
+        pipeline, played = self.stages(choice)
         parts, alone_s = pipeline.parts, pipeline.stages_s
-        played = [self._stage(part, choice, micros) for part in parts]
         lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
         totals = [math.fsum(lines[part][0].values()) for part in parts]
         stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
@@ -138,7 +143,7 @@ class Evaluator:
         return self._played[key]
 
     def _play(self, part: Part, choice: Choice, lengths: tuple[int, ...]) -> _Played:
-        reports = [self._simulate(part, choice, units * choice.unit) for units in lengths]
+        reports = [simulate(*self.program(part, choice, units * choice.unit)) for units in lengths]
         first, last = reports[0], reports[-1]
         names = dict.fromkeys(name for report in reports for name in report.time_s)
         further = {name: last.time_s.get(name, 0.0) - first.time_s.get(name, 0.0) for name in names}
@@ -149,17 +154,16 @@ class Evaluator:
         }
         return _Played(dict(first.time_s), sent, further, more, lengths[0])
 
-    def _simulate(self, part: Part, choice: Choice, micros: int) -> StepReport:
-        estimator, task = self.estimator, self.task
-        kinds = part.kinds
-        blocks = estimator.stage_blocks(kinds, shape_of(choice.rows).tensor)
+    def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+        """Return the program of the data ranks of a stage for a step of `micros` micro-batches, and its costs."""
+        estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
+        blocks = estimator.stage_blocks(part.kinds, shape.tensor)
         plan = replace(plan_of(task, choice), mapping={})
-        program = build(data_cluster(task.cluster, shape_of(choice.rows).state), plan, blocks, micros)
-        seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in kinds]
-        costs: Costs = step_costs(program, [0.0] * len(kinds))
+        program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
+        seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
         costs = replace(
-            costs,
+            step_costs(program, [0.0] * len(blocks)),
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),
         )
-        return simulate(program, costs)
+        return program, costs

@@ -22,6 +22,7 @@ class Verdict:
     what: str
     estimate: Estimate | None = None  # also of a plan that does not fit
     reason: str = ""  # empty for a plan that fits
+    note: str = ""  # what the seconds do not show
 
 
 def placement_of(task: Task, plan: Plan) -> Placement:
@@ -51,10 +52,15 @@ def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
     space = Space(task=own, axes=("data",), pins=pins, placements=(placement_of(own, plan),))
     found, _ = find(space, count=1)
     if found.best:
-        return Verdict(what=name, estimate=found.best[0])
+        return Verdict(what=name, estimate=found.best[0], note=_rounded(plan))
     if found.nearest is None:
         return Verdict(what=name, reason="the pins leave it no micro-batch")
     return Verdict(what=name, estimate=found.nearest, reason=lack(task, found.nearest))
+
+
+def _rounded(plan: Plan) -> str:
+    formats = [f"{message} to {', '.join(dict.fromkeys(row.values()))}" for message, row in plan.wire.items()]
+    return f"rounds {' and '.join(formats)}" if formats else ""
 
 
 def lack(task: Task, estimate: Estimate) -> str:

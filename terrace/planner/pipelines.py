@@ -23,21 +23,24 @@ class Pipeline:
     works: tuple[tuple[Work, ...], ...]
     edge_s: float
 
-    @cached_property
-    def span_s(self) -> float:
-        """Seconds from the first task to the end of the last, when all tasks take what they compute."""
+    def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
+        """Return the seconds of every task, those of stage r longer by the factor `stretch[r]`."""
         found: list[Work] = [(0.0, 0.0, 0.0)] * self.orders.num_virtual
-        for row, works in zip(self.orders.placement, self.works, strict=True):
-            for virtual, work in zip(row, works, strict=True):
-                found[virtual] = work
-        seconds = TaskSeconds(
+        for row, works, factor in zip(self.orders.placement, self.works, stretch, strict=True):
+            for virtual, (forward_s, backward_s, weight_s) in zip(row, works, strict=True):
+                found[virtual] = (factor * forward_s, factor * backward_s, factor * weight_s)
+        return TaskSeconds(
             forward_s=tuple(work[0] for work in found),
             backward_s=tuple(work[1] for work in found),
             input_s=tuple(work[1] - work[2] for work in found),
             weight_s=tuple(work[2] for work in found),
             edge_s=(self.edge_s,) * (self.orders.num_virtual - 1),
         )
-        return play(self.orders, seconds).makespan_s
+
+    @cached_property
+    def span_s(self) -> float:
+        """Seconds from the first task to the end of the last, when all tasks take what they compute."""
+        return play(self.orders, self.seconds([1.0] * self.orders.num_stages)).makespan_s
 
     @cached_property
     def stages_s(self) -> tuple[float, ...]:

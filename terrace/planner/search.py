@@ -24,7 +24,7 @@ from terrace.planner.bound import Bounds, Core
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.space import Shape, Space, micro_batches, placements, shapes, units
-from terrace.planner.stages import SERIAL, traits
+from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 from terrace.planner.task import Choice, Placement, Task, plan_of
 
 
@@ -114,14 +114,9 @@ class Search:
                         yield bound_s, 1, (*core.key, placement, unit), core, placement, unit
 
     def _fits(self, core: Core, placement: Placement, unit: int) -> bool:
-        least = self.bounds.least_bytes(core, placement, unit)
-        if least <= self.capacity_bytes:
-            return True
-        if core.played and (self._smallest is None or least < self._smallest[0]):
-            self._smallest = (least, core.choice(placement, unit))
-        return False
+        return self._has_room(self.bounds.least_bytes(core, placement, unit), core.choice(placement, unit))
 
-    def _has_room(self, needed_bytes: int, choice: Choice) -> bool:
+    def _has_room(self, needed_bytes: float, choice: Choice) -> bool:
         if needed_bytes <= self.capacity_bytes:
             return True
         if self._smallest is None or needed_bytes < self._smallest[0]:
@@ -129,11 +124,14 @@ class Search:
         return False
 
 
-def roots(space: Space, bounds: Bounds) -> Iterator[Core]:
-    """Yield every choice of the space without schedule, placement and unit."""
-    for shape in shapes(space):
-        for micro_batch in micro_batches(space, shape.data):
-            yield from roots_of(space, bounds, shape, micro_batch)
+def cores_of(space: Space, bounds: Bounds, shape: Shape) -> Iterator[Core]:
+    """Yield every choice of a shape without placement and unit."""
+    for micro_batch in micro_batches(space, shape.data):
+        for root in roots_of(space, bounds, shape, micro_batch):
+            for schedule, chunks in schedules(space, shape.pipeline):
+                core = bounds.core(root, schedule, chunks)
+                if core is not None:
+                    yield core
 
 
 def roots_of(space: Space, bounds: Bounds, shape: Shape, micro_batch: int) -> list[Core]:
@@ -146,7 +144,8 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
     if num_stages == 1:
         known = [(SERIAL, 1)]
     else:
-        known = [(name, chunks) for name, trait in traits().items() for chunks in trait.chunks]
+        searched = [name for name in traits() if name not in ONLY_PINNED or space.pins.schedule == name]
+        known = [(name, chunks) for name in searched for chunks in traits()[name].chunks]
     pins = space.pins
     return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]
 
@@ -162,16 +161,12 @@ def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
 def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> list[Estimate]:
     """Return every choice of a small space that fits, best first: what the search must agree with."""
     found = []
-    for root in roots(space, evaluator.bounds):
-        for schedule, chunks in schedules(space, root.shape.pipeline):
-            core = evaluator.bounds.core(root, schedule, chunks)
-            if core is None:
-                continue
-            for placement in placements(space, core.shape):
-                for unit in units(space, core.num_micros, placement, schedule != SERIAL):
-                    estimate = attempt(evaluator, core.choice(placement, unit))
-                    if estimate is not None and estimate.needed_bytes <= capacity_bytes:
-                        found.append(estimate)
+    for core in (core for shape in shapes(space) for core in cores_of(space, evaluator.bounds, shape)):
+        for placement in placements(space, core.shape):
+            for unit in units(space, core.num_micros, placement, core.schedule != SERIAL):
+                estimate = attempt(evaluator, core.choice(placement, unit))
+                if estimate is not None and estimate.needed_bytes <= capacity_bytes:
+                    found.append(estimate)
     return sorted(found, key=lambda each: each.order)
 
 

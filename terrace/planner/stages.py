@@ -12,6 +12,7 @@ from terrace.base.errors import PlanError
 from terrace.program.schedules import Kind, Orders, looped, orders_for, schedule_names
 
 SERIAL = "serial"  # the name of having no pipeline
+SIMPLEST = "1f1b"
 MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one more message
 
 
@@ -36,8 +37,8 @@ def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple
     return (*([few] * (others - more)), *([few + 1] * more), last)
 
 
-# Dominated in time or memory by another wherever its messages cost nothing more; a pin still asks for it.
-_ONLY_PINNED = ("gpipe",)
+# As fast as 1F1B and larger: searched only where a pin asks for it.
+ONLY_PINNED = ("gpipe",)
 
 
 class Trait(NamedTuple):

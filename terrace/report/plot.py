@@ -29,12 +29,12 @@ def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, targe
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
     ]
-    for tick in _ticks(low, high):
+    for tick in round_ticks(low, high):
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e4e4e7"/>'
         )
         parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="#52525b">{tick:g}</text>')
-    for tick in _ticks(first, last):
+    for tick in round_ticks(first, last):
         parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#52525b">{tick:g}</text>')
     parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 6}" text-anchor="middle" fill="#52525b">step</text>')
     parts.append(line(losses, 'stroke="#93c5fd" stroke-width="1"'))
@@ -54,7 +54,7 @@ def _running_mean(values: Sequence[float], weight: float = 0.1) -> list[float]:
     return means
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """Return about five round numbers between `low` and `high`."""
     span = high - low
     step = 10.0 ** int(f"{span / 5:e}".split("e")[1])

@@ -34,7 +34,7 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
     layout = Layout.of(cluster, plan)
     degrees = {tier.name: {axis: plan.degree(tier.name, axis, tier.size) for axis in AXES} for tier in cluster.tiers}
     axes = [axis for axis in AXES if axis == "data" or any(row[axis] > 1 for row in degrees.values())]
-    table = _table(f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks")
+    table = new_table(f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks")
     for heading in ("tier", "joins", *axes, "link", "states placed here"):
         table.add_column(heading, justify="left" if heading in ("tier", "states placed here") else "right")
     placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
@@ -58,7 +58,7 @@ def wire_words(plan: Plan) -> str:
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
     """Return what one rank sends in a step: message classes down, tiers across."""
-    table = _table("bytes one rank sends in a step")
+    table = new_table("bytes one rank sends in a step")
     table.add_column("message")
     for tier in tiers:
         table.add_column(tier, justify="right")
@@ -74,7 +74,7 @@ def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequen
 
 def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
     """Return the model state of one rank at its peak, by category."""
-    table = _table(
+    table = new_table(
         f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})"
     )
     table.add_column("category")
@@ -89,7 +89,7 @@ def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
 
 def time_table(predicted: StepReport) -> Table:
     """Return the predicted seconds of a step by category."""
-    table = _table("seconds of a step, predicted from the cluster's own figures")
+    table = new_table("seconds of a step, predicted from the cluster's own figures")
     table.add_column("category")
     table.add_column("predicted", justify="right")
     for category in _categories(predicted.time_s):
@@ -115,7 +115,7 @@ def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table
 
 
 def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
-    table = _table("bytes one rank sends in a step")
+    table = new_table("bytes one rank sends in a step")
     for heading in ("message", "tier", "predicted", "measured", ""):
         table.add_column(heading, justify="left" if heading in ("message", "tier", "") else "right")
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
@@ -133,7 +133,7 @@ def _compare(
     measured: Mapping[str, float],
     show: Callable[[float], str],
 ) -> Table:
-    table = _table(title)
+    table = new_table(title)
     for heading in ("category", "predicted", "measured", "error"):
         table.add_column(heading, justify="left" if heading == "category" else "right")
     rows = [(name, predicted.get(name, 0), measured.get(name, 0)) for name in _categories({**predicted, **measured})]
@@ -158,7 +158,8 @@ def _categories(values: Mapping[str, float]) -> list[str]:
     return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
+    """Return an empty table in the style of all of them."""
     width = len(title) + 2  # a narrower table would break its title into lines
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width
