@@ -31,19 +31,22 @@ BlockKind = Literal["embedding", "layer", "head"]
 
 _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
 
+# What torch's generators remember, so that a recomputed block drops the same elements.
+_RANDOM_STATE_BYTES: dict[Backend, int] = {"published": 0, "cpu": 5056, "cuda": 16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
     """Bytes of one block and one micro-batch on one rank.
 
     `kept_bytes` is held from forward to backward: the block's input (which is the output of the block before, so it
-    is counted once) and, unless the block is recomputed, what its operations keep (`saved`). The peaks hold
-    what is kept, both ends of the block, gradients and what kernels need for a moment.
+    is counted once) and what its operations keep (`saved`); of a recomputed block only a random state. The peaks hold
+    what is kept, both ends of the block, gradients and temporary tensors.
     """
 
     input_bytes: int
     output_bytes: int
-    saved: dict[str, int]  # operation -> bytes kept; empty when the block is recomputed
+    saved: dict[str, int]  # operation -> bytes kept
     logits_bytes: int  # the part of `saved` whose size goes with the vocabulary
     forward_peak_bytes: int
     backward_peak_bytes: int
@@ -96,7 +99,7 @@ class _Tape:
         self.residual = work.tokens * model.hidden_size // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
         self.scores = work.tokens * self.heads * work.sequence
-        # A whole input of a matrix product, gathered from the tensor ranks for as long as the product runs.
+        # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * model.hidden_size * self.item if self.cut > 1 else 0
 
     def result(self, again: bool) -> BlockActivations:
@@ -106,13 +109,16 @@ class _Tape:
         if again:
             # The gradient of the output is there already while the forward runs for the second time.
             backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
-        kept_input = sizes[INPUT]
+        kept_input, random = sizes[INPUT], 0
+        if again:
+            random = _RANDOM_STATE_BYTES[self.backend]
+            forward, backward = forward + random, backward + random
         if again and self.backend == "published":
             kept_input = kept_input * self.cut  # Table 2 keeps the whole input on every rank
         return BlockActivations(
             input_bytes=kept_input,
             output_bytes=sizes[OUTPUT],
-            saved={} if again else kept_by_operation(tape, sizes),
+            saved={"random state": random} if again else kept_by_operation(tape, sizes),
             logits_bytes=0 if again else self.logits_bytes,
             forward_peak_bytes=forward,
             backward_peak_bytes=backward,
@@ -188,7 +194,8 @@ class _Tape:
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
-        self._product("attention output", merged, target, self.heads * model.head_dim * model.hidden_size)
+        weight = self.heads * model.head_dim * model.hidden_size
+        self._product("attention output", merged, target, weight, (source, "query", "key", "value"))
 
     @property
     def _plain(self) -> bool:
@@ -233,10 +240,10 @@ class _Tape:
             self._add("activation", ("gate",), "active", ("active",) if by_result else ("gate",))
             kept = ("active", "up") if not published or by_result else ("up",)
             self._add("gating", ("active", "up"), "product", kept)
-            self._product("down", "product", target, weight)
+            self._product("down", "product", target, weight, (source, "up"))
         else:
             self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))
-            self._product("down", "active", target, weight)
+            self._product("down", "active", target, weight, (source, "up"))
 
     def _norm(self, name: str, source: str, target: str) -> None:
         model, item = self.work.model, self.item
@@ -263,11 +270,17 @@ class _Tape:
             adds = 3 * self.residual * self.wide  # gradients of the operations that it consists of
         self._add(name, (source,), target, keeps, backward_adds=adds)
 
-    def _product(self, name: str, source: str, target: str, weight_numel: int) -> None:
-        """A matrix product keeps its input; its weight's gradient is a tensor until it is added up."""
-        whole = self.whole if name not in ("attention output", "down") else 0
-        adds = max(weight_numel * self.item, whole)
-        self._add(name, (source,), target, (source,), forward_adds=whole, backward_adds=adds)
+    def _product(self, name: str, source: str, target: str, weight_numel: int, variables: tuple[str, ...] = ()) -> None:
+        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up."""
+        self._add(
+            name,
+            (source,),
+            target,
+            (source,),
+            forward_adds=self.whole,
+            backward_adds=weight_numel * self.item + self.whole,
+            variables=variables,
+        )
 
     def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
         mask = f"mask of {name}"
@@ -286,6 +299,7 @@ class _Tape:
         forward_adds: int = 0,
         backward_adds: int = 0,
         is_sum: bool = False,
+        variables: tuple[str, ...] = (),
     ) -> None:
         self.operations.append(
             Operation(
@@ -296,5 +310,6 @@ class _Tape:
                 forward_adds=forward_adds,
                 backward_adds=backward_adds,
                 is_sum=is_sum,
+                variables=variables,
             )
         )

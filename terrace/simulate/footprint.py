@@ -15,7 +15,7 @@ Categories are those of model state (terrace.simulate.states) and
     context       what a process takes before any tensor: libraries, kernels, communicators
     allocator     what the allocator cannot use, as a share of all tensors
 
-What kernels take as scratch memory is in no category, nor are RoPE's tables and random states of recomputed blocks.
+What kernels take as scratch memory is in no category, nor are RoPE's tables.
 """
 
 import math

@@ -3,7 +3,7 @@
 An operation reads tensors, writes one, and keeps some for its backward. What a block keeps between forward and
 backward is the union of what its operations keep. The peaks follow by playing the tape with autograd's rules:
 
-- forward: a tensor stays until nothing more reads it, or, once it is kept, to the end;
+- forward: a tensor stays until nothing more reads it and no variable holds it, or, once it is kept, to the end;
 - backward: an operation makes a gradient of the size of each tensor it read; then the gradient of what it wrote
   goes, and so does what nothing earlier on the tape still keeps. A sum hands its gradient on as it is. Where a
   tensor was read twice, the second gradient is added into the first, or into a new one while others hold that.
@@ -32,6 +32,7 @@ class Operation:
     forward_adds: int = 0  # bytes that live only while the forward runs
     backward_adds: int = 0  # likewise for the backward
     is_sum: bool = False
+    variables: tuple[str, ...] = ()  # what the variables of the function around it still hold
 
 
 def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -48,7 +49,7 @@ def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> di
 
 def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: bool) -> int:
     """Return the most bytes alive during a forward, the input and (if `keeping`) all that is kept included."""
-    last_read = {name: index for index, operation in enumerate(tape) for name in operation.reads}
+    last_read = {name: index for index, use in enumerate(tape) for name in (*use.reads, *use.variables)}
     alive, kept = {INPUT}, {INPUT, OUTPUT}
     peak = sizes[INPUT]
     for index, operation in enumerate(tape):

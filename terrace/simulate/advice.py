@@ -1,0 +1,196 @@
+"""What a plan that does not fit lacks, and the nearest changes that make it fit.
+
+Changes are of four kinds, tried in this order: one alone, then two together, then three, then all; within a number
+of kinds, those further up first, and of each kind the smallest step that suffices:
+
+1. recompute every layer;
+2. fewer sequences at a time: a smaller unit, then a smaller micro-batch and as many more of them;
+3. states placed further out: the optimizer first, then gradients, then parameters, one tier at a time;
+4. more members of the outermost tier.
+
+Every candidate is tried by the footprint of its fullest stage, so what is advised does fit as far as the formulas
+know. None is tried for speed. New data ranks share the micro-batches of the step; where these do not go round, the
+batch changes with them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass
+from terrace.simulate.activations import Backend
+from terrace.simulate.footprint import footprint
+from terrace.simulate.states import axis_degree
+
+MAX_GROWTH = 64  # how many times as many members of the outermost tier are thought of
+_LAYERS = "layers.*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A plan on a cluster with the number of micro-batches of its step."""
+
+    cluster: Cluster
+    plan: Plan
+    num_micros: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """`lacking_bytes` is 0 when the plan fits; `job` is what fits, None when nothing that was tried does."""
+
+    lacking_bytes: int
+    changes: tuple[str, ...]
+    job: Job | None
+    sentence: str
+
+
+def fullest_stage(job: Job, model: ModelConfig, sequence: int, backend: Backend = "cuda") -> tuple[int, dict[str, int]]:
+    """Return the pipeline stage whose ranks need most memory, and its footprint."""
+    stages = range(axis_degree(job.cluster, job.plan, "pipeline"))
+    found = [
+        footprint(job.cluster, job.plan, model, sequence, job.num_micros, stage=stage, backend=backend)
+        for stage in stages
+    ]
+    stage = max(stages, key=lambda index: sum(found[index].values()))
+    return stage, found[stage]
+
+
+def advice(
+    cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, num_micros: int, *, backend: Backend = "cuda"
+) -> Advice:
+    """Return whether a plan fits in the memory of the device, and if not, what would make it fit."""
+    job = Job(cluster=cluster, plan=plan, num_micros=num_micros)
+
+    def lacking(candidate: Job) -> int:
+        _, categories = fullest_stage(candidate, model, sequence, backend)
+        return sum(categories.values()) - int(candidate.cluster.device.memory_bytes)
+
+    missing = lacking(job)
+    if missing <= 0:
+        room = f"{(cluster.device.memory_bytes + missing) / 1e9:.1f} of {cluster.device.memory_bytes / 1e9:.1f} GB"
+        return Advice(lacking_bytes=0, changes=(), job=job, sentence=f"fits: {room} per device")
+    needs = f"needs {missing / 1e9:.1f} GB more per device"
+    changed = _first_that_fits(job, lacking)
+    if changed is None:
+        return Advice(
+            lacking_bytes=missing,
+            changes=(),
+            job=None,
+            sentence=f"{needs}; neither recomputation, one sequence at a time, states further out "
+            f"nor {MAX_GROWTH} times the data ranks make it fit: cut the model by tensor or pipeline ranks",
+        )
+    changes = _changes(job, changed)
+    return Advice(
+        lacking_bytes=missing, changes=changes, job=changed, sentence=f"{needs}; with {' and '.join(changes)} it fits"
+    )
+
+
+_Steps = Callable[[Job], Iterator[Job]]
+
+
+def _first_that_fits(job: Job, lacking: Callable[[Job], int]) -> Job | None:
+    kinds: tuple[_Steps | None, ...] = (_recompute, _fewer_sequences, _further_out, None)  # None: more members
+    for count in range(1, len(kinds) + 1):
+        for chosen in combinations(kinds, count):
+            for candidate in _apply(job, [steps for steps in chosen if steps is not None]):
+                if None not in chosen and lacking(candidate) <= 0:
+                    return candidate
+                if None in chosen and (grown := _grown(candidate, lacking)):
+                    return grown
+    return None
+
+
+def _apply(job: Job, chosen: list[_Steps]) -> Iterator[Job]:
+    """Yield every combination of the steps of the chosen kinds, the smallest first."""
+    if not chosen:
+        yield job
+        return
+    for changed in _apply(job, chosen[:-1]):
+        yield from chosen[-1](changed)
+
+
+def _recompute(job: Job) -> Iterator[Job]:
+    if _LAYERS not in job.plan.recompute:
+        yield replace(job, plan=replace(job.plan, recompute=(*job.plan.recompute, _LAYERS)))
+
+
+def _fewer_sequences(job: Job) -> Iterator[Job]:
+    size, unit = job.plan.micro_batch, job.plan.unit
+    for smaller in range(unit - 1, 0, -1):
+        if unit % smaller == 0:
+            yield replace(job, plan=replace(job.plan, unit=smaller))
+    for smaller in range(size - 1, 0, -1):
+        if size % smaller == 0:
+            plan = replace(job.plan, micro_batch=smaller, unit=1)
+            yield replace(job, plan=plan, num_micros=job.num_micros * (size // smaller))
+
+
+def _further_out(job: Job) -> Iterator[Job]:
+    cluster, plan = job.cluster, job.plan
+    for state in ("optimizer", "grads", "params"):
+        for tier in cluster.tiers[cluster.index(getattr(plan, state)) + 1 :]:
+            moved: dict[str, Any] = {state: tier.name}
+            plan = _without_idle_formats(cluster, replace(plan, **moved))
+            yield replace(job, plan=plan)
+
+
+def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
+    """Drop the wire formats of messages that no longer cross their tier, which a plan must not name."""
+    layout = Layout.of(cluster, plan)
+    wire = {
+        message: {
+            tier: name for tier, name in row.items() if cluster.index(tier) in layout.route(MessageClass(message))
+        }
+        for message, row in plan.wire.items()
+    }
+    return replace(plan, wire={message: row for message, row in wire.items() if row})
+
+
+def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
+    """Return the job on the fewest members of the outermost tier that suffice: memory does not grow with them."""
+    tier = job.cluster.tiers[-1]
+    data = job.plan.degree(tier.name, "data", tier.size)
+    too_few, enough = data, data * MAX_GROWTH
+    if lacking(_with_data_degree(job, enough)) > 0:
+        return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if lacking(_with_data_degree(job, middle)) > 0:
+            too_few = middle
+        else:
+            enough = middle
+    return _with_data_degree(job, enough)
+
+
+def _with_data_degree(job: Job, degree: int) -> Job:
+    """Return the job with another data degree on the outermost tier, its micro-batches spread over the new ranks."""
+    tier = job.cluster.tiers[-1]
+    before = job.plan.degree(tier.name, "data", tier.size)
+    plan, row = job.plan, job.plan.mapping.get(tier.name)
+    if row is not None:
+        plan = replace(plan, mapping={**plan.mapping, tier.name: {**row, "data": degree}})
+    cluster = job.cluster.resized(tier.size // before * degree)
+    return Job(cluster=cluster, plan=plan, num_micros=max(1, job.num_micros * before // degree))
+
+
+def _changes(before: Job, after: Job) -> tuple[str, ...]:
+    changes = []
+    if after.plan.recompute != before.plan.recompute:
+        changes.append(f"recompute = [{', '.join(after.plan.recompute)}]")
+    if after.plan.unit != before.plan.unit:
+        changes.append(f"unit = {after.plan.unit}")
+    if after.plan.micro_batch != before.plan.micro_batch:
+        changes.append(f"micro_batch = {after.plan.micro_batch}")
+    for state in ("optimizer", "grads", "params"):
+        if getattr(after.plan, state) != getattr(before.plan, state):
+            changes.append(f"{state} on {getattr(after.plan, state)!r}")
+    tier = after.cluster.tiers[-1]
+    if tier.size != before.cluster.tiers[-1].size:
+        changes.append(f"{tier.size} members of {tier.name!r}")
+    return tuple(changes)

@@ -1,0 +1,49 @@
+"""Every allocation of tensor memory on the CPU, kernels' scratch included, as torch's profiler records them."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+Result = TypeVar("Result")
+
+
+def allocated(run: Callable[[], Result]) -> tuple[int, int, Result]:
+    """Run on this thread and return (bytes at the peak, bytes at the end, result); both count from the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        result = run()
+    profiler: Any = record.profiler
+    now = peak = 0
+    for event in profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak, now, result
+
+
+def saved_bytes(run: Callable[[], Tensor], ignored: set[int]) -> int:
+    """Return the bytes of the storages that autograd saves in `run`, without those at the `ignored` addresses."""
+    storages: dict[int, Tensor] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storages.setdefault(saved.untyped_storage().data_ptr(), saved)  # held, so that no address is used twice
+        return saved
+
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        output = run()
+    total = sum(saved.untyped_storage().nbytes() for address, saved in storages.items() if address not in ignored)
+    del output
+    return total
+
+
+def addresses(tensors: list[Tensor]) -> set[int]:
+    """Return the addresses of the tensors' storages."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator for reproducible inputs."""
+    return torch.Generator().manual_seed(seed)
