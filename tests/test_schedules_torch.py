@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from terrace.program.schedules import Orders, orders_for, to_csv
+from terrace.program.schedules import Orders, even_seconds, orders_for, to_csv
+from tests.test_schedules import AUTOMATIC, CHUNKED, NAMES
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is the oracle here")
 
@@ -74,3 +75,18 @@ def test_breadth_first_but_for_the_turn_of_backwards(stages: int, chunks: int, m
 def test_zbv(stages: int, micros: int) -> None:
     ours = orders_for("zbv", num_stages=stages, num_micros=micros)
     assert cells_of(ours) == rows_of("ScheduleZBVZeroBubble", stages, micros, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_accepts_our_csv(name: str) -> None:
+    """Its check of a schedule passes, and finds the same stage for every virtual stage."""
+    numbers: dict[str, Any] = {"num_chunks": 2} if name in (*CHUNKED, "zbv") else {}
+    numbers |= {"unit": 4} if name == "zeropp" else {}
+    if name in AUTOMATIC:
+        numbers = {"seconds": even_seconds(4, forward_s=1.0, input_s=1.0, weight_s=1.0), "weight_share": 0.4}
+    numbers |= {"memory_limit": 5} if name == "zb-auto" else {}
+    ours = orders_for(name, num_stages=4, num_micros=8, **numbers)
+    action = torch_schedules._Action.from_str
+    rows = {stage: [action(cell) for cell in row] for stage, row in enumerate(cells_of(ours))}
+    found = torch_schedules._validate_schedule(rows, 4, ours.num_virtual, 8)
+    assert found == {virtual: stage for virtual, (stage, _) in enumerate(ours.holders())}

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.base.errors import ProgramError
-from terrace.program.schedules import Kind, Orders, Task, from_csv, orders_for
-from terrace.program.schedules.automatic import StageTimes
-from terrace.simulate.timeline import TaskSeconds, Timeline, even_seconds, play
+from terrace.base.errors import PlanError, ProgramError
+from terrace.program.schedules import Kind, Orders, Task, even_seconds, from_csv, orders_for
+from terrace.simulate.timeline import Timeline, play
 from terrace.simulate.timeline_picture import picture
-from tests.test_schedules import any_orders
+from tests.test_schedules import any_orders, seconds_of
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -41,13 +40,6 @@ def weight_share(model: str) -> float:
 @rows
 def test_published_bubbles_to_four_decimals(row: Row) -> None:
     model, micros, _, forward_s, input_s, weight_s, edge_s, *published = row
-    times = StageTimes(
-        forward_s=(forward_s,) * 8,
-        input_s=(input_s,) * 8,
-        weight_s=(weight_s,) * 8,
-        edge_s=(edge_s,) * 7,
-        weight_share=weight_share(model),
-    )
     seconds = even_seconds(8, forward_s=forward_s, input_s=input_s, weight_s=weight_s, edge_s=edge_s)
     played = {
         name: play(orders_for(name, num_stages=8, num_micros=micros, **given), seconds).bubble
@@ -55,8 +47,8 @@ def test_published_bubbles_to_four_decimals(row: Row) -> None:
             ("1f1b", {}),
             ("zb-h1", {}),
             ("zb-h2", {}),
-            ("zb-1p", {"times": times}),
-            ("zb-2p", {"times": times}),
+            ("zb-1p", {"seconds": seconds, "weight_share": weight_share(model)}),
+            ("zb-2p", {"seconds": seconds, "weight_share": weight_share(model)}),
         )
     }
     wanted = dict(zip(played, (published[0], *published[2:]), strict=True))
@@ -77,17 +69,9 @@ def test_interleaved_beside_the_published_closed_form(row: Row) -> None:
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Orders of any schedule with unequal seconds, in quarters so that sums are exact, some of them 0."""
+    """Orders of any schedule played with unequal seconds."""
     orders = draw(any_orders())
-    num = orders.num_virtual
-    parts = [
-        tuple(value / 4 for value in draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)))
-        for size in (num, num, num, num, num - 1)
-    ]
-    return play(
-        orders,
-        TaskSeconds(**dict(zip(("forward_s", "backward_s", "input_s", "weight_s", "edge_s"), parts, strict=True))),
-    )
+    return play(orders, draw(seconds_of(orders.num_virtual)))
 
 
 def ready_s(timeline: Timeline, ends: dict[tuple[str, int, int], float], stage: int, task: Task) -> float:
@@ -194,9 +178,9 @@ def test_a_task_that_is_in_no_order_is_named() -> None:
 def test_seconds_of_another_pipeline_are_refused() -> None:
     orders = orders_for("1f1b", num_stages=3, num_micros=2)
     seconds = even_seconds(4, forward_s=1.0, input_s=1.0, weight_s=1.0)
-    with pytest.raises(ProgramError, match="give 3 and 2"):
+    with pytest.raises(PlanError, match="forward tasks: 4 of them; give 3"):
         play(orders, seconds)
-    with pytest.raises(ProgramError, match="give 3 and 2"):
+    with pytest.raises(PlanError, match="edges: 1 of them; give 2"):
         play(orders, replace(even_seconds(3, forward_s=1.0, input_s=1.0, weight_s=1.0), edge_s=(1.0,)))
 
 

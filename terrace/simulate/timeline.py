@@ -16,41 +16,9 @@ from functools import cached_property
 from math import inf
 
 from terrace.base.errors import ProgramError
-from terrace.program.schedules import Kind, Orders, Task, peak_activation_bytes
+from terrace.program.schedules import Kind, Orders, Task, TaskSeconds, check_seconds, peak_activation_bytes
 
 _INPUT = int(Kind.BACKWARD_INPUT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSeconds:
-    """Seconds of one micro-batch's task, by virtual stage (in model order), and of the messages between them.
-
-    `edge_s[k]` is the message between virtual stages k and k + 1, the same in both directions. An order uses
-    `backward_s` for whole backwards, `input_s` and `weight_s` for split ones.
-    """
-
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    input_s: tuple[float, ...]
-    weight_s: tuple[float, ...]
-    edge_s: tuple[float, ...]
-
-    def of(self, kind: Kind) -> tuple[float, ...]:
-        """Return the seconds of a kind of task, by virtual stage."""
-        return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[kind]
-
-
-def even_seconds(
-    num_virtual: int, *, forward_s: float, input_s: float, weight_s: float, edge_s: float = 0.0
-) -> TaskSeconds:
-    """Return equal seconds for every virtual stage; a whole backward takes both halves."""
-    return TaskSeconds(
-        forward_s=(forward_s,) * num_virtual,
-        backward_s=(input_s + weight_s,) * num_virtual,
-        input_s=(input_s,) * num_virtual,
-        weight_s=(weight_s,) * num_virtual,
-        edge_s=(edge_s,) * (num_virtual - 1),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +94,10 @@ class Timeline:
             task, start_s = orders.tasks[stage][position], self.starts_s[stage][position]
             source, needed = _reads(orders, holders, stage, task)
             own = position > 0 and self.ends_s[stage][position - 1] == start_s
-            found = positions.setdefault(source, {made: at for at, made in enumerate(orders.tasks[source])})
-            before = position - 1 if own else next((found[made] for made in needed if made in found), None)
+            if source not in positions:
+                positions[source] = {made: at for at, made in enumerate(orders.tasks[source])}
+            found = (positions[source][made] for made in needed if made in positions[source])
+            before = position - 1 if own else next(found, None)
             source = stage if own else source
             edge_s = start_s - self.ends_s[source][before] if before is not None else 0.0
             end_s = self.ends_s[stage][position]
@@ -140,16 +110,10 @@ class Timeline:
 def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
     """Return when every task runs. Linear in the number of tasks.
 
-    Raises `ProgramError` when `seconds` is for another number of virtual stages, and when stages wait for each
-    other in a circle or for a task that is in no order: it names who waits and for what.
+    Raises `PlanError` when `seconds` is for another number of virtual stages, and `ProgramError` when stages wait for
+    each other in a circle or for a task that is in no order: it names who waits and for what.
     """
-    num_virtual = orders.num_virtual
-    for kind in Kind:
-        if len(seconds.of(kind)) != num_virtual or len(seconds.edge_s) != num_virtual - 1:
-            raise ProgramError(
-                f"seconds of {len(seconds.of(kind))} virtual stages and {len(seconds.edge_s)} edges: the orders have "
-                f"{orders.num_stages} stages of {orders.num_chunks} chunks; give {num_virtual} and {num_virtual - 1}"
-            )
+    check_seconds(seconds, orders.num_virtual)
     slots = orders.num_virtual * orders.num_micros
     arrived = [inf] * (3 * slots + orders.num_micros)  # inputs of F, of B or I, of W, and a sink
     arrived[: orders.num_micros] = [0.0] * orders.num_micros  # the first virtual stage has its inputs

@@ -4,12 +4,16 @@ from terrace.program.schedules.counts import num_gathers, peak_activation_bytes
 from terrace.program.schedules.csv_form import from_csv, to_csv
 from terrace.program.schedules.orders import Kind, Orders, Placement, Task, looped, v_shaped, verify_orders
 from terrace.program.schedules.registry import orders_for, schedule_names
+from terrace.program.schedules.seconds import TaskSeconds, check_seconds, even_seconds
 
 __all__ = [
     "Kind",
     "Orders",
     "Placement",
     "Task",
+    "TaskSeconds",
+    "check_seconds",
+    "even_seconds",
     "from_csv",
     "looped",
     "num_gathers",

@@ -1,10 +1,10 @@
-"""The automatic zero-bubble schedule (Qi et al. 2401.10241, section 3.1): times and a memory limit in, order out.
+"""The automatic zero-bubble schedule (Qi et al. 2401.10241, section 3.1): seconds and a memory limit in, order out.
 
 1. Before its first I a stage runs as many forwards as memory allows and time leaves; one switch tells
    whether to run another one that would delay that I.
 2. Then F and I in turn. A W runs in a gap that it fits into, in a smaller gap if waiting would make this stage the one
-   that has idled most, and when memory is full. A stage stays at least one forward ahead of the next; one switch
-   tells whether to skip a forward, when it is further ahead, that would delay the next I.
+   that has idled most, and when memory is full. As far as memory allows, a stage stays at least one forward ahead of
+   the next; one switch tells whether to skip a forward, when it is further ahead, that would delay the next I.
 3. What W remain run last.
 
 Another switch tells whether smaller gaps get a W at all. Every setting of the switches is tried, and the order with
@@ -18,68 +18,54 @@ from itertools import accumulate, product
 from terrace.base.errors import PlanError
 from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive
 from terrace.program.schedules.registry import schedule
+from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
 _ROUNDING = 1e-9  # sums of the same terms in another order differ by a smaller share
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Seconds of one micro-batch's tasks on every stage, and of the message between stages k and k + 1.
-
-    `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B).
-    """
-
-    forward_s: tuple[float, ...]
-    input_s: tuple[float, ...]
-    weight_s: tuple[float, ...]
-    edge_s: tuple[float, ...]
-    weight_share: float
-
-
 @schedule("zb-auto")
-def zb_auto(num_stages: int, num_micros: int, times: StageTimes, memory_limit: float) -> Orders:
-    """Return the best order found for these times, when a stage may keep `memory_limit` micro-batches' activations.
+def zb_auto(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float, memory_limit: float) -> Orders:
+    """Return the best order found for these seconds, when a stage may keep `memory_limit` micro-batches' activations.
+
+    `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B); seconds of whole
+    backwards are not used.
 
     Invariants: no stage ever keeps more than `memory_limit`; the order of F, of I and of W is first in, first
-    out. Raises `PlanError` for a limit below 1, and for times that do not fit the stages.
+    out. Raises `PlanError` for a limit below 1, a share outside 0 to 1 and seconds that do not fit the stages.
     """
-    _check(num_stages, num_micros, times, memory_limit)
-    problem = _Problem(num_stages=num_stages, num_micros=num_micros, times=times, limit=memory_limit)
+    positive(num_stages=num_stages, num_micros=num_micros)
+    check_seconds(seconds, num_stages)
+    if not 0 <= weight_share <= 1:
+        raise PlanError(f"weight_share = {weight_share}: it is a share of the activations; write 0 to 1")
+    if memory_limit < 1:
+        raise PlanError(f"memory_limit = {memory_limit}: a stage keeps one micro-batch's activations; write 1 or more")
+    problem = _Problem(
+        num_stages=num_stages, num_micros=num_micros, seconds=seconds, limit=memory_limit, weight_share=weight_share
+    )
     tries = [_attempt(problem, *switches) for switches in product((False, True), repeat=3)]
     best = min(tries, key=lambda stages: max(stage.span_s for stage in stages))
     return build("zb-auto", looped(num_stages, 1), num_micros, [stage.row for stage in best])
 
 
 @schedule("zb-1p")
-def zb_1p(num_stages: int, num_micros: int, times: StageTimes) -> Orders:
+def zb_1p(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float) -> Orders:
     """Return the automatic schedule at the memory of 1F1B: `num_stages` micro-batches."""
-    return replace(zb_auto(num_stages, num_micros, times, num_stages), schedule="zb-1p")
+    return replace(zb_auto(num_stages, num_micros, seconds, weight_share, num_stages), schedule="zb-1p")
 
 
 @schedule("zb-2p")
-def zb_2p(num_stages: int, num_micros: int, times: StageTimes) -> Orders:
+def zb_2p(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float) -> Orders:
     """Return the automatic schedule at twice the memory of 1F1B."""
-    return replace(zb_auto(num_stages, num_micros, times, 2 * num_stages), schedule="zb-2p")
-
-
-def _check(num_stages: int, num_micros: int, times: StageTimes, memory_limit: float) -> None:
-    positive(num_stages=num_stages, num_micros=num_micros)
-    for name in ("forward_s", "input_s", "weight_s", "edge_s"):
-        values, wanted = getattr(times, name), num_stages - (name == "edge_s")
-        if len(values) != wanted or any(value < 0 for value in values):
-            raise PlanError(f"times.{name} = {values}: with {num_stages} stages, give {wanted} seconds, none below 0")
-    if not 0 <= times.weight_share <= 1:
-        raise PlanError(f"times.weight_share = {times.weight_share}: a share of the activations; write 0 to 1")
-    if memory_limit < 1:
-        raise PlanError(f"memory_limit = {memory_limit}: a stage keeps one micro-batch's activations; write 1 or more")
+    return replace(zb_auto(num_stages, num_micros, seconds, weight_share, 2 * num_stages), schedule="zb-2p")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
     num_stages: int
     num_micros: int
-    times: StageTimes
+    seconds: TaskSeconds
     limit: float
+    weight_share: float
 
 
 @dataclass
@@ -120,25 +106,25 @@ class _Stage:
         self.row.append(Task(kind, 0, micro))
 
     def forward(self, arrival_s: float) -> None:
-        self._run(Kind.FORWARD, len(self.forwards_s), arrival_s, self.problem.times.forward_s[self.index], 1.0)
+        self._run(Kind.FORWARD, len(self.forwards_s), arrival_s, self.problem.seconds.forward_s[self.index], 1.0)
         self.forwards_s.append(self.now_s)
 
     def input(self, arrival_s: float) -> None:
-        freed = 1.0 - self.problem.times.weight_share
-        self._run(Kind.BACKWARD_INPUT, len(self.inputs_s), arrival_s, self.problem.times.input_s[self.index], -freed)
+        freed = 1.0 - self.problem.weight_share
+        self._run(Kind.BACKWARD_INPUT, len(self.inputs_s), arrival_s, self.problem.seconds.input_s[self.index], -freed)
         self.inputs_s.append(self.now_s)
 
     def weight(self) -> None:
-        lasts_s, freed = self.problem.times.weight_s[self.index], self.problem.times.weight_share
+        lasts_s, freed = self.problem.seconds.weight_s[self.index], self.problem.weight_share
         self._run(Kind.BACKWARD_WEIGHT, self.num_weights, self.now_s, lasts_s, -freed)
         self.num_weights += 1
 
-    def fill(self, arrival_s: float, worst_idle_s: float, small_gaps: bool) -> None:
-        """Run W in the gap before something arrives."""
-        while self.has_weight and self.now_s + self.problem.times.weight_s[self.index] <= arrival_s:
+    def fill(self, arrival_s: float, stages: "Sequence[_Stage]", small_gaps: bool) -> None:
+        """Run W in the gap before something arrives; `stages` are all that idle."""
+        while self.has_weight and self.now_s + self.problem.seconds.weight_s[self.index] <= arrival_s:
             self.weight()
         gap_s = arrival_s - self.now_s
-        if self.has_weight and gap_s > 0 and small_gaps and self.idle_s + gap_s > worst_idle_s:
+        if small_gaps and gap_s > 0 and self.has_weight and self.idle_s + gap_s > max(one.idle_s for one in stages):
             self.weight()
 
 
@@ -151,7 +137,7 @@ def _attempt(problem: _Problem, delay: bool, skip: bool, small_gaps: bool) -> li
                 _steady_forward(problem, stages, index, small_gaps)
         for index in reversed(range(problem.num_stages)):
             arrival_s = _input_arrival(problem, stages, index, micro)
-            stages[index].fill(arrival_s, max(stage.idle_s for stage in stages), small_gaps)
+            stages[index].fill(arrival_s, stages, small_gaps)
             stages[index].input(arrival_s)
     for stage in stages:
         while stage.has_weight:
@@ -163,13 +149,13 @@ def _forward_arrival(problem: _Problem, stages: Sequence[_Stage], index: int) ->
     """When the next forward of a stage can start."""
     if index == 0:
         return 0.0
-    return stages[index - 1].forwards_s[len(stages[index].forwards_s)] + problem.times.edge_s[index - 1]
+    return stages[index - 1].forwards_s[len(stages[index].forwards_s)] + problem.seconds.edge_s[index - 1]
 
 
 def _input_arrival(problem: _Problem, stages: Sequence[_Stage], index: int, micro: int) -> float:
     if index == problem.num_stages - 1:
         return stages[index].forwards_s[micro]
-    return stages[index + 1].inputs_s[micro] + problem.times.edge_s[index]
+    return stages[index + 1].inputs_s[micro] + problem.seconds.edge_s[index]
 
 
 def _warm_up(problem: _Problem, stages: Sequence[_Stage], delay: bool) -> None:
@@ -184,20 +170,18 @@ def _warm_up(problem: _Problem, stages: Sequence[_Stage], delay: bool) -> None:
 
 def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
     """Return how many forwards every stage runs first, counted as if they followed one another without a gap."""
-    times, most = problem.times, min(problem.limit, problem.num_micros)
-    ends_s = [lasts_s + edge_s for lasts_s, edge_s in zip(times.forward_s, (0.0, *times.edge_s), strict=True)]
+    seconds, most = problem.seconds, min(problem.limit, problem.num_micros)
+    ends_s = [lasts_s + edge_s for lasts_s, edge_s in zip(seconds.forward_s, (0.0, *seconds.edge_s), strict=True)]
     ends_s = list(accumulate(ends_s))
     counts = [1] * problem.num_stages
-    input_s = ends_s[-1] + times.input_s[-1]
+    input_s = ends_s[-1] + seconds.input_s[-1]
     for index in reversed(range(problem.num_stages - 1)):
-        now_s, arrival_s = ends_s[index], input_s + times.edge_s[index]
-        needed_s = 0.0 if delay else times.forward_s[index]
-        while counts[index] + 1 <= most and (
-            counts[index] <= counts[index + 1] or now_s + needed_s < arrival_s * (1 - _ROUNDING)
-        ):
+        now_s, arrival_s = ends_s[index], input_s + seconds.edge_s[index]
+        needed_s = 0.0 if delay else seconds.forward_s[index]
+        while counts[index] + 1 <= most and now_s + needed_s < arrival_s * (1 - _ROUNDING):
             counts[index] += 1
-            now_s += times.forward_s[index]
-        input_s = max(now_s, arrival_s) + times.input_s[index]
+            now_s += seconds.forward_s[index]
+        input_s = max(now_s, arrival_s) + seconds.input_s[index]
     for index in range(1, problem.num_stages):
         if counts[index - 1] < problem.num_micros:
             counts[index] = min(counts[index], max(1, counts[index - 1] - 1))
@@ -208,11 +192,11 @@ def _may_skip(problem: _Problem, stages: Sequence[_Stage], index: int) -> bool:
     """Whether a stage is two forwards ahead of the next and another would end after its next I could start."""
     if index + 1 == problem.num_stages:
         return False
-    times, stage, behind = problem.times, stages[index], stages[index + 1]
+    seconds, stage, behind = problem.seconds, stages[index], stages[index + 1]
     if len(stage.forwards_s) < len(behind.forwards_s) + 2:
         return False
-    arrival_s = behind.now_s + times.forward_s[index + 1] + times.input_s[index + 1] + times.edge_s[index]
-    return stage.now_s + times.forward_s[index] > arrival_s
+    arrival_s = behind.now_s + seconds.forward_s[index + 1] + seconds.input_s[index + 1] + seconds.edge_s[index]
+    return stage.now_s + seconds.forward_s[index] > arrival_s
 
 
 def _steady_forward(problem: _Problem, stages: Sequence[_Stage], index: int, small_gaps: bool) -> None:
@@ -223,5 +207,5 @@ def _steady_forward(problem: _Problem, stages: Sequence[_Stage], index: int, sma
     if stage.is_full or before <= len(stage.forwards_s):
         return
     arrival_s = _forward_arrival(problem, stages, index)
-    stage.fill(arrival_s, max(other.idle_s for other in stages), small_gaps)
+    stage.fill(arrival_s, stages, small_gaps)
     stage.forward(arrival_s)

@@ -1,35 +1,37 @@
 """ZB-H1 (Qi et al. 2401.10241, section 2.1): 1F1B with split backwards, at the memory of 1F1B."""
 
+from collections.abc import Sequence
+
 from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 
 @schedule("zb-h1")
 def zb_h1(num_stages: int, num_micros: int) -> Orders:
-    """Return the order of 1F1B in F and I, with each W put off until a stage has none of its own waiting.
+    """Return the order of 1F1B in F and I, with W put off.
 
     Stage r lets r weight gradients wait while forwards remain, then runs one after each I, the rest last.
 
     Invariants: F and I stand as F and B do in 1F1B; with an activation of M_B a micro-batch, of which M_W waits
     for W, stage r keeps at most (num_stages - r) M_B + r M_W, so no stage more than num_stages M_B. With equal
-    stages, T_W <= T_F, T_B and enough micro-batches the longest span is
+    stages, free messages, T_W <= T_F, T_B and 2 num_stages micro-batches or more the longest span is
     num_micros (T_F + T_B + T_W) + (num_stages - 1)(T_F + T_B - T_W).
     """
     positive(num_stages=num_stages, num_micros=num_micros)
-    return build(
-        "zb-h1", looped(num_stages, 1), num_micros, [_row(num_stages, num_micros, r) for r in range(num_stages)]
-    )
+    passes = [tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    rows = [_row(num_stages, stage, *passes) for stage in range(num_stages)]
+    return build("zb-h1", looped(num_stages, 1), num_micros, rows)
 
 
-def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
-    forwards, inputs, weights = (
-        tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    )
+def _row(
+    num_stages: int, stage: int, forwards: Sequence[Task], inputs: Sequence[Task], weights: Sequence[Task]
+) -> list[Task]:
+    num_micros = len(forwards)
     num_warmup, done = min(num_stages - 1 - stage, num_micros), 0
     row = list(forwards[:num_warmup])
     for micro in range(num_micros):
         steady = num_warmup + micro < num_micros
-        row += [*forwards[num_warmup + micro :][:1], inputs[micro]]
+        row += [*forwards[num_warmup + micro : num_warmup + micro + 1], inputs[micro]]
         if not steady or micro + 1 - done > stage:
             row.append(weights[done])
             done += 1

@@ -1,5 +1,7 @@
 """ZB-H2 (Qi et al. 2401.10241, section 2.2): no bubble for T_F = T_B = T_W, at twice the memory of 1F1B."""
 
+from collections.abc import Sequence
+
 from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
@@ -16,15 +18,15 @@ def zb_h2(num_stages: int, num_micros: int) -> Orders:
     between its first task and its last.
     """
     positive(num_stages=num_stages, num_micros=num_micros)
-    return build(
-        "zb-h2", looped(num_stages, 1), num_micros, [_row(num_stages, num_micros, r) for r in range(num_stages)]
-    )
+    passes = [tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
+    rows = [_row(num_stages, stage, *passes) for stage in range(num_stages)]
+    return build("zb-h2", looped(num_stages, 1), num_micros, rows)
 
 
-def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
-    forwards, inputs, weights = (
-        tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    )
+def _row(
+    num_stages: int, stage: int, forwards: Sequence[Task], inputs: Sequence[Task], weights: Sequence[Task]
+) -> list[Task]:
+    num_micros = len(forwards)
     num_warmup, done = min(2 * (num_stages - stage) - 1, num_micros), 0
     row = list(forwards[:num_warmup])
     for micro in range(num_micros):
@@ -32,5 +34,5 @@ def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
         if micro + 1 - done > 2 * stage:
             row.append(weights[done])
             done += 1
-        row += forwards[num_warmup + micro :][:1]
+        row += forwards[num_warmup + micro : num_warmup + micro + 1]
     return row + list(weights[done:])

@@ -1,15 +1,19 @@
 """ZeroPP (2402.03791): micro-batches in units, so that sharded parameters are gathered once a unit and pass.
 
 A unit passes a stage block by block: all its micro-batches through chunk 0, then through chunk 1, and so on, then
-back, so that parameters of one chunk at a time are needed. The published rules leave the place of the weight
-gradients open; here they follow from counting idle slots with T_F = T_B = T_W. With at least as many
-micro-batches a unit as stages, stage r of P idles 2(P - 1 - r) slots between the forward and the backward of a
-unit, and 2r between that and the forward of the next. So it puts off as many W as fit the first gap, and fills it
-with those of the unit before. The rest run right after the I of their own chunk, while its parameters are there:
+back, so that parameters of one chunk at a time are needed. A unit starts forward when the I of the one before are
+done, so that activations of little more than one unit are kept.
+
+Weight gradients may run any time later; where they stand here is our choice, from counting idle slots with
+T_F = T_B = T_W. With at least as many micro-batches a unit as stages, stage r of P idles 2(P - 1 - r) slots between
+the forward and the backward of a unit, and 2r between that and the forward of the next. So it puts off as many W as
+fit the first gap, and fills it with those of the unit before. The rest run right after the I of their own chunk,
+while its parameters are there:
 
     F(0) .. F(V-1)   W put off from the last unit   I(V-1) W(V-1) .. I(0) W(0), but for those put off
 
-When a unit is so short that one chunk has not W enough for the gap, the last chunks run all their I first.
+When a unit is so short that one chunk has not W enough for the gap, the last chunks run all their I first. A unit of
+fewer micro-batches than stages leaves every stage idle between its chunks: it saves activations, not time.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,51 @@
+"""Seconds of tasks: what the timeline plays orders with, and what the automatic schedule is made for."""
+
+from dataclasses import dataclass
+
+from terrace.base.errors import PlanError
+from terrace.program.schedules.orders import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSeconds:
+    """Seconds of one micro-batch's task, by virtual stage (in model order), and of the messages between them.
+
+    `edge_s[k]` is the message between virtual stages k and k + 1, the same in both directions. An order uses
+    `backward_s` for whole backwards, `input_s` and `weight_s` for split ones.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    edge_s: tuple[float, ...]
+
+    def of(self, kind: Kind) -> tuple[float, ...]:
+        """Return the seconds of a kind of task, by virtual stage."""
+        return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[kind]
+
+
+def even_seconds(
+    num_virtual: int, *, forward_s: float, input_s: float, weight_s: float, edge_s: float = 0.0
+) -> TaskSeconds:
+    """Return equal seconds for every virtual stage; a whole backward takes both halves."""
+    return TaskSeconds(
+        forward_s=(forward_s,) * num_virtual,
+        backward_s=(input_s + weight_s,) * num_virtual,
+        input_s=(input_s,) * num_virtual,
+        weight_s=(weight_s,) * num_virtual,
+        edge_s=(edge_s,) * (num_virtual - 1),
+    )
+
+
+def check_seconds(seconds: TaskSeconds, num_virtual: int) -> None:
+    """Raise `PlanError` unless there are seconds for every virtual stage and every edge between two, none below 0."""
+    for kind in Kind:
+        _check(f"{kind.name.lower()} tasks", seconds.of(kind), num_virtual)
+    _check("edges", seconds.edge_s, num_virtual - 1)
+
+
+def _check(what: str, values: tuple[float, ...], wanted: int) -> None:
+    if len(values) != wanted or min(values, default=0.0) < 0:
+        shown = f"{len(values)} of them" if len(values) != wanted else f"{min(values)} among them"
+        raise PlanError(f"seconds of {what}: {shown}; give {wanted}, none below 0")
