@@ -13,6 +13,7 @@ from terrace.cluster import Cluster, Tier, load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.validate import recomputed
 from terrace.program import COLLECTIVES, Instruction, Op, Program, build, verify
 from terrace.simulate import (
     Costs,
@@ -94,12 +95,25 @@ def test_spans_cover_the_stream_and_never_share_a_lane(case: tuple[Program, Cost
             by_category[span.category] += span.end_s - span.start_s
     assert clock == pytest.approx(step_s)
     assert by_category == pytest.approx(recording.report.time_s)
+    assert sum(by_category[name] for name in ("forward", "backward", "update")) == pytest.approx(
+        _alone_s(program, costs) + recording.slowed_s
+    )
     sent = [span.position for span in recording.spans[recording.first :] if span.lane != COMPUTE]
     assert sorted(sent) == [
         position
         for position, instruction in enumerate(program.instructions)
         if instruction.op in COLLECTIVES and costs.collective_s(instruction) > 0 and not _in_place(program, instruction)
     ]
+
+
+def _alone_s(program: Program, costs: Costs) -> float:
+    """Seconds of compute without any message beside it."""
+    again = recomputed(program.plan, program.blocks)
+    backward_s = [
+        seconds + (costs.forward_s[block] if block in again else 0.0) for block, seconds in enumerate(costs.backward_s)
+    ]
+    owned = [costs.update_s[block] for block, spec in enumerate(program.blocks) if spec.num_trainable]
+    return program.num_micros * (sum(costs.forward_s) + sum(backward_s)) + sum(owned)
 
 
 def _in_place(program: Program, instruction: Instruction) -> bool:

@@ -31,23 +31,37 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
 
     `params /2` on a tier reads: parameters are sharded over the 2 ranks inside one group of that tier.
     """
+    table = new_table(plan_title(cluster, plan))
+    headings, rows = plan_rows(cluster, plan)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("tier", "states placed here") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def plan_title(cluster: Cluster, plan: Plan) -> str:
+    """Return what a plan's table shows."""
+    return f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks"
+
+
+def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of a plan's table."""
     layout = Layout.of(cluster, plan)
     degrees = {tier.name: {axis: plan.degree(tier.name, axis, tier.size) for axis in AXES} for tier in cluster.tiers}
     axes = [axis for axis in AXES if axis == "data" or any(row[axis] > 1 for row in degrees.values())]
-    table = new_table(f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks")
-    for heading in ("tier", "joins", *axes, "link", "states placed here"):
-        table.add_column(heading, justify="left" if heading in ("tier", "states placed here") else "right")
     placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
+    rows = []
     for index in range(layout.outermost, -1, -1):
         tier = cluster.tiers[index]
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
         cells = (str(degrees[tier.name][axis]) for axis in axes)
-        table.add_row(tier.name, str(tier.size), *cells, link, ", ".join(states))
+        rows.append([tier.name, str(tier.size), *cells, link, ", ".join(states)])
     whole = ", ".join(state for state, where in placed.items() if where < 0)
-    table.add_row("device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else "")
-    return table
+    rows.append(["device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else ""])
+    return ["tier", "joins", *axes, "link", "states placed here"], rows
 
 
 def wire_words(plan: Plan) -> str:
@@ -92,7 +106,7 @@ def time_table(predicted: StepReport) -> Table:
     table = new_table("seconds of a step, predicted from the cluster's own figures")
     table.add_column("category")
     table.add_column("predicted", justify="right")
-    for category in _categories(predicted.time_s):
+    for category in time_categories(predicted.time_s):
         table.add_row(category, seconds(predicted.time_s[category]))
     table.add_section()
     table.add_row("step", seconds(predicted.step_s))
@@ -136,7 +150,9 @@ def _compare(
     table = new_table(title)
     for heading in ("category", "predicted", "measured", "error"):
         table.add_column(heading, justify="left" if heading == "category" else "right")
-    rows = [(name, predicted.get(name, 0), measured.get(name, 0)) for name in _categories({**predicted, **measured})]
+    rows = [
+        (name, predicted.get(name, 0), measured.get(name, 0)) for name in time_categories({**predicted, **measured})
+    ]
     for name, expected, found in rows:
         if expected or found:
             table.add_row(name, show(expected), show(found), _error(expected, found))
@@ -151,7 +167,7 @@ def _error(expected: float, found: float) -> str:
     return f"{100 * (expected - found) / found:+.0f} %" if expected and found else ""
 
 
-def _categories(values: Mapping[str, float]) -> list[str]:
+def time_categories(values: Mapping[str, float]) -> list[str]:
     """Compute first, then waits, then the rest; other kinds of values keep their order."""
     known = [name for name in _CATEGORY_ORDER if name in values]
     waits = sorted(name for name in values if name.startswith("wait "))

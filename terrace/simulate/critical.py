@@ -31,6 +31,7 @@ class CriticalPath:
     pieces: tuple[Piece, ...]
     seconds: Mapping[tuple[str, str], float]
     waits_s: float  # what the compute stream waited, on this path or not
+    slowed_s: float  # how much longer compute took because messages travelled meanwhile
     step_s: float
 
     @cached_property
@@ -64,7 +65,13 @@ def critical_path(recording: Recording) -> CriticalPath:
         for tier, share in shares.items():
             seconds[recording.program.layout.tiers[tier], span.category] += share * (piece.end_s - piece.start_s)
     waits_s = sum(spent for name, spent in recording.report.time_s.items() if name.startswith("wait "))
-    return CriticalPath(pieces=tuple(pieces), seconds=dict(seconds), waits_s=waits_s, step_s=recording.report.step_s)
+    return CriticalPath(
+        pieces=tuple(pieces),
+        seconds=dict(seconds),
+        waits_s=waits_s,
+        slowed_s=recording.slowed_s,
+        step_s=recording.report.step_s,
+    )
 
 
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
@@ -94,8 +101,9 @@ def critical_words(path: CriticalPath) -> str:
         )
         where = f"messages on tier {place}" if place else "compute"
         parts.append(f"{_percent(seconds, path.step_s)} % {where} ({named})")
-    waits = _percent(path.waits_s, path.step_s)
-    return f"On the critical path of the step: {'; '.join(parts)}. The compute stream waits for {waits} % of the step."
+    waits, slowed = _percent(path.waits_s, path.step_s), _percent(path.slowed_s, path.step_s)
+    words = f"On the critical path of the step: {'; '.join(parts)}. The compute stream waits for {waits} % of the step"
+    return f"{words}; messages meanwhile slow its compute by {slowed} % of it." if slowed else f"{words}."
 
 
 def _percent(part_s: float, whole_s: float) -> int:

@@ -35,7 +35,8 @@ class Recording:
 
     `spans` holds the step before as well, whose last messages reach into this one: its times are negative, and
     `first` is the number of the first span of this step. An instruction `started_s` when the compute stream ran
-    or issued it, and was `done_s` when it had run or its message was there.
+    or issued it, and was `done_s` when it had run or its message was there. `slowed_s` is how much longer the
+    step's compute took because messages travelled meanwhile.
     """
 
     program: Program
@@ -44,6 +45,7 @@ class Recording:
     first: int
     started_s: tuple[float, ...]
     done_s: tuple[float, ...]
+    slowed_s: float
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -77,6 +79,7 @@ def record(program: Program, costs: Costs) -> Recording:
         rank.time_s = defaultdict(float)
         rank.started_s.clear()
         rank.done_s.clear()
+        rank.slowed_s = 0.0
         for position, (act, event) in enumerate(plays):
             rank.position = position
             rank.started_s.append(rank.now_s)
@@ -89,13 +92,14 @@ def record(program: Program, costs: Costs) -> Recording:
         first=first,
         started_s=tuple(moment_s - origin_s for moment_s in rank.started_s),
         done_s=tuple(moment_s - origin_s for moment_s in rank.done_s),
+        slowed_s=rank.slowed_s,
     )
 
 
 class _Recorder(Rank):
     """A rank that writes down what it does."""
 
-    __slots__ = ("done_s", "messages", "newest", "position", "program", "spans", "started_s")
+    __slots__ = ("done_s", "messages", "newest", "position", "program", "slowed_s", "spans", "started_s")
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -106,6 +110,7 @@ class _Recorder(Rank):
         self.started_s: list[float] = []
         self.done_s: list[float] = []
         self.position = 0
+        self.slowed_s = 0.0
 
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Issue, and note which of the three that a message waits for came last."""
@@ -134,6 +139,7 @@ class _Recorder(Rank):
         """Compute, after whatever the stream did before."""
         start_s = self.now_s
         super().compute(event)
+        self.slowed_s += self.now_s - start_s - event.seconds
         self.started_s[-1], self.done_s[-1] = start_s, self.now_s
         self._add(COMPUTE, start_s, self.now_s, event.category, self.newest[COMPUTE])
 

@@ -1,0 +1,130 @@
+"""`terrace simulate`: play a step of the program that would run, and look at it."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError
+from terrace.base.files import write_atomic
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.output import Terminal
+from terrace.model.config import forward_flops, num_params
+from terrace.program import Program, build, verify
+from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
+from terrace.report.advice import advice_words, timeline_text
+from terrace.report.page import page_html
+from terrace.report.tables import quantity, seconds
+from terrace.simulate import Costs, Recording, changes, critical_path, critical_words, memory_curve, record, step_costs
+from terrace.simulate.trace import trace_json
+from terrace.train.config import RunConfig
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "simulate",
+        usage="terrace simulate [PLAN] [options] [--section.key VALUE ...]",
+        help="play a step without running it: where its time goes, as text, a page or a trace",
+        description="PLAN is a plan preset or TOML file, as for --plan.",
+        epilog=OVERRIDES_HELP,
+    )
+    add_run_options(parser)
+    parser.add_argument("--page", metavar="FILE", help="write a self-contained HTML page of the step")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print and write what was asked for; return 0."""
+    plan, rest = take_plan(rest)
+    if plan is not None:
+        if options.plan is not None:
+            raise ConfigError(f"two plans are given, {plan!r} and --plan {options.plan!r}: leave one out")
+        options.plan = plan
+    outputs = _outputs(options)
+    config = resolve_run(options, rest)
+    program = build(config.cluster, config.plan, config.blocks(), config.num_micros())
+    verify(program)
+
+    def price(candidate: Program) -> Costs:
+        sizes = (candidate.plan.micro_batch, config.train.sequence)
+        flops = [forward_flops(config.model, block, *sizes) for block in range(config.model.num_blocks)]
+        return step_costs(candidate, flops)
+
+    recording = record(program, price(program))
+    curve, path = memory_curve(recording), critical_path(recording)
+    candidates = changes(program, price)
+    advice = advice_words(candidates, recording.report.step_s)
+    written = []  # before anything is printed, so that a file that cannot be written is all there is to read
+    if "page" in outputs:
+        page = page_html(recording, curve, path, candidates, subtitle=_subtitle(config), advice=advice)
+        written.append(_write(outputs["page"], page))
+    if "trace" in outputs:
+        written.append(_write(outputs["trace"], trace_json(recording, curve)))
+    print(f"{_subtitle(config)}\n")
+    _show(recording)
+    print(f"{critical_words(path)}\n{advice}\n")
+    size, moment_s = curve.peak
+    print(f"over the step, model state is highest at {seconds(moment_s)}: {quantity(size, 'B')}")
+    if written:
+        print("\n".join(written))
+    return 0
+
+
+def _show(recording: Recording) -> None:
+    console, program, report = Terminal(), recording.program, recording.report
+    console.print(plan_table(program.cluster, program.plan))
+    console.print(bytes_table(report.sent_bytes, program.layout.tiers))
+    print(wire_words(program.plan))
+    console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
+    console.print(time_table(report))
+    console.print("a steady step of one rank", style="bold")
+    print(f"{timeline_text(recording)}\n")
+
+
+def take_plan(rest: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the plan among the words that are no options, if there is one, and the others.
+
+    A bare word is the plan unless it is the value of the `--section.key` before it.
+    """
+    words = list(rest)
+    index = 0
+    while index < len(words):
+        if not words[index].startswith("--"):
+            return words[index], words[:index] + words[index + 1 :]
+        has_value = "=" not in words[index] and index + 1 < len(words) and not words[index + 1].startswith("--")
+        index += 2 if has_value else 1
+    return None, words
+
+
+def _outputs(options: argparse.Namespace) -> dict[str, Path]:
+    """Return the files to write; refuses those that are there before anything is computed."""
+    outputs = {name: Path(getattr(options, name)) for name in ("page", "trace") if getattr(options, name) is not None}
+    for name, path in outputs.items():
+        if not path.name or path.is_dir():
+            raise ConfigError(f"--{name} {str(path)!r} is a folder: name a file")
+        if path.exists() and not options.force:
+            raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
+    if len({path.resolve() for path in outputs.values()}) < len(outputs):
+        raise ConfigError(f"--page and --trace both name {outputs['page']}: name two files")
+    if options.force and not outputs:
+        raise ConfigError("--force has no effect without --page FILE or --trace FILE")
+    return outputs
+
+
+def _write(path: Path, content: str) -> str:
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return f"wrote {path}: {quantity(len(content.encode()), 'B')}"
+
+
+def _subtitle(config: RunConfig) -> str:
+    return (
+        f"{config.model.family} decoder, {quantity(num_params(config.model), ' parameters')}; a step of "
+        f"{config.train.batch} sequences x {config.train.sequence} tokens, {config.num_micros()} micro-batches of "
+        f"{config.plan.micro_batch} per rank"
+    )

@@ -1,0 +1,78 @@
+"""The next change worth making, in a sentence, and a timeline for the terminal."""
+
+from collections.abc import Sequence
+
+from terrace.report.tables import seconds
+from terrace.simulate.changes import Change, best_change
+from terrace.simulate.recording import COMPUTE, Recording
+
+_LETTERS = {
+    "forward": "F",
+    "backward": "B",
+    "update": "U",
+    "gather": "g",
+    "gather_backward": "b",
+    "reduce": "r",
+    "sync": "s",
+    "refresh": "f",
+    "control": "c",
+}
+_WAIT, _OTHER, _IDLE = ".", "?", " "
+_BUSY = 0.1  # part of a letter's time from which on a lane shows what it carried
+
+
+def advice_words(candidates: Sequence[Change], step_s: float) -> str:
+    """Return the best change of the plan and of the cluster, with the step each leads to."""
+    found = {kind: best_change(list(candidates), step_s, kind) for kind in ("plan", "cluster")}
+    if not any(found.values()):
+        return "No change of one thing makes it shorter."
+    parts = []
+    for kind, best in sorted(found.items(), key=lambda item: item[1].step_s if item[1] else float("inf")):
+        if best is not None:
+            gain = f"{seconds(best.step_s)}, {100 * (best.step_s / step_s - 1):.0f} %"
+            note = f"; {best.note}" if best.note else ""
+            parts.append(f"in the {kind}, {best.words} (step {gain}{note})")
+    return f"Best next change: {'; '.join(parts)}."
+
+
+def timeline_text(recording: Recording, width: int = 96) -> str:
+    """Return the step as a line of `width` letters a lane: what took most of each letter's time, and a legend.
+
+    Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it idles nine tenths of the time.
+    """
+    step_s = recording.report.step_s or 1.0
+    lines = []
+    used: set[str] = set()
+    names = {lane: recording.lane_name(lane) for lane in recording.lanes}
+    margin = max(map(len, names.values()))
+    for lane, name in names.items():
+        spent: list[dict[str, float]] = [{} for _ in range(width)]
+        for _, span in recording.visible():
+            if span.lane == lane:
+                _spread(spent, span.start_s / step_s, span.end_s / step_s, span.category)
+        line = ""
+        for column in spent:
+            is_idle = sum(column.values()) < (_BUSY / width if lane != COMPUTE else 0.0)
+            category = "" if is_idle else max(column.items(), key=lambda item: item[1], default=("", 0.0))[0]
+            used.add(category)
+            line += _letter(category)
+        lines.append(f"{name:<{margin}} |{line}|")
+    legend = [f"{letter} {category}" for category, letter in _LETTERS.items() if category in used]
+    legend += [f"{_WAIT} waiting"] * any(category.startswith("wait ") for category in used)
+    ruler = f"{'':<{margin}} |{'0':<{width - 12}}{seconds(recording.report.step_s):>12}|"
+    return "\n".join([*lines, ruler, f"{'':<{margin}}  {', '.join(legend)}"])
+
+
+def _letter(category: str) -> str:
+    if category.startswith("wait "):
+        return _WAIT
+    return _LETTERS.get(category, _OTHER) if category else _IDLE
+
+
+def _spread(columns: list[dict[str, float]], start: float, end: float, category: str) -> None:
+    """Add a span, given in parts of the step, to the columns it covers."""
+    width = len(columns)
+    for index in range(max(0, int(start * width)), min(width, int(end * width) + 1)):
+        covered = min(end, (index + 1) / width) - max(start, index / width)
+        if covered > 0:
+            columns[index][category] = columns[index].get(category, 0.0) + covered

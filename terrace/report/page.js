@@ -1,0 +1,126 @@
+// Hover, and zoom of the time axis. The page is complete without it.
+(() => {
+  "use strict";
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const tip = document.getElementById("tip");
+  const charts = [...document.querySelectorAll("svg.chart")];
+  const whole = [0, data.plot];
+  charts.forEach((chart, index) => { chart.facts = data.charts[index]; chart.view = whole; });
+  const words = (s) => {
+    const a = Math.abs(s);
+    if (a >= 1) return s.toFixed(3) + " s";
+    return a >= 1e-3 ? (s * 1e3).toFixed(3) + " ms" : (s * 1e6).toFixed(2) + " us";
+  };
+  const size = (b) => {
+    const units = ["B", "kB", "MB", "GB", "TB"];
+    let i = 0;
+    while (b >= 1000 && i < 4) { b /= 1000; i += 1; }
+    return (i ? b.toPrecision(3) : b) + " " + units[i];
+  };
+  const time = (chart, x) => chart.facts.start_s + (x / data.plot) * chart.facts.length_s;
+
+  function ticks(chart) {
+    const [from, to] = chart.view;
+    const axis = chart.querySelector("g.axis");
+    const first = time(chart, from);
+    const last = time(chart, to);
+    const rough = (last - first) / 6;
+    if (!(rough > 0)) return;
+    const power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough);
+    const [factor, unit] = last >= 1 ? [1, "s"] : last >= 1e-3 ? [1e3, "ms"] : [1e6, "us"];
+    const decimals = Math.max(0, -Math.floor(Math.log10(step * factor) + 1e-9));
+    const y = Number(axis.dataset.y);
+    axis.replaceChildren();
+    for (let k = Math.ceil(first / step - 1e-9); k * step <= last + 1e-9 * step; k += 1) {
+      const x = data.gutter + (k * step - first) / (last - first) * data.plot;
+      const mark = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      mark.setAttribute("class", "tick");
+      mark.setAttribute("d", `M${x} ${y}v5`);
+      const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
+      text.setAttribute("x", x);
+      text.setAttribute("y", y + 20);
+      text.setAttribute("text-anchor", x > data.gutter + data.plot - 40 ? "end" : "middle");
+      text.textContent = `${(k * step * factor).toFixed(decimals)} ${unit}`;
+      axis.append(mark, text);
+    }
+  }
+
+  // The charts of the whole step move together; a close-up moves alone.
+  function show(chart, from, to) {
+    const least = data.plot / 5000;
+    const middle = (from + to) / 2;
+    const half = Math.min(data.plot, Math.max(least, to - from)) / 2;
+    const left = Math.max(0, Math.min(data.plot - 2 * half, middle - half));
+    for (const other of charts) {
+      if (other !== chart && !(other.facts.zooms && chart.facts.zooms)) continue;
+      other.view = [left, left + 2 * half];
+      const plot = other.querySelector("svg.plot");
+      plot.setAttribute("viewBox", `${left} 0 ${2 * half} ${plot.viewBox.baseVal.height}`);
+      ticks(other);
+    }
+  }
+
+  function place(chart, event) {
+    const box = chart.getBoundingClientRect();
+    const scale = chart.viewBox.baseVal.width / box.width;
+    const x = (event.clientX - box.left) * scale - data.gutter;
+    const [from, to] = chart.view;
+    return [from + x / data.plot * (to - from), (event.clientY - box.top) * scale, x >= 0 && x <= data.plot];
+  }
+
+  function found(chart, x, y) {
+    const facts = chart.facts;
+    if (facts.memory) {
+      const column = Math.min(facts.memory.length - 1, Math.max(0, Math.floor(x / data.plot * facts.memory.length)));
+      return `${size(facts.memory[column])} at ${words(time(chart, x))}`;
+    }
+    const row = facts.rows.findIndex(([top, height]) => y >= top && y <= top + height + 8);
+    if (row < 0) return "";
+    const near = (chart.view[1] - chart.view[0]) / 500;
+    const bar = facts.bars[row].find(([start, end]) => x >= start && x <= end)
+      || facts.bars[row].find(([start, end]) => x >= start - near && x <= end + near);
+    return bar ? `${bar[2]}: ${words(time(chart, bar[1]) - time(chart, bar[0]))} from ${words(time(chart, bar[0]))}` : "";
+  }
+
+  let pressed = null;
+  for (const chart of charts) {
+    chart.addEventListener("pointermove", (event) => {
+      const [x, y, inside] = place(chart, event);
+      const text = inside ? found(chart, x, y) : "";
+      tip.style.display = text ? "block" : "none";
+      tip.textContent = text;
+      tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 260)}px`;
+      tip.style.top = `${event.clientY + 16}px`;
+    });
+    chart.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+    chart.addEventListener("pointerdown", (event) => {
+      const [x, , inside] = place(chart, event);
+      pressed = inside ? x : null;
+      event.preventDefault();
+    });
+    chart.addEventListener("pointerup", (event) => {
+      const [x] = place(chart, event);
+      if (pressed !== null && Math.abs(x - pressed) > (chart.view[1] - chart.view[0]) / 200) {
+        show(chart, Math.max(0, Math.min(x, pressed)), Math.min(data.plot, Math.max(x, pressed)));
+      }
+      pressed = null;
+    });
+    chart.addEventListener("dblclick", () => show(chart, ...whole));
+  }
+  const act = {
+    in: (from, wide) => [from + wide / 4, from + 3 * wide / 4],
+    out: (from, wide) => [from - wide / 2, from + 3 * wide / 2],
+    left: (from, wide) => [from - wide / 2, from + wide / 2],
+    right: (from, wide) => [from + wide / 2, from + 3 * wide / 2],
+    all: () => whole,
+  };
+  for (const button of document.querySelectorAll("button[data-act]")) {
+    button.addEventListener("click", () => {
+      const [from, to] = charts[0].view;
+      show(charts[0], ...act[button.dataset.act](from, to - from));
+    });
+  }
+  window.addEventListener("beforeprint", () => charts.forEach((chart) => show(chart, ...whole)));
+  document.body.classList.add("live");
+})();

@@ -1,0 +1,49 @@
+"""Colours of categories, on light and on dark paper.
+
+What stands in one row differs from all else there for people with any of the common colour deficiencies
+too, and all but waiting stands out from the paper 3 to 1 (WCAG 2.2, 1.4.11); `tests/test_page.py` measures both.
+"""
+
+PAPER = ("#ffffff", "#14171c")  # (light, dark)
+
+STREAM = {
+    "forward": ("#1f8ae0", "#2f86d6"),
+    "backward": ("#0b3a7a", "#b4d3f4"),
+    "update": ("#1f7a3d", "#4fd08a"),
+    "wait": ("#d0d3da", "#454b58"),
+}
+MESSAGES = {
+    "gather": ("#e07b00", "#ffc078"),
+    "gather_backward": ("#70370f", "#b5651d"),
+    "reduce": ("#d35fc6", "#d873d4"),
+    "sync": ("#5a2fc2", "#7f5bff"),
+    "refresh": ("#0b4a46", "#35806f"),
+    "control": ("#8b8e97", "#cfd2d8"),
+}
+MEMORY = {  # states are coloured as the messages that carry them
+    "params": MESSAGES["gather"],
+    "secondary": MESSAGES["control"],
+    "grads": MESSAGES["reduce"],
+    "optimizer": MESSAGES["sync"],
+    "feedback": MESSAGES["refresh"],
+    "buffers": STREAM["wait"],
+    "gathered": MESSAGES["gather_backward"],
+    "grads_full": ("#8f2d84", "#a8479f"),
+    "activations": STREAM["forward"],
+}
+_OTHER = ("#5b616e", "#a4abb8")
+
+
+def colour_key(category: str) -> str:
+    """Return the name of a category's colour: every wait has one, and so has everything unknown."""
+    if category.startswith("wait "):
+        return "wait"
+    return category if category in STREAM or category in MESSAGES else "other"
+
+
+def colour_variables(dark: bool) -> str:
+    """Return the colours as CSS custom properties: `--c-forward`, `--m-params`, `--paper`, ..."""
+    lines = [f"--paper:{PAPER[dark]};--c-other:{_OTHER[dark]}"]
+    lines += [f"--c-{name}:{pair[dark]}" for name, pair in (STREAM | MESSAGES).items()]
+    lines += [f"--m-{name}:{pair[dark]}" for name, pair in MEMORY.items()]
+    return ";".join(lines)

@@ -1,0 +1,205 @@
+"""The pictures of the page: timeline and memory, drawn over the same time axis.
+
+Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an <svg> within, whose
+view box the page's script narrows to zoom; names and ticks stay outside it. Colours are CSS custom properties.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+from terrace.report.bars import Bar, Window
+from terrace.report.palette import colour_key
+from terrace.report.plot import round_ticks
+from terrace.report.tables import quantity
+from terrace.simulate.critical import CriticalPath
+from terrace.simulate.curve import MemoryCurve
+from terrace.simulate.recording import COMPUTE, Recording
+
+WIDTH, GUTTER, PLOT = 1080, 130, 930
+_COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP, _AXIS = 36, 26, 14, 26
+_MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
+_GLYPH = 7.2  # units that a character of 12 takes at most, on average over a name
+_SEPARATED = 4  # units from which on a bar has a hairline around it, which would hide a narrower one
+_COLUMNS = 300  # of the memory curve: each shows its highest moment
+
+
+def timeline_svg(
+    recording: Recording, bars: Mapping[int, Sequence[Bar]], path: CriticalPath, window: Window, least_s: float
+) -> str:
+    """Return a timeline: the compute stream, then a row a lane; what is on the critical path is underlined."""
+    first_s, length_s = window[0], (window[1] - window[0]) or 1.0
+    rows = _rows(recording.lanes)
+    height = max(top + size for top, size in rows.values()) + _GAP + _AXIS
+    parts = [_open(height, "Timeline: compute, and a lane for every tier")]
+    for lane, (top, size) in rows.items():
+        parts.append(f'<rect class="row" x="{GUTTER}" y="{top}" width="{PLOT}" height="{size}"/>')
+        parts.append(_name(recording.lane_name(lane), top + size / 2 + 4))
+    parts.append(_plot(height - _AXIS))
+    for lane, (top, size) in rows.items():
+        outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
+        for bar in bars[lane]:
+            below = float(top + size)
+            start, end = (bar.start_s - first_s) / length_s, (bar.end_s - first_s) / length_s
+            for category, share in bar.shares:
+                below -= share * size
+                is_wide = (end - start) * PLOT >= _SEPARATED
+                outlines[colour_key(category), is_wide].append(_box(start, end, below, share * size))
+        for (key, is_wide), boxes in outlines.items():
+            kind = ' class="wide"' if is_wide else ""
+            parts.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(boxes)}"/>')
+    for lane, (start_s, end_s) in _underlines(recording, path, max(least_s, length_s / 2000)):
+        start, end = max(0.0, (start_s - first_s) / length_s), min(1.0, (end_s - first_s) / length_s)
+        if end > start:
+            top, size = rows[lane]
+            parts.append(f'<path class="critical" d="{_box(start, end, top + size + 3, 4)}"/>')
+    parts.append("</svg>")
+    parts.append(_time_axis(window, height))
+    return "".join([*parts, "</svg>"])
+
+
+def row_boxes(lanes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (top, height) of the timeline's rows, for the page's script."""
+    return list(_rows(lanes).values())
+
+
+def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
+    """Return memory over the step, states held throughout below; the device's capacity where it is near."""
+    step_s = step_s or 1.0
+    highest = curve.peak[0] or 1.0
+    near = capacity_bytes <= 1.25 * highest
+    top_bytes = 1.05 * max(highest, capacity_bytes if near else 0.0)
+    bottom = _MEMORY_TOP + _MEMORY_HEIGHT
+
+    def y(size: float) -> float:
+        return bottom - size / top_bytes * _MEMORY_HEIGHT
+
+    parts = [_open(bottom + _AXIS, "Memory of one rank over the step")]
+    for tick in round_ticks(0.0, top_bytes):
+        parts.append(f'<path class="grid" d="M{GUTTER} {y(tick):.1f}h{PLOT}"/>')
+        parts.append(f'<text x="{GUTTER - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{quantity(tick, "B")}</text>')
+    parts.append(_plot(bottom))
+    times_s, columns = memory_columns(curve, step_s)
+    base = sum(curve.constant_bytes.values())
+    layers: list[tuple[str, list[float]]] = []
+    for name, values in columns.items():
+        lower = layers[-1][1] if layers else [float(base)] * len(values)
+        layers.append((name, [below + value for below, value in zip(lower, values, strict=True)]))
+    for name, upper in reversed(layers):  # each is painted over the one above it
+        if any(columns[name]):
+            d = _staircase(times_s, [y(value) for value in upper], step_s, bottom)
+            parts.append(f'<path class="band" fill="var(--m-{name})" d="{d}"/>')
+    for name, size in reversed(list(curve.constant_bytes.items())):
+        if size:
+            parts.append(f'<path class="band" fill="var(--m-{name})" d="{_box(0.0, 1.0, y(base), bottom - y(base))}"/>')
+        base -= size
+    parts.append("</svg>")
+    if near:
+        parts.append(f'<path class="limit" d="M{GUTTER} {y(capacity_bytes):.1f}h{PLOT}"/>')
+    parts.append(_time_axis((0.0, step_s), bottom + _AXIS))
+    return "".join([*parts, "</svg>"])
+
+
+def shortened(name: str, room: float) -> str:
+    """Return a name that fits into `room` units, with an ellipsis where it was cut."""
+    fits = int(room / _GLYPH)
+    return name if len(name) <= fits else name[: fits - 1] + "\u2026"
+
+
+def _rows(lanes: Sequence[int]) -> dict[int, tuple[int, int]]:
+    rows, top = {}, 4
+    for lane in lanes:
+        size = _COMPUTE_HEIGHT if lane == COMPUTE else _LANE_HEIGHT
+        rows[lane] = (top, size)
+        top += size + _GAP
+    return rows
+
+
+def _open(height: float, label: str) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
+        'xmlns="http://www.w3.org/2000/svg">'
+    )
+
+
+def _plot(height: float) -> str:
+    return (
+        f'<svg class="plot" x="{GUTTER}" y="0" width="{PLOT}" height="{height:g}" viewBox="0 0 {PLOT} {height:g}" '
+        'preserveAspectRatio="none">'
+    )
+
+
+def _name(name: str, y: float) -> str:
+    words = escape(shortened(name, GUTTER - 12))
+    return f'<text x="{GUTTER - 8}" y="{y:g}" text-anchor="end">{words}<title>{escape(name)}</title></text>'
+
+
+def _box(start: float, end: float, top: float, height: float) -> str:
+    """A rectangle from `start` to `end`, parts of the plot's width."""
+    left, right, upper, lower = (round(at, 2) for at in (start * PLOT, end * PLOT, top, top + height))
+    return f"M{left:g} {upper:g}H{right:g}V{lower:g}H{left:g}z"
+
+
+def _time_axis(window: Window, height: float) -> str:
+    first_s, length_s = window[0], (window[1] - window[0]) or 1.0
+    ticks = []
+    for tick, words in time_ticks(first_s, first_s + length_s):
+        x = GUTTER + (tick - first_s) / length_s * PLOT
+        anchor = "end" if x > GUTTER + PLOT - 30 else "middle"
+        ticks.append(
+            f'<path class="tick" d="M{x:.1f} {height - _AXIS:g}v5"/>'
+            f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="{anchor}">{words}</text>'
+        )
+    return f'<g class="axis" data-y="{height - _AXIS:g}">{"".join(ticks)}</g>'
+
+
+def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
+    """Return round moments of a window and their words: all in one unit, with the decimals that tell them apart."""
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if last_s * f >= 1), (1e6, "us"))
+    ticks = round_ticks(first_s * factor, last_s * factor)
+    step = min((after - before for before, after in pairwise(ticks)), default=1.0)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [(tick / factor, f"{tick:.{decimals}f} {unit}") for tick in ticks]
+
+
+def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[tuple[int, tuple[float, float]]]:
+    """Return (lane, (start, end)) of the critical path's pieces; those with less than `gap_s` between are one."""
+    newest: dict[int, list[float]] = {}
+    found: list[tuple[int, list[float]]] = []
+    for piece in path.pieces:
+        lane = recording.spans[piece.number].lane
+        last = newest.get(lane)
+        if last is not None and piece.start_s - last[1] <= gap_s:
+            last[1] = piece.end_s
+        else:
+            newest[lane] = [piece.start_s, piece.end_s]
+            found.append((lane, newest[lane]))
+    return [(lane, (start_s, end_s)) for lane, (start_s, end_s) in found]
+
+
+def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict[str, list[float]]]:
+    """Thin the curve out: of every column the highest moment, what was there when it began included."""
+    totals = curve.total_bytes
+    times_s: list[float] = []
+    values: dict[str, list[float]] = {name: [] for name in curve.varying_bytes}
+    index = 0
+    for column in range(_COLUMNS):
+        highest = index
+        while index + 1 < len(totals) and curve.times_s[index + 1] < (column + 1) / _COLUMNS * step_s:
+            index += 1
+            highest = index if totals[index] > totals[highest] else highest
+        times_s.append(column / _COLUMNS * step_s)
+        for name, parts in curve.varying_bytes.items():
+            values[name].append(parts[highest])
+    return times_s, values
+
+
+def _staircase(times_s: Sequence[float], heights: Sequence[float], step_s: float, bottom: float) -> str:
+    d, before = f"M0 {bottom:g}", float("nan")
+    for moment_s, height in zip(times_s, heights, strict=True):
+        if height != before:
+            d += f"H{moment_s / step_s * PLOT:.1f}V{height:.1f}"
+            before = height
+    return f"{d}H{PLOT}V{bottom:g}z"

@@ -1,0 +1,348 @@
+"""The page and the text timeline: valid, self-contained, inside its frame, readable for everyone, safe."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from itertools import combinations, pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan import PRESETS, preset
+from terrace.program import Program, build
+from terrace.report.advice import advice_words, timeline_text
+from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
+from terrace.report.page import page_html
+from terrace.report.palette import MESSAGES, PAPER, STREAM, colour_key
+from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks, timeline_svg
+from terrace.simulate import (
+    Change,
+    Costs,
+    Recording,
+    changes,
+    critical_path,
+    memory_curve,
+    record,
+    step_costs,
+)
+
+LOCAL = load_cluster("local")
+BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))
+GLYPH = 7.2  # of 12 units: wider than the mean of any common sans-serif
+
+
+def price(program: Program) -> Costs:
+    return step_costs(program, [2.0 * 64 * 64 * 256] * len(program.blocks))
+
+
+def cluster_of(*names: str, size: int = 2, bandwidth: float = 5e7) -> Cluster:
+    tiers = tuple(
+        Tier(name=name, size=size, bandwidth_bytes_per_s=bandwidth / 2**i, latency_s=1e-5, source="a <b>guess</b>")
+        for i, name in enumerate(names)
+    )
+    return replace(LOCAL, name="test", tiers=tiers)
+
+
+@cache
+def recorded(name: str, num_micros: int = 2, num_blocks: int = 5) -> Recording:
+    cluster = cluster_of("package", "node", "system")
+    blocks = tuple(BLOCKS[i % len(BLOCKS)] for i in range(num_blocks))
+    program = build(cluster, preset(name, cluster), blocks, num_micros)
+    return record(program, price(program))
+
+
+def page_of(recording: Recording, candidates: list[Change] | None = None, subtitle: str = "a model") -> str:
+    found = candidates or []
+    advice = advice_words(found, recording.report.step_s)
+    curve, path = memory_curve(recording), critical_path(recording)
+    return page_html(recording, curve, path, found, subtitle=subtitle, advice=advice)
+
+
+def charts(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(text) for text in re.findall(r'<svg class="chart".*?</svg>\s*(?:<.*?)?</svg>', page)]
+
+
+class _Checker(HTMLParser):
+    """Collects tags; every element must be closed in order."""
+
+    VOID = frozenset({"meta", "path", "rect"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def checked(page: str) -> _Checker:
+    checker = _Checker()
+    checker.feed(page)
+    checker.close()
+    assert not checker.open
+    return checker
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_page_is_whole_and_needs_nothing_from_elsewhere(name: str) -> None:
+    page = page_of(recorded(name))
+    checker = checked(page)
+    outside = [value for _, attrs in checker.tags for key, value in attrs.items() if key in ("src", "href")]
+    assert not outside
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", page)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
+    assert len(data["charts"]) == page.count('<svg class="chart"') == 2
+    timeline, memory = data["charts"]
+    assert len(timeline["bars"]) == len(timeline["rows"]) == len(recorded(name).lanes)
+    assert all(0 <= start <= end <= PLOT for row in timeline["bars"] for start, end, _ in row)
+    assert max(memory["memory"]) == memory_curve(recorded(name)).peak[0]
+    for key in {colour_key(span.category) for _, span in recorded(name).visible()}:
+        assert f'fill="var(--c-{key})"' in page
+        assert f"--c-{key}:#" in page
+
+
+def test_names_cannot_become_markup() -> None:
+    evil = "</script><img src=x>"
+    cluster = cluster_of("package", "node")
+    cluster = replace(cluster, name=f"<div class={evil}", device=replace(cluster.device, name=evil, source="a&b"))
+    blocks = tuple(replace(block, name=f"{evil}{i}") for i, block in enumerate(BLOCKS))
+    plan = replace(preset("three-level", cluster), name=evil)
+    program = build(cluster, plan, blocks, 2)
+    recording = record(program, price(program))
+    page = page_of(recording, changes(program, price), subtitle=evil)
+    checker = checked(page)
+    assert "img" not in [tag for tag, _ in checker.tags]
+    assert "<b>guess" not in page
+    assert "a&b" not in page
+    assert page.count("</script>") == 2
+    assert "&lt;/script&gt;&lt;img src=x&gt;" in page
+
+
+@pytest.mark.parametrize("micros", [4, 64])
+def test_a_large_program_s_page_stays_small_and_loses_no_time(micros: int) -> None:
+    recording = recorded("zero3", micros, 40)
+    bars, least_s = bars_by_lane(recording)
+    assert sum(map(len, bars.values())) <= MAX_BARS
+    assert (least_s > 0) == (len(recording.visible()) > MAX_BARS)
+    for lane, row in bars.items():
+        drawn: dict[str, float] = {}
+        for bar in row:
+            assert sum(share for _, share in bar.shares) <= 1 + 1e-9
+            for category, share in bar.shares:
+                drawn[category] = drawn.get(category, 0.0) + share * (bar.end_s - bar.start_s)
+        wanted: dict[str, float] = {}
+        for _, span in recording.visible():
+            if span.lane == lane:
+                inside = min(recording.report.step_s, span.end_s) - max(0.0, span.start_s)
+                wanted[span.category] = wanted.get(span.category, 0.0) + inside
+        assert drawn == pytest.approx(wanted)
+        assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(row))
+    page = page_of(recording, changes(recording.program, price) if micros == 4 else None)
+    checked(page)
+    assert len(page) < 200_000
+    assert page.count('<svg class="chart"') == (3 if least_s else 2)
+
+
+def test_the_close_up_is_one_unit_and_stays_inside_its_frame() -> None:
+    recording = recorded("zero3", 64, 40)
+    window = middle_unit(recording)
+    assert window is not None
+    assert 0 < window[0] < window[1] < recording.report.step_s
+    assert window[1] - window[0] < 0.05 * recording.report.step_s
+    bars, least_s = bars_by_lane(recording, window)
+    assert least_s == 0
+    assert {bar.words for bar in bars[-1]} >= {"FORWARD b0 m32", "BACKWARD b39 m32", "BACKWARD b0 m32"}
+    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), window, least_s))
+    plot = next(child for child in svg if child.tag.endswith("svg"))
+    assert all(-0.01 <= x <= PLOT + 0.01 for shape in plot for x, _ in _numbers(shape.attrib["d"]))
+    labels = [words for _, _, _, words in _texts(svg)]
+    assert len(set(labels)) == len(labels)
+    assert middle_unit(recorded("zero3", 1)) is None
+
+
+@pytest.mark.parametrize("first", [0.0, 1.2345, 5e-4, 30.0])
+@pytest.mark.parametrize("length", [1e-4, 3e-3, 0.7, 12.0])
+def test_ticks_of_time_are_told_apart(first: float, length: float) -> None:
+    ticks = time_ticks(first, first + length)
+    assert 2 <= len(ticks) <= 12
+    assert len({words for _, words in ticks}) == len(ticks)
+    assert len({words.split()[1] for _, words in ticks}) == 1
+    for tick, words in ticks:
+        assert first <= tick <= (first + length) * (1 + 1e-9)
+        value, unit = words.split()
+        assert float(value) / {"s": 1, "ms": 1e3, "us": 1e6}[unit] == pytest.approx(tick, abs=1e-9)
+
+
+def _numbers(d: str) -> list[tuple[float, float]]:
+    """The corners of a path that uses M, H, V, h, v and z."""
+    points, x, y = [], 0.0, 0.0
+    for command, values in re.findall(r"([MHVhvz])([^MHVhvz]*)", d):
+        numbers = [float(value) for value in values.split()]
+        if command == "M":
+            x, y = numbers
+        elif command == "H":
+            x = numbers[0]
+        elif command == "V":
+            y = numbers[0]
+        elif command == "h":
+            x += numbers[0]
+        elif command == "v":
+            y += numbers[0]
+        points.append((x, y))
+    return points
+
+
+def _texts(svg: ElementTree.Element) -> list[tuple[float, float, float, str]]:
+    """(left, right, baseline, words) of every text."""
+    found = []
+    for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+        words = text.text or ""
+        room, x = GLYPH * len(words), float(text.attrib["x"])
+        left = {"end": x - room, "middle": x - room / 2}[text.attrib["text-anchor"]]
+        found.append((left, left + room, float(text.attrib["y"]), words))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("capacity", [1e5, 2e5, 2e9])
+def test_pictures_stay_inside_their_frames_and_no_words_overlap(name: str, capacity: float) -> None:
+    recording = recorded(name)
+    bars, least_s = bars_by_lane(recording)
+    path, curve = critical_path(recording), memory_curve(recording)
+    for text in (
+        timeline_svg(recording, bars, path, (0.0, recording.report.step_s), least_s),
+        memory_svg(curve, recording.report.step_s, capacity),
+    ):
+        svg = ElementTree.fromstring(text)
+        _, _, width, height = map(float, svg.attrib["viewBox"].split())
+        assert width == WIDTH
+        plot = next(svg.iter("{http://www.w3.org/2000/svg}svg"), None)
+        plots = [child for child in svg if child.tag.endswith("svg")]
+        assert plot is not None
+        assert len(plots) == 1
+        inner_height = float(plots[0].attrib["height"])
+        assert inner_height <= height
+        for shape in plots[0]:
+            for x, y in _numbers(shape.attrib["d"]):
+                assert -0.01 <= x <= PLOT + 0.01
+                assert -0.01 <= y <= inner_height + 0.01
+        words = _texts(svg)
+        assert len(words) >= 4
+        for left, right, y, _ in words:
+            assert left >= 0
+            assert right <= WIDTH
+            assert 0 < y <= height
+        for one, other in combinations(words, 2):
+            apart = one[1] <= other[0] or other[1] <= one[0] or abs(one[2] - other[2]) >= 12
+            assert apart, (one, other)
+
+
+def test_long_names_are_cut_to_the_gutter() -> None:
+    cluster = cluster_of("a-tier-whose-name-is-far-too-long-for-any-gutter", "node")
+    program = build(cluster, preset("three-level", cluster), BLOCKS, 1)
+    recording = record(program, price(program))
+    bars, least_s = bars_by_lane(recording)
+    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), (0.0, 1.0), least_s))
+    name = next(words for _, _, _, words in _texts(svg) if words.startswith("a-tier"))
+    assert name.endswith("\u2026")
+    assert len(name) * GLYPH <= GUTTER
+    assert "far-too-long-for-any-gutter" in "".join(svg.itertext())
+    assert shortened("node", 100) == "node"
+
+
+def test_memory_is_drawn_as_high_as_it_gets() -> None:
+    recording = recorded("zero3")
+    curve = memory_curve(recording)
+    svg = ElementTree.fromstring(memory_svg(curve, recording.report.step_s, 2e9))
+    plot = next(child for child in svg if child.tag.endswith("svg"))
+    highest = min(y for shape in plot for _, y in _numbers(shape.attrib["d"]))
+    bottom = float(plot.attrib["height"])
+    ticks = [(float(text[2]), text[3]) for text in _texts(svg) if text[3].endswith("B")]
+    base = next(y for y, words in ticks if words == "0 B")
+    y, words = ticks[-1]
+    value, unit = words.split()
+    bytes_per_unit = float(value) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] / (base - y)
+    assert (bottom - highest) * bytes_per_unit == pytest.approx(curve.peak[0], rel=0.01)
+
+
+# Machado, Oliveira, Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency (2009),
+# severity 1.0, on linear RGB.
+_VISIONS = {
+    "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+
+
+def _linear(colour: str) -> list[float]:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def _lab(rgb: list[float]) -> tuple[float, float, float]:
+    r, g, b = (min(1.0, max(0.0, part)) for part in rgb)
+    xyz = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.95047, 0.2126 * r + 0.7152 * g + 0.0722 * b
+    z = (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.08883
+    fx, fy, fz = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in (*xyz, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+def _contrast(one: str, other: str) -> float:
+    dark, light = sorted(
+        sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), _linear(x), strict=True)) for x in (one, other)
+    )
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("vision", sorted(_VISIONS))
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("row", [STREAM, MESSAGES], ids=["stream", "messages"])
+def test_colours_of_a_row_differ_for_every_eye(row: dict[str, tuple[str, str]], dark: bool, vision: str) -> None:
+    def seen(colour: str) -> tuple[float, float, float]:
+        rgb = _linear(colour)
+        return _lab([sum(w * c for w, c in zip(weights, rgb, strict=True)) for weights in _VISIONS[vision]])
+
+    for one, other in combinations(row, 2):
+        distance = sum((a - b) ** 2 for a, b in zip(seen(row[one][dark]), seen(row[other][dark]), strict=True)) ** 0.5
+        assert distance > 20, (one, other, distance)
+    for name, pair in row.items():
+        assert _contrast(pair[dark], PAPER[dark]) >= (1.4 if name == "wait" else 2.95), name
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_text_timeline_has_a_line_a_lane(name: str) -> None:
+    recording = recorded(name)
+    text = timeline_text(recording, width=60)
+    assert text.isascii()
+    *lanes, ruler, legend = text.splitlines()
+    assert [line.split("|")[0].strip() for line in lanes] == [recording.lane_name(lane) for lane in recording.lanes]
+    assert all(len(line.split("|")[1]) == 60 for line in (*lanes, ruler))
+    stream = lanes[0].split("|")[1]
+    assert " " not in stream
+    share = recording.report.time_s["backward"] / recording.report.step_s
+    assert stream.count("B") / 60 == pytest.approx(share, abs=0.25)
+    for letter in set("".join(line.split("|")[1] for line in lanes)) - {" ", "?"}:
+        assert f"{letter} " in legend
+    assert "?" not in "".join(lanes)
+
+
+def test_advice_names_the_best_of_the_plan_and_of_the_cluster() -> None:
+    recording = recorded("zero3")
+    found = changes(recording.program, price)
+    words = advice_words(found, recording.report.step_s)
+    for kind in ("plan", "cluster"):
+        best = min((change for change in found if change.kind == kind), key=lambda change: change.step_s)
+        assert f"in the {kind}, {best.words} (step " in words
+    assert advice_words([], 1.0) == "No change of one thing makes it shorter."
