@@ -41,8 +41,9 @@ from terrace.planner.search import cores_of, exhaustive
 from terrace.planner.space import placements, shape_of, shapes, units
 from terrace.planner.stages import SERIAL, share_layers, traits
 from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.program import build
 from terrace.program.schedules import schedule_names
-from terrace.simulate import simulate
+from terrace.simulate import simulate, step_costs
 from terrace.simulate.timeline import play
 
 _GPT: dict[str, Any] = {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -82,21 +83,31 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-@pytest.mark.parametrize("axes", [("data",), AXES], ids=["data", "all"])
-@pytest.mark.parametrize("share", [1.0, 0.8])
-def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], share: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "axes", "batch"),
+    [
+        *((name, ("data",), 24) for name in CLUSTERS),
+        ("frontier 2x1x2", AXES, 4),
+        ("dgx 2x3", AXES, 6),
+        ("ethernet 2x2", AXES, 4),
+        ("frontier 2x2x2", ("data", "pipeline"), 4),
+    ],
+)
+def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
     """The same choices in the same order, also where memory rules some of the best out."""
-    task = small_task(CLUSTERS[name], batch=12 if "3" in name else 8)
+    task = small_task(CLUSTERS[name], batch=batch)
     space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
     everything = exhaustive(space, evaluator, math.inf)
     needs = sorted(each.needed_bytes for each in everything)
-    capacity = needs[int(share * (len(needs) - 1))]
-    fitting = [each for each in everything if each.needed_bytes <= capacity]
-    found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
-    assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
-    assert found.proved
-    assert found.num_evaluated < len(everything) or len(everything) < 40
+    tried = 0
+    for share in (1.0, 0.5, 0.1):
+        capacity = needs[int(share * (len(needs) - 1))]
+        fitting = [each for each in everything if each.needed_bytes <= capacity]
+        found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
+        assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
+        assert found.proved
+        tried += found.num_evaluated
+    assert tried < 3 * len(everything)
 
 
 @given(data=st.data())
@@ -144,7 +155,10 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated() -> None
         choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), rows)
         estimate = evaluator.evaluate(choice)
         program, costs = evaluator.program(Part(True, (4,), True), choice, num_micros(task, choice))
-        whole = simulate(program, costs)
+        work = evaluator.estimator.work(rows, micro_batch)
+        real = build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        whole = simulate(real, step_costs(real, work))
+        assert simulate(program, costs).time_s == pytest.approx(whole.time_s)
         assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
         bytes_of_whole = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
         assert estimate.sent_bytes == bytes_of_whole
@@ -170,7 +184,7 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
 def test_rows_multiply_to_the_tiers_and_tensor_takes_whole_tiers() -> None:
     task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
     found = list(shapes(Space(task=task)))
-    assert len({shape.rows for shape in found}) == len(found) > 100
+    assert len({shape.rows for shape in found}) == len(found) > 50
     for shape in found:
         for row, tier in zip(shape.rows, task.cluster.tiers, strict=True):
             assert math.prod(row) == tier.size
@@ -191,7 +205,9 @@ def test_placements_are_ordered_distinct_and_all_there() -> None:
         tuple(1 if place < 0 else math.prod(tier.size for tier in tiers[: place + 1]) for place in each)
         for each in found
     }
-    assert len(spans) == len(found) == 15  # params <= grads <= optimizer of 1, 2 and 4 ranks: 10; a copy inside: 5
+    assert (
+        len(spans) == len(found) == 11
+    )  # params <= grads <= optimizer of 1, 2 and 4 ranks: 10; a copy inside params of 4: 1
     for each in found:
         assert each.params <= each.grads <= each.optimizer
         assert each.backward < max(each.params, 0)
@@ -322,7 +338,7 @@ def test_every_preset_gets_a_verdict() -> None:
 
 
 def test_reasons_are_one_step_away() -> None:
-    task = small_task(CLUSTERS["frontier 2x2x2"])
+    task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
     space = Space(task=task, axes=("data",))
     found, evaluator = find(space, count=1)
     near = reasons(space, evaluator, found.best[0].choice)

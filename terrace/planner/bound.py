@@ -76,7 +76,7 @@ class Bounds:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
         self.num_layers = self.task.model.num_layers
-        self._block_works: dict[tuple[Rows, int, int], list[Work]] = {}
+        self._block_works: dict[tuple[Rows, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
 
     def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
@@ -239,7 +239,7 @@ class Bounds:
         return self.estimator.whole_bytes(least) * _SLACK
 
     def _works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:
-        key = (shape.inner, micro_batch, recompute)
+        key = (shape.inner, micro_batch, recompute, shape.data * micro_batch < self.task.batch)
         found = self._block_works.get(key)
         if found is None:
             found = [block_work(self.estimator, kind, shape, micro_batch, recompute) for kind in KINDS]

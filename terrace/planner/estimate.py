@@ -10,16 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.hops import block_hops
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
+from terrace.program import Instruction, Op, Program
+from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
 from terrace.simulate.layers import block_seconds, optimizer_s
@@ -70,7 +70,7 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
-        self._blocks: dict[tuple[int, Rows, int], Seconds] = {}
+        self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
         self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
@@ -93,16 +93,17 @@ class Estimator:
 
     def block(self, kind: int, rows: Rows, micro_batch: int) -> Seconds:
         """Return the seconds of a block on one micro-batch."""
-        inner = shape_of(rows).inner
-        key = (kind, inner, micro_batch)
+        shape = shape_of(rows)
+        accumulate = shape.data * micro_batch < self.task.batch  # several micro-batches add up their gradients
+        key = (kind, shape.inner, micro_batch, accumulate)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._block(kind, inner, micro_batch)
+            found = self._blocks[key] = self._block(kind, shape.inner, micro_batch, accumulate)
         return found
 
-    def _block(self, kind: int, rows: Rows, micro_batch: int) -> Seconds:
+    def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
         cluster, work = self.task.cluster, self.work(rows, micro_batch)
-        seconds = block_seconds(cluster.device, work, self.index(kind))
+        seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
         forward_s = backward_s = 0.0
         if kind == LAYER:
             messages = tensor_messages(cluster, axis_group(rows, TENSOR), work)
@@ -173,14 +174,20 @@ class Estimator:
         self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool
     ) -> tuple[int, float]:
         layout, plan = self._layout(degrees, placement)
-        source = layout.params_backward if secondary else None
-        hops = [*chain(*block_hops(layout, plan, message, layout.padded(numel), source))]
-        tiers = data_cluster(self.task.cluster, degrees).tiers
-        seconds = sum(
-            (hop.degree - 1) * tiers[hop.tier].latency_s + hop.sent_bytes / tiers[hop.tier].bandwidth_bytes_per_s
-            for hop in hops
+        block = BlockSpec(name="any", params=(ParamSpec(name="all", shape=(numel,)),))
+        program = Program(
+            cluster=data_cluster(self.task.cluster, degrees),
+            plan=plan,
+            layout=layout,
+            blocks=(block,),
+            num_micros=1,
+            instructions=(),
         )
-        return max((hop.tier for hop in hops), default=0), seconds
+        backward = message is MessageClass.GATHER_BACKWARD
+        op = Op.GATHER if backward else Op(message.value.upper())
+        instruction = Instruction(op, 0, backward=backward, secondary=secondary)
+        costs = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
+        return program.lane(instruction), costs.collective_s(instruction)
 
     def _layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         key = (degrees, placement)

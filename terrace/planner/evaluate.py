@@ -24,7 +24,8 @@ from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, num_micros, plan_of
 from terrace.program import Program, build
-from terrace.simulate import Costs, simulate, step_costs
+from terrace.simulate import Costs, simulate
+from terrace.simulate.cost import update_seconds
 
 BUBBLE = "wait pipeline"
 
@@ -161,9 +162,10 @@ class Evaluator:
         plan = replace(plan_of(task, choice), mapping={})
         program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
         seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
-        costs = replace(
-            step_costs(program, [0.0] * len(blocks)),
+        costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),
+            update_s=update_seconds(program),
+            program=program,
         )
         return program, costs

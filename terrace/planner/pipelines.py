@@ -8,8 +8,8 @@ from functools import cached_property
 from terrace.planner.estimate import EMBEDDING, HEAD, LAYER, Estimator, Part
 from terrace.planner.space import Shape
 from terrace.planner.stages import pipeline, share_layers
-from terrace.program.schedules import Kind, Orders
-from terrace.simulate.timeline import TaskSeconds, play
+from terrace.program.schedules import Kind, Orders, TaskSeconds
+from terrace.simulate.timeline import play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
 
