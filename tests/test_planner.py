@@ -1,86 +1,41 @@
-"""The planner: its space, bounds that never exceed the evaluation, and a search that equals trying everything."""
+"""The planner: bounds that never exceed the evaluation, a search that equals trying everything, and its figures."""
 
 import math
 import time
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terrace.base.errors import ModelError, PlanError
-from terrace.cluster import Cluster
+from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
-from terrace.model.config import ModelConfig, parse_model
-from terrace.plan import AXES, PRESETS, Layout, preset, validate
+from terrace.plan import AXES, PRESETS, Layout, preset
 from terrace.plan.memory import model_state_bytes
 from terrace.planner import (
     Estimate,
-    Evaluator,
     Pins,
     Search,
     Space,
     Task,
     find,
-    parse_axes,
-    parse_pins,
     plan_of,
     preset_verdicts,
     reasons,
-    runnable_axes,
-    runs_today,
 )
-from terrace.planner.bound import Bounds
 from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator, Part, data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.figures import hfu, mfu
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import cores_of, exhaustive
 from terrace.planner.space import placements, shape_of, shapes, units
-from terrace.planner.stages import SERIAL, share_layers, traits
+from terrace.planner.stages import SERIAL
 from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, num_micros
 from terrace.program import build
-from terrace.program.schedules import schedule_names
 from terrace.simulate import simulate, step_costs
 from terrace.simulate.timeline import play
-
-_GPT: dict[str, Any] = {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, positions: int = 2048, **more: Any) -> ModelConfig:
-    """A GPT of this shape."""
-    sizes = {"vocab_size": vocab, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
-    return parse_model(_GPT | sizes | more)
-
-
-SMALL = gpt(4, 512, 4, vocab=1000, positions=512)
-
-
-def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:
-    """A preset with other tier sizes, innermost first, and another memory."""
-    cluster = load_cluster(name)
-    tiers = tuple(replace(tier, size=size) for tier, size in zip(cluster.tiers, sizes, strict=True))
-    device = replace(cluster.device, memory_bytes=memory_bytes or cluster.device.memory_bytes)
-    return replace(cluster, tiers=tiers, device=device)
-
-
-def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> Task:
-    return Task(model=model, cluster=cluster, batch=batch, sequence=256)
-
-
-def evaluator_of(task: Task) -> Evaluator:
-    return Evaluator(Bounds(Estimator(task)))
-
-
-CLUSTERS = {
-    "frontier 2x2x2": sized("frontier", 2, 2, 2),
-    "frontier 2x1x2": sized("frontier", 2, 1, 2),
-    "dgx 4x2": sized("dgx-a100", 4, 2),
-    "dgx 2x3": sized("dgx-a100", 2, 3),
-    "ethernet 2x2": sized("ethernet", 2, 2),
-}
+from tests.planner_cases import CLUSTERS, evaluator_of, gpt, sized, small_task
 
 
 @pytest.mark.parametrize(
@@ -181,111 +136,6 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
         assert span_s + tail_s == pytest.approx(estimate.step_s, rel=0.1)
 
 
-def test_rows_multiply_to_the_tiers_and_tensor_takes_whole_tiers() -> None:
-    task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
-    found = list(shapes(Space(task=task)))
-    assert len({shape.rows for shape in found}) == len(found) > 50
-    for shape in found:
-        for row, tier in zip(shape.rows, task.cluster.tiers, strict=True):
-            assert math.prod(row) == tier.size
-        for inner, outer in pairwise(shape.rows):
-            assert outer[TENSOR] == 1 or inner[TENSOR] == math.prod(inner)
-        assert shape.pipeline <= 8
-        assert task.batch % shape.data == 0
-        assert 32 % shape.tensor == 0
-
-
-def test_placements_are_ordered_distinct_and_all_there() -> None:
-    task = small_task(CLUSTERS["frontier 2x1x2"])
-    space = Space(task=task, axes=("data",))
-    (shape,) = shapes(space)
-    found = placements(space, shape)
-    tiers = task.cluster.tiers
-    spans = {
-        tuple(1 if place < 0 else math.prod(tier.size for tier in tiers[: place + 1]) for place in each)
-        for each in found
-    }
-    assert (
-        len(spans) == len(found) == 11
-    )  # params <= grads <= optimizer of 1, 2 and 4 ranks: 10; a copy inside params of 4: 1
-    for each in found:
-        assert each.params <= each.grads <= each.optimizer
-        assert each.backward < max(each.params, 0)
-        choice = Choice(0, 1, SERIAL, 1, 1, each, shape.rows)
-        validate(task.cluster, plan_of(task, choice), task.blocks)
-
-
-def test_pins_hold_in_all_that_is_found() -> None:
-    cluster = CLUSTERS["frontier 2x2x2"]
-    task = small_task(cluster)
-    texts = ["tensor=2", "pipeline<=2", "params=package", "optimizer>=node", "micro_batch=1", "recompute=layers"]
-    pins = parse_pins(texts, cluster, schedule_names())
-    found, _ = find(Space(task=task, pins=pins), count=3)
-    assert found.best
-    for each in found.best:
-        assert each.choice.degree(TENSOR) == 2
-        assert each.choice.degree(PIPELINE) <= 2
-        plan = plan_of(task, each.choice)
-        assert (plan.params, plan.micro_batch, plan.recompute) == ("package", 1, ("layers.*",))
-        assert plan.optimizer in ("node", "system")
-
-
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("tensor", "NAME=VALUE"),
-        ("tensr=1", "did you mean 'tensor'"),
-        ("tensor=two", "whole number"),
-        ("tensor=0", "whole number"),
-        ("params=nod", "did you mean 'node'"),
-        ("schedule=1f1", "did you mean '1f1b'"),
-        ("recompute<=none", "no order"),
-        ("recompute=all", "not a value"),
-    ],
-)
-def test_a_bad_pin_is_one_clear_error(text: str, word: str) -> None:
-    with pytest.raises(PlanError, match=word):
-        parse_pins([text], CLUSTERS["dgx 4x2"] if "nod" not in text else CLUSTERS["frontier 2x2x2"], schedule_names())
-
-
-def test_pins_that_exclude_each_other_are_refused() -> None:
-    cluster = CLUSTERS["dgx 4x2"]
-    for texts in (["tensor=1", "tensor>=2"], ["schedule=1f1b", "schedule=gpipe"]):
-        with pytest.raises(PlanError, match="exclude each other"):
-            parse_pins(texts, cluster, schedule_names())
-    assert parse_pins(["tensor>=2", "tensor<=4"], cluster, ()).ranges["tensor"] == (2, 4)
-
-
-def test_axes_are_read_and_those_that_run_are_found() -> None:
-    assert parse_axes("all") == AXES
-    assert parse_axes("pipeline") == ("data", "pipeline")
-    with pytest.raises(PlanError, match="did you mean 'tensor'"):
-        parse_axes("tenser")
-    assert "data" in runnable_axes()
-    task = small_task(CLUSTERS["dgx 4x2"])
-    for axis in AXES:
-        row = tuple(4 if name == axis else 1 for name in AXES)
-        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((row[0], row[1], row[2], row[3]), (2, 1, 1, 1)))
-        assert (runs_today(task, choice) is None) == (axis in runnable_axes())
-
-
-@given(layers=st.integers(1, 40), virtual=st.integers(1, 40), head=st.floats(0, 6))
-def test_layers_are_shared_as_well_as_they_can_be(layers: int, virtual: int, head: float) -> None:
-    if virtual > layers:
-        with pytest.raises(PlanError, match="virtual stages"):
-            share_layers(layers, virtual, head)
-        return
-    counts = share_layers(layers, virtual, head)
-    assert sum(counts) == layers
-    assert min(counts) >= 1
-    if virtual > 1:
-        slowest = max(*counts[:-1], counts[-1] + head)
-        others = [
-            max(-(-(layers - last) // (virtual - 1)), last + head) for last in range(1, layers - (virtual - 1) + 1)
-        ]
-        assert slowest == pytest.approx(min(others))
-
-
 def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
     estimator = Estimator(small_task(CLUSTERS["frontier 2x2x2"]))
     rows = ((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1))
@@ -359,20 +209,6 @@ def test_what_fits_nowhere_names_the_nearest() -> None:
     assert found.nearest.choice.micro_batch == 1
 
 
-@pytest.mark.parametrize(("batch", "sequence"), [(0, 256), (8, 0)])
-def test_an_impossible_task_is_refused(batch: int, sequence: int) -> None:
-    with pytest.raises(PlanError, match="at least one"):
-        Task(model=SMALL, cluster=CLUSTERS["dgx 4x2"], batch=batch, sequence=sequence)
-
-
-def test_a_task_beyond_the_positions_or_the_dtypes_is_refused() -> None:
-    with pytest.raises(ModelError, match="positions"):
-        Task(model=SMALL, cluster=CLUSTERS["dgx 4x2"], batch=8, sequence=1024)
-    device = replace(load_cluster("dgx-a100").device, peak_flops_per_s={"fp32": 1e12})
-    with pytest.raises(PlanError, match="no peak"):
-        Task(model=SMALL, cluster=replace(CLUSTERS["dgx 4x2"], device=device), batch=8, sequence=256)
-
-
 def test_curves_keep_the_batch_or_the_share() -> None:
     cluster = sized("frontier", 2, 4, 16)
     task = Task(model=gpt(24, 2304, 24), cluster=cluster, batch=256, sequence=2048)
@@ -413,16 +249,6 @@ def test_a_search_that_stops_early_says_so() -> None:
     assert found.num_evaluated == 2
     assert not found.proved or len(found.best) < 2
     assert found.least_s < math.inf
-
-
-def test_schedules_are_known_by_what_they_do() -> None:
-    known = traits()
-    assert known["1f1b"].chunks == (1,)
-    assert not known["1f1b"].split
-    assert 1 not in known["interleaved"].chunks
-    assert known["zb-h1"].split
-    assert known["interleaved"].looped
-    assert set(known) <= set(schedule_names())
 
 
 def _total(estimate: Estimate) -> float:

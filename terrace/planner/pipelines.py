@@ -7,8 +7,8 @@ from functools import cached_property
 
 from terrace.planner.estimate import EMBEDDING, HEAD, LAYER, Estimator, Part
 from terrace.planner.space import Shape
-from terrace.planner.stages import pipeline, share_layers
-from terrace.program.schedules import Kind, Orders, TaskSeconds
+from terrace.planner.stages import Waiting, pipeline, share_layers
+from terrace.program.schedules import Orders, TaskSeconds
 from terrace.simulate.timeline import play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
@@ -16,9 +16,13 @@ Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The orders, what every stage holds, `works[stage][chunk]` of a micro-batch, and the seconds of a message."""
+    """The orders, what every stage holds, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
+
+    `waiting[stage][chunk]` are the micro-batches that wait when most do.
+    """
 
     orders: Orders
+    waiting: Waiting
     parts: tuple[Part, ...]
     works: tuple[tuple[Work, ...], ...]
     edge_s: float
@@ -48,11 +52,6 @@ class Pipeline:
         return tuple(math.fsum(work[0] + work[1] for work in works) for works in self.works)
 
     @cached_property
-    def waiting(self) -> tuple[tuple[int, ...], ...]:
-        """Of every stage, the micro-batches that wait in each of its chunks when most do."""
-        return most_waiting(self.orders)
-
-    @cached_property
     def neediest(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
         """The stages, with what waits in them, among which one needs most memory: the ends, and of others the most."""
         between: dict[int, tuple[int, Part, tuple[int, ...]]] = {}
@@ -71,7 +70,7 @@ def build_pipeline(
     estimator: Estimator, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, num_micros: int
 ) -> Pipeline:
     """Return a pipeline; raises `PlanError` for numbers that the schedule cannot honour."""
-    orders = pipeline(schedule, shape.pipeline, chunks, num_micros)
+    orders, waiting = pipeline(schedule, shape.pipeline, chunks, num_micros)
     alone = [block_work(estimator, kind, shape, micro_batch, recompute) for kind in (EMBEDDING, LAYER, HEAD)]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1
@@ -80,7 +79,7 @@ def build_pipeline(
         tuple(_chunk_work(alone, (int(virtual == 0), counts[virtual], int(virtual == last))) for virtual in row)
         for row in orders.placement
     ]
-    return Pipeline(orders, tuple(parts), tuple(works), estimator.boundary_s(shape.rows, micro_batch))
+    return Pipeline(orders, waiting, tuple(parts), tuple(works), estimator.boundary_s(shape.rows, micro_batch))
 
 
 def block_work(estimator: Estimator, kind: int, shape: Shape, micro_batch: int, recompute: int) -> Work:
@@ -98,21 +97,3 @@ def head_layers(alone: Sequence[Work]) -> float:
 def _chunk_work(alone: Sequence[Work], counts: Sequence[int]) -> Work:
     sums = [sum(count * work[part] for count, work in zip(counts, alone, strict=True)) for part in range(3)]
     return sums[0], sums[1], sums[2]
-
-
-def most_waiting(orders: Orders) -> tuple[tuple[int, ...], ...]:
-    """Return, of every stage, the micro-batches that wait in each of its chunks when most do."""
-    found = []
-    for tasks in orders.tasks:
-        now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
-        for kind, chunk, _ in tasks:
-            if kind == Kind.FORWARD:
-                now[chunk] += 1
-                total += 1
-                if total > peak:
-                    most, peak = tuple(now), total
-            elif kind != Kind.BACKWARD_INPUT:
-                now[chunk] -= 1
-                total -= 1
-        found.append(most)
-    return tuple(found)

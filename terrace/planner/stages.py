@@ -69,7 +69,32 @@ def traits() -> dict[str, Trait]:
     return found
 
 
-@lru_cache(maxsize=64)
-def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> Orders:
-    """Return the orders of a schedule; raises `PlanError` for numbers that it cannot honour."""
-    return orders_for(schedule, num_stages=num_stages, num_micros=num_micros, num_chunks=num_chunks)
+Waiting = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> tuple[Orders, Waiting]:
+    """Return the orders of a schedule, and of every stage what waits in each of its chunks when most do.
+
+    Raises `PlanError` for numbers that the schedule cannot honour.
+    """
+    orders = orders_for(schedule, num_stages=num_stages, num_micros=num_micros, num_chunks=num_chunks)
+    return orders, most_waiting(orders)
+
+
+def most_waiting(orders: Orders) -> Waiting:
+    """Return, of every stage, the micro-batches that wait in each of its chunks when most do."""
+    found = []
+    for tasks in orders.tasks:
+        now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
+        for kind, chunk, _ in tasks:
+            if kind == Kind.FORWARD:
+                now[chunk] += 1
+                total += 1
+                if total > peak:
+                    most, peak = tuple(now), total
+            elif kind != Kind.BACKWARD_INPUT:
+                now[chunk] -= 1
+                total -= 1
+        found.append(most)
+    return tuple(found)
