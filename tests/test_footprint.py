@@ -19,7 +19,7 @@ from terrace.plan.memory import model_state_bytes
 from terrace.plan.validate import validate
 from terrace.runtime.engine import Engine
 from terrace.simulate.advice import MAX_GROWTH, Job, advice, fullest_stage
-from terrace.simulate.footprint import footprint, footprint_by_phase
+from terrace.simulate.footprint import footprint, footprint_by_phase, work_of
 from tests.allocations import allocated, seeded
 from tests.lanes import use_lane
 from tests.toys import cluster_of
@@ -143,6 +143,23 @@ def test_tensor_and_pipeline_ranks() -> None:
     uneven = footprint(cluster, piped, SEVEN_B, 2048, 8, layers=range(4))["activations"]
     assert uneven == pytest.approx(first / 2, rel=1e-9)
     assert fullest_stage(Job(cluster=cluster, plan=piped, num_micros=8), SEVEN_B, 2048) == (0, stages[0])
+
+
+@pytest.mark.parametrize(
+    ("backend", "compute", "kv_heads", "sequence", "flash"),
+    [
+        ("cuda", "bf16", 8, 64, True),
+        ("cuda", "fp32", 32, 64, True),
+        ("cuda", "fp32", 8, 64, False),
+        ("cpu", "fp32", 8, 64, True),
+        ("cpu", "bf16", 8, 128, False),
+        ("cpu", "bf16", 8, 129, True),
+    ],
+)
+def test_which_attention_runs(backend: Any, compute: Any, kv_heads: int, sequence: int, flash: bool) -> None:
+    model = replace(SEVEN_B, num_kv_heads=kv_heads)
+    plan = replace(preset("zero3", dgx(2)), compute=compute)
+    assert work_of(dgx(2), plan, model, sequence, backend).flash == flash
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -88,14 +88,19 @@ class Rotary:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turn x (B, N, S, D) by its positions 0 .. S-1."""
-        cos, sin = self.tables(x.shape[-2], x.device, x.dtype)
+        """Turn x (B, N, S, D) by its positions 0 .. S-1.
+
+        The result has the heads of a token side by side in memory. Attention lays its output out as its query, so
+        that merging the heads there is a view, where it would be a copy that is kept for the backward.
+        """
+        cos, sin = (table[:, None] for table in self.tables(x.shape[-2], x.device, x.dtype))  # (S, 1, R/2)
+        x = x.transpose(-3, -2)  # (B, S, N, D)
         half = self.dim // 2
         first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]
         parts = [first * cos - second * sin, second * cos + first * sin]
         if self.dim < x.shape[-1]:
             parts.append(rest)
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1).transpose(-3, -2)
 
 
 class Attention(nn.Module):

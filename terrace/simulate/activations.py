@@ -5,9 +5,9 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 
 - `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a
   root per token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised.
-  Attention keeps q, k, v, its output and one log-sum per token and head; after RoPE its output is laid out by heads,
-  and the copy that merges them is kept too. A gated MLP keeps gate, up, act(gate) and the product. The head keeps
-  its log-probabilities in fp32. Where attention is plain products, q, k, v and the softmax are in fp32.
+  Attention keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and
+  the product. The head keeps its log-probabilities in fp32. Where attention is plain products, it keeps q, k, v and
+  the softmax in fp32, and a copy of its output with the heads merged.
 - `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
   of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
 
@@ -190,7 +190,7 @@ class _Tape:
         self.sizes["mixed"] = self.query * self.item
         self._core()
         merged = "mixed"
-        if self.backend != "published" and (rotary or self._plain):
+        if self.backend != "published" and self._plain:
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)

@@ -143,7 +143,16 @@ def footprint_by_phase(
 
 
 def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend = "cuda") -> Work:
-    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes."""
+    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
+
+    On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 too, but no grouped heads (torch's
+    documentation of `scaled_dot_product_attention`); what neither takes is done by plain products.
+    """
+    if backend == "cpu":
+        plain = plan.compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE
+    else:
+        grouped = model.num_kv_heads != model.num_heads
+        plain = plan.compute == "fp64" or (plan.compute == "fp32" and grouped)
     return Work(
         model=model,
         sequence=sequence,
@@ -151,7 +160,7 @@ def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, bac
         tensor=axis_degree(cluster, plan, "tensor"),
         context=axis_degree(cluster, plan, "context"),
         compute=plan.compute,
-        flash=not (backend == "cpu" and plan.compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
+        flash=not plain,
     )
 
 
