@@ -1,6 +1,8 @@
 """`terrace simulate`: what it prints and writes, and what it refuses in one line."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +73,17 @@ def test_a_plan_is_a_name_or_a_file_anywhere_among_the_words(here: Here) -> None
     assert here.say("--train.batch", "8", "zero3").out == named
     assert here.say("--plan", "zero3").out == named
     assert "params /4, grads /4, optimizer /4" in here.say("own.toml", "--train.batch=16").out
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 1, 2, 2)])
+@pytest.mark.parametrize("plan", ["ddp", "zero++", "three-level-compressed"])
+def test_any_cluster_has_a_page(here: Here, sizes: tuple[int, ...], plan: str) -> None:
+    write_run(here.folder, *sizes, batch=24)
+    said = here.say(plan, "--page", "p.html", "--trace", "t.json")
+    assert (said.code, said.error) == (0, "")
+    page = (here.folder / "p.html").read_text(encoding="utf-8")
+    assert f"{math.prod(sizes)} ranks" in page
+    assert "nan" not in re.sub(r"<script.*", "", page, flags=re.S)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,12 @@ def test_names_cannot_become_markup() -> None:
     plan = replace(preset("three-level", cluster), name=evil)
     program = build(cluster, plan, blocks, 2)
     recording = record(program, price(program))
-    page = page_of(recording, changes(program, price), subtitle=evil)
+    spans = tuple(s._replace(category=f"wait {evil}") if s.category[:5] == "wait " else s for s in recording.spans)
+    assert spans != recording.spans
+    recording = replace(recording, spans=spans)
+    change = Change(words=evil, kind="plan", note=evil, cluster=cluster, plan=plan, step_s=1.0)
+    page = page_of(recording, [change], subtitle=evil)
+    assert evil not in page
     checker = checked(page)
     assert "img" not in [tag for tag, _ in checker.tags]
     assert "<b>guess" not in page

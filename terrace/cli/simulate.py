@@ -1,7 +1,7 @@
 """`terrace simulate`: play a step of the program that would run, and look at it."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     program = build(config.cluster, config.plan, config.blocks(), config.num_micros())
     verify(program)
 
-    def price(candidate: Program) -> Costs:
-        sizes = (candidate.plan.micro_batch, config.train.sequence)
-        flops = [forward_flops(config.model, block, *sizes) for block in range(config.model.num_blocks)]
-        return step_costs(candidate, flops)
-
+    price = _price(config)
     recording = record(program, price(program))
     curve, path = memory_curve(recording), critical_path(recording)
     candidates = changes(program, price)
@@ -71,6 +67,17 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if written:
         print("\n".join(written))
     return 0
+
+
+def _price(config: RunConfig) -> Callable[[Program], Costs]:
+    """Return what prices the program of any plan for this model and sequence, on the program's own cluster."""
+
+    def price(program: Program) -> Costs:
+        sizes = (program.plan.micro_batch, config.train.sequence)
+        flops = [forward_flops(config.model, block, *sizes) for block in range(config.model.num_blocks)]
+        return step_costs(program, flops)
+
+    return price
 
 
 def _show(recording: Recording) -> None:
