@@ -39,6 +39,7 @@ from terrace.report.plans import (
     verdicts_table,
 )
 from terrace.report.tables import plan_table, seconds
+from terrace.simulate.advice import advice
 
 
 def add_parser(commands: Any) -> None:
@@ -70,6 +71,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not found.best:
         raise PlanError(_nothing(task, found, axes))
     best, console = found.best[0], Terminal()
+    outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(task)}\n")
     console.print(plans_table(task, found.best, f"the best plans with the {_axes(axes)}"))
     print(f"{_how(found)}\n")
@@ -84,7 +86,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
     if options.axes is None and set(axes) != set(AXES):
         print(f"{_beyond(task, pins, best, options.limit)}\n")
-    _write(task, best, options)
+    print(outcome)
     return 0
 
 
@@ -118,9 +120,18 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
         )
     if found.nearest is None:
         return f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences: drop a pin"
+    nearest = found.nearest
+    tips = advice(
+        task.cluster,
+        plan_of(task, nearest.choice),
+        task.model,
+        task.sequence,
+        nearest.num_micros,
+        backend=task.backend,
+    )
     return (
-        f"no plan fits; the nearest is: {plan_words(task, found.nearest.choice)}, which {lack(task, found.nearest)}: "
-        "use more nodes, a shorter --seq, or more axes (--axes all shows what these would give)"
+        f"no plan fits; the nearest is: {plan_words(task, nearest.choice)}, which {lack(task, nearest)}; it "
+        f"{tips.sentence}; a shorter --seq needs less, and --axes all shows what other axes would give"
     )
 
 
@@ -131,11 +142,11 @@ def _how(found: Found) -> str:
     return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
 
 
-def _write(task: Task, best: Estimate, options: argparse.Namespace) -> None:
+def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
+    """Write the plan if it can run; returns what was done."""
     refused = runs_today(task, best.choice)
     if refused is not None:
-        print(f"not written, because this version cannot run it: {refused}")
-        return
+        return f"not written, because this version cannot run it: {refused}"
     plan = plan_of(task, best.choice)
     head = (
         f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
@@ -144,7 +155,7 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> None:
     )
     write_atomic(options.output, head + tomli_w.dumps(dump(plan)))
     outer = task.cluster.tiers[-1]
-    print(
+    return (
         f"wrote {options.output}; to train: terrace train --model {options.model} --cluster {options.cluster} "
         f"--plan {options.output} --cluster.tiers.{outer.name}.size {outer.size} --train.batch {task.batch} "
         f"--train.sequence {task.sequence}"

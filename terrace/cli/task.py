@@ -13,6 +13,7 @@ from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.model.config import load_model
 from terrace.planner import Task
+from terrace.report.tables import quantity
 
 TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."
 # Below this a device is taken for a processor: the slowest accelerators in the presets have ten times as much.
@@ -31,7 +32,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compute",
         choices=("bf16", "fp32", "fp64"),
-        help="dtype of parameters (default: bf16 where the device has it)",
+        help="dtype of parameters (default: bf16 or fp32, as is faster)",
     )
     parser.add_argument(
         "--kernels",
@@ -54,7 +55,7 @@ def read_task(options: argparse.Namespace, rest: Sequence[str]) -> Task:
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
     peaks = cluster.device.peak_flops_per_s
-    compute: Any = options.compute or ("bf16" if "bf16" in peaks else "fp32")
+    compute: Any = options.compute or max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
     slow = cluster.device.memory_bandwidth_bytes_per_s < _CPU_BANDWIDTH
     return Task(
         model=load_model(options.model),
@@ -77,11 +78,11 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 
 def task_words(task: Task) -> str:
     """Return the task in two lines."""
-    count = sum(block.num_trainable for block in task.blocks)
+    size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     return (
-        f"{task.model.family} decoder of {count / 1e9:.3g} B parameters, {task.batch} sequences x {task.sequence} "
-        f"tokens a step, in {task.compute}\ncluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
+        f"{task.model.family} decoder of {size} parameters, {task.batch} sequences x {task.sequence} tokens "
+        f"a step, in {task.compute}\ncluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
         f"{task.cluster.device.name}"
     )
 

@@ -114,7 +114,8 @@ class Search:
                         yield bound_s, 1, (*core.key, placement, unit), core, placement, unit
 
     def _fits(self, core: Core, placement: Placement, unit: int) -> bool:
-        return self._has_room(self.bounds.least_bytes(core, placement, unit), core.choice(placement, unit))
+        least = self.bounds.least_bytes(core, placement, unit)
+        return least <= self.capacity_bytes or self._has_room(least, core.choice(placement, unit))
 
     def _has_room(self, needed_bytes: float, choice: Choice) -> bool:
         if needed_bytes <= self.capacity_bytes:
