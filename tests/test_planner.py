@@ -116,7 +116,7 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated() -> None
         assert simulate(program, costs).time_s == pytest.approx(whole.time_s)
         assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
         bytes_of_whole = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
-        assert estimate.sent_bytes == bytes_of_whole
+        assert evaluator.sent_bytes(choice) == bytes_of_whole
         states = model_state_bytes(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
@@ -132,7 +132,7 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
         pipeline, stages = evaluator.stages(choice)
         stretch = [stage.unit_s / own_s for stage, own_s in zip(stages, pipeline.stages_s, strict=True)]
         span_s = play(pipeline.orders, pipeline.seconds(stretch)).makespan_s
-        tail_s = max(sum(stage.report(4)[0].values()) - 4 * stage.unit_s for stage in stages)
+        tail_s = max(sum(stage.report(4).values()) - 4 * stage.unit_s for stage in stages)
         assert span_s + tail_s == pytest.approx(estimate.step_s, rel=0.1)
 
 

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(split_table(best.time_s, "seconds of a step", "s"))
     capacity = task.cluster.device.memory_bytes
     console.print(split_table(best.memory_bytes, "memory of a device at its peak, of what it has", "B", capacity))
-    console.print(sent_table(best.sent_bytes, [tier.name for tier in task.cluster.tiers]))
+    console.print(sent_table(evaluator.sent_bytes(best.choice), [tier.name for tier in task.cluster.tiers]))
     near = reasons(space, evaluator, best.choice)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))

@@ -94,8 +94,9 @@ class Bounds:
             # A head keeps its logits only while it runs; layers keep until their backward.
             held, counts = ((sum(numels) + (layers - 1) * numels[LAYER], layers * kept),), (1, layers, 1)
         else:
-            # Some stage has at least the mean of the layers, and keeps one micro-batch of a virtual stage.
-            held, counts = ((-(-layers // stages) * numels[LAYER], least * kept),), (0, layers // stages, 0)
+            # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
+            most = -(-layers // stages)
+            held, counts = ((most * numels[LAYER], most * kept),), (0, layers // stages, 0)
         return Core(
             shape=shape,
             micro_batch=micro_batch,

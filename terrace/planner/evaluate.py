@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from terrace.plan import step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline
@@ -24,8 +25,9 @@ from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, num_micros, plan_of
 from terrace.program import Program, build
-from terrace.simulate import Costs, simulate
+from terrace.simulate import Costs
 from terrace.simulate.cost import update_seconds
+from terrace.simulate.events import step_seconds
 
 BUBBLE = "wait pipeline"
 
@@ -34,14 +36,13 @@ BUBBLE = "wait pipeline"
 class Estimate:
     """What a choice costs a rank of its slowest stage; memory is that of the stage that needs most.
 
-    `time_s` sums to `step_s`; `sent_bytes` is per (message, tier).
+    `time_s` sums to `step_s`. What is sent is `Evaluator.sent_bytes`'s to tell.
     """
 
     choice: Choice
     num_micros: int
     step_s: float
     time_s: Mapping[str, float]
-    sent_bytes: Mapping[tuple[str, str], int]
     memory_bytes: Mapping[str, int]
 
     @property
@@ -57,24 +58,21 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class _Played:
-    """A stage's step as a straight line: seconds and bytes of `num_units` units, and what each further unit adds."""
+    """A stage's step as a straight line: seconds of `num_units` units, and what each further unit adds."""
 
     time_s: Mapping[str, float]
-    sent_bytes: Mapping[tuple[str, str], int]
     further_s: Mapping[str, float]
-    further_bytes: Mapping[tuple[str, str], int]
     num_units: int
 
     @property
     def unit_s(self) -> float:
         return math.fsum(self.further_s.values())
 
-    def report(self, num_units: int) -> tuple[dict[str, float], dict[tuple[str, str], int]]:
-        """Return (seconds by category, bytes by message and tier) of a step of so many units."""
+    def report(self, num_units: int) -> dict[str, float]:
+        """Return the seconds by category of a step of so many units."""
         more = num_units - self.num_units
         time_s = {name: self.time_s.get(name, 0.0) + more * add for name, add in self.further_s.items()}
-        sent = {key: self.sent_bytes.get(key, 0) + more * add for key, add in self.further_bytes.items()}
-        return {name: value for name, value in time_s.items() if value > 0}, sent
+        return {name: value for name, value in time_s.items() if value > 0}
 
 
 class Evaluator:
@@ -89,12 +87,28 @@ class Evaluator:
         micros = num_micros(self.task, choice)
         if choice.schedule != SERIAL:
             return self._pipelined(choice, micros)
-        part = Part(True, (self.task.model.num_layers,), True)
-        played = self._stage(part, choice, micros)
-        time_s, sent = played.report(micros // choice.unit)
-        sent |= self.estimator.inner_bytes(choice, micros, self.task.model.num_layers)
-        memory = self.estimator.memory_bytes(choice, part, (choice.unit,), micros)
-        return self._estimate(choice, micros, time_s, sent, memory)
+        part = self._whole()
+        time_s = self._stage(part, choice, micros).report(micros // choice.unit)
+        return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
+
+    def sent_bytes(self, choice: Choice) -> dict[tuple[str, str], int]:
+        """Return what a rank sends in a step, by (message, tier); of a pipeline, on the stage with most layers."""
+        micros, part = num_micros(self.task, choice), self._whole()
+        if choice.schedule != SERIAL:
+            part = max(self.stages(choice)[0].parts, key=lambda part: part.counts[1])
+        program, _ = self.program(part, choice, 1)
+        sent = {
+            (message.value, tier): count
+            for (message, tier), count in step_bytes(program.cluster, program.plan, program.blocks, micros).items()
+        }
+        return (
+            sent
+            | self.estimator.inner_bytes(choice, micros, sum(part.layers))
+            | self.estimator.boundary_bytes(choice, micros)
+        )
+
+    def _whole(self) -> Part:
+        return Part(True, (self.task.model.num_layers,), True)
 
     def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
         """Return the pipeline of a choice and the step of every stage by itself."""
@@ -106,31 +120,21 @@ class Evaluator:
         pipeline, played = self.stages(choice)
         parts, alone_s = pipeline.parts, pipeline.stages_s
         lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
-        totals = [math.fsum(lines[part][0].values()) for part in parts]
+        totals = [math.fsum(lines[part].values()) for part in parts]
         stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
         tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
         slowest = max(range(len(parts)), key=totals.__getitem__)
-        time_s, sent = dict(lines[parts[slowest]][0]), dict(lines[parts[slowest]][1])
+        time_s = dict(lines[parts[slowest]])
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
-        sent |= self.estimator.boundary_bytes(choice, micros)
-        sent |= self.estimator.inner_bytes(choice, micros, sum(parts[slowest].layers))
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
-        return self._estimate(choice, micros, time_s, sent, max(memories, key=lambda memory: sum(memory.values())))
+        return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
 
-    def _estimate(
-        self,
-        choice: Choice,
-        micros: int,
-        time_s: Mapping[str, float],
-        sent: Mapping[tuple[str, str], int],
-        memory: Mapping[str, int],
-    ) -> Estimate:
+    def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(
             choice=choice,
-            num_micros=micros,
+            num_micros=num_micros(self.task, choice),
             step_s=math.fsum(time_s.values()),
             time_s=time_s,
-            sent_bytes=sent,
             memory_bytes=memory,
         )
 
@@ -144,16 +148,10 @@ class Evaluator:
         return self._played[key]
 
     def _play(self, part: Part, choice: Choice, lengths: tuple[int, ...]) -> _Played:
-        reports = [simulate(*self.program(part, choice, units * choice.unit)) for units in lengths]
-        first, last = reports[0], reports[-1]
-        names = dict.fromkeys(name for report in reports for name in report.time_s)
-        further = {name: last.time_s.get(name, 0.0) - first.time_s.get(name, 0.0) for name in names}
-        sent = {(message.value, tier): count for (message, tier), count in first.sent_bytes.items()}
-        more = {
-            (message.value, tier): count - sent.get((message.value, tier), 0)
-            for (message, tier), count in last.sent_bytes.items()
-        }
-        return _Played(dict(first.time_s), sent, further, more, lengths[0])
+        steps = [step_seconds(*self.program(part, choice, units * choice.unit)) for units in lengths]
+        names = dict.fromkeys(name for step in steps for name in step)
+        further = {name: steps[-1].get(name, 0.0) - steps[0].get(name, 0.0) for name in names}
+        return _Played(steps[0], further, lengths[0])
 
     def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
         """Return the program of the data ranks of a stage for a step of `micros` micro-batches, and its costs."""
