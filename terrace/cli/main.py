@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, TerraceError, TrainingError
-from terrace.cli import explain, generate, rehearse, simulate, train
+from terrace.cli import explain, generate, plan, rehearse, scale, simulate, train
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="terrace", description="Train large language models on clusters whose links are unequal.")
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (train, explain, simulate, generate, rehearse):
+    for module in (plan, scale, train, explain, simulate, generate, rehearse):
         module.add_parser(commands)
     return parser
 

@@ -31,7 +31,7 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
 
     `params /2` on a tier reads: parameters are sharded over the 2 ranks inside one group of that tier.
     """
-    table = _table(plan_title(cluster, plan))
+    table = new_table(plan_title(cluster, plan))
     headings, rows = plan_rows(cluster, plan)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("tier", "states placed here") else "right")
@@ -72,7 +72,7 @@ def wire_words(plan: Plan) -> str:
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
     """Return what one rank sends in a step: message classes down, tiers across."""
-    table = _table("bytes one rank sends in a step")
+    table = new_table("bytes one rank sends in a step")
     table.add_column("message")
     for tier in tiers:
         table.add_column(tier, justify="right")
@@ -88,7 +88,7 @@ def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequen
 
 def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
     """Return the model state of one rank at its peak, by category."""
-    table = _table(
+    table = new_table(
         f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})"
     )
     table.add_column("category")
@@ -103,7 +103,7 @@ def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
 
 def time_table(predicted: StepReport) -> Table:
     """Return the predicted seconds of a step by category."""
-    table = _table("seconds of a step, predicted from the cluster's own figures")
+    table = new_table("seconds of a step, predicted from the cluster's own figures")
     table.add_column("category")
     table.add_column("predicted", justify="right")
     for category in time_categories(predicted.time_s):
@@ -129,7 +129,7 @@ def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table
 
 
 def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
-    table = _table("bytes one rank sends in a step")
+    table = new_table("bytes one rank sends in a step")
     for heading in ("message", "tier", "predicted", "measured", ""):
         table.add_column(heading, justify="left" if heading in ("message", "tier", "") else "right")
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
@@ -147,7 +147,7 @@ def _compare(
     measured: Mapping[str, float],
     show: Callable[[float], str],
 ) -> Table:
-    table = _table(title)
+    table = new_table(title)
     for heading in ("category", "predicted", "measured", "error"):
         table.add_column(heading, justify="left" if heading == "category" else "right")
     rows = [
@@ -174,7 +174,8 @@ def time_categories(values: Mapping[str, float]) -> list[str]:
     return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
+    """Return an empty table in the style of all of them."""
     width = len(title) + 2  # a narrower table would break its title into lines
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width

@@ -59,7 +59,7 @@ def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
 
 
 def _from_work(program: Program, work: Work) -> Costs:
-    device, plan, layout = program.cluster.device, program.plan, program.layout
+    device, plan = program.cluster.device, program.plan
     if (work.micro_batch, work.compute) != (plan.micro_batch, plan.compute):
         raise PlanError(
             f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
@@ -69,16 +69,23 @@ def _from_work(program: Program, work: Work) -> Costs:
         raise PlanError(f"work.recompute = {work.recompute!r}: the plan says what is recomputed, so leave it 'none'")
     if len(program.blocks) != work.model.num_blocks:
         raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")
-    forward, backward, update = [], [], []
+    forward, backward = [], []
     accumulate = program.num_micros > 1
     for index, block in enumerate(program.blocks):
         seconds = block_seconds(device, work, index, accumulate=accumulate)
         forward.append(seconds.forward_s)
         backward.append(seconds.input_s + (seconds.weight_s if block.num_trainable or block.borrows else 0.0))
-        owned = layout.padded(block.num_trainable) // layout.span(layout.optimizer)
-        update.append(optimizer_s(device, owned) - device.kernels.optimizer_s)
+    update = update_seconds(program)
+    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=update, program=program)
+
+
+def update_seconds(program: Program) -> tuple[float, ...]:
+    """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last."""
+    device, layout = program.cluster.device, program.layout
+    owned = (layout.padded(block.num_trainable) // layout.span(layout.optimizer) for block in program.blocks)
+    update = [optimizer_s(device, numel) - device.kernels.optimizer_s for numel in owned]
     update[-1] += device.kernels.optimizer_s  # once a step
-    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=tuple(update), program=program)
+    return tuple(update)
 
 
 def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:

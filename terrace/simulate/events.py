@@ -31,13 +31,22 @@ def simulate(program: Program, costs: Costs) -> StepReport:
     Raises `ProgramError` for an instruction that one rank alone cannot be simulated with.
     """
     plays, counts = price(program, costs)
+    return report(program, _time(program, plays), counts)
+
+
+def step_seconds(program: Program, costs: Costs) -> dict[str, float]:
+    """Return the seconds by category alone, for who asks for many steps; raises as `simulate` does."""
+    return _time(program, price(program, costs)[0])
+
+
+def _time(program: Program, plays: list["Play"]) -> dict[str, float]:
     plays = [play for play in plays if play[1].op is not Op.FREE]
     rank = Rank(program)
     for _ in range(2):
         rank.time_s = defaultdict(float)
         for act, event in plays:
             act(rank, event)
-    return report(program, rank.time_s, counts)
+    return dict(rank.time_s)
 
 
 def report(program: Program, time_s: dict[str, float], counts: dict[Instruction, int]) -> StepReport:

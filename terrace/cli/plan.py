@@ -1,0 +1,166 @@
+"""`terrace plan`: search the plans of a model on a cluster, show the best and why, and write it for `terrace train`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from terrace.base.errors import ConfigError, PlanError
+from terrace.base.files import write_atomic
+from terrace.base.schema import dump
+from terrace.cli.output import Terminal
+from terrace.cli.task import TASK_EPILOG, add_task_options, read_task, refuse_existing, task_words
+from terrace.plan import AXES
+from terrace.planner import (
+    Estimate,
+    Found,
+    Pins,
+    Space,
+    Task,
+    find,
+    parse_axes,
+    parse_pins,
+    plan_of,
+    preset_verdicts,
+    reasons,
+    runnable_axes,
+    runs_today,
+)
+from terrace.planner.explain import lack
+from terrace.program.schedules import schedule_names
+from terrace.report.plans import (
+    figures_words,
+    plan_words,
+    plans_table,
+    sent_table,
+    split_table,
+    verdicts_table,
+)
+from terrace.report.tables import plan_table, seconds
+from terrace.simulate.advice import advice
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser("plan", help="find the fastest plan, say why, and write it", epilog=TASK_EPILOG)
+    add_task_options(parser)
+    parser.add_argument("--axes", metavar="LIST", help="axes to search, e.g. data,tensor, or all (default: what runs)")
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="PIN", help="fix a choice: tensor=1, pipeline<=4, params=node"
+    )
+    parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
+    parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
+    parser.add_argument("--output", type=Path, default=Path("plan.toml"), metavar="FILE", help="default: plan.toml")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Search, print, write; returns 0."""
+    for name in ("best", "limit"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+    task = read_task(options, rest)
+    refuse_existing(options.output, options.force)
+    pins = parse_pins(options.pin, task.cluster, schedule_names())
+    axes = runnable_axes() if options.axes is None else parse_axes(options.axes)
+    space = Space(task=task, axes=axes, pins=pins)
+    found, evaluator = find(space, count=options.best, limit=options.limit)
+    if not found.best:
+        raise PlanError(_nothing(task, found, axes))
+    best, console = found.best[0], Terminal()
+    outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
+    print(f"{task_words(task)}\n")
+    console.print(plans_table(task, found.best, f"the best plans with the {_axes(axes)}"))
+    print(f"{_how(found)}\n")
+    console.print(plan_table(task.cluster, plan_of(task, best.choice)))
+    print(f"{figures_words(task, best)}\n")
+    console.print(split_table(best.time_s, "seconds of a step", "s"))
+    capacity = task.cluster.device.memory_bytes
+    console.print(split_table(best.memory_bytes, "memory of a device at its peak, of what it has", "B", capacity))
+    console.print(sent_table(evaluator.sent_bytes(best.choice), [tier.name for tier in task.cluster.tiers]))
+    near = reasons(space, evaluator, best.choice)
+    console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
+    console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
+    if options.axes is None and set(axes) != set(AXES):
+        print(f"{_beyond(task, pins, best, options.limit)}\n")
+    print(outcome)
+    return 0
+
+
+def _beyond(task: Task, pins: Pins, best: Estimate, limit: int) -> str:
+    """Return what the best plan over all axes would be, in a line."""
+    found, _ = find(Space(task=task, pins=pins), count=1, limit=limit)
+    if not found.best:
+        return "over all axes: nothing was found within the limit"
+    other = found.best[0]
+    refused = runs_today(task, other.choice)
+    if refused is None:
+        return "over all axes: the same plan is the best"
+    used = [name for axis, name in enumerate(AXES) if name not in runnable_axes() and other.choice.degree(axis) > 1]
+    words = plan_words(task, other.choice)
+    faster = best.step_s / other.step_s
+    return (
+        f"over all axes, not runnable yet ({_axes(used)}): {words}; step "
+        f"{seconds(other.step_s)}, {faster:.2f} times as fast"
+    )
+
+
+def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
+    """Return the error where there is no plan: what is nearest to one, and what it lacks."""
+    ranks = task.cluster.world_size
+    if found.nearest is None and tuple(axes) == ("data",) and task.batch % ranks:
+        below = task.batch // ranks * ranks
+        near = f"{below} or {below + ranks}" if below else f"{ranks}"
+        return (
+            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use {near}, another "
+            "--nodes, or more axes"
+        )
+    if found.nearest is None:
+        return f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences: drop a pin"
+    nearest = found.nearest
+    tips = advice(
+        task.cluster,
+        plan_of(task, nearest.choice),
+        task.model,
+        task.sequence,
+        nearest.num_micros,
+        backend=task.backend,
+    )
+    return (
+        f"no plan fits; the nearest is: {plan_words(task, nearest.choice)}, which {lack(task, nearest)}; it "
+        f"{tips.sentence}; a shorter --seq needs less, and --axes all shows what other axes would give"
+    )
+
+
+def _how(found: Found) -> str:
+    words = f"{found.num_evaluated} plans simulated of {found.num_roots} shapes and micro-batches"
+    if found.proved:
+        return f"{words}; every other plan of the space has a lower bound above these"
+    return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
+
+
+def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
+    """Write the plan if it can run; returns what was done."""
+    refused = runs_today(task, best.choice)
+    if refused is not None:
+        return f"not written, because this version cannot run it: {refused}"
+    plan = plan_of(task, best.choice)
+    head = (
+        f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
+        f"{task.cluster.name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
+        f"predicted step {seconds(best.step_s)}.\n"
+    )
+    write_atomic(options.output, head + tomli_w.dumps(dump(plan)))
+    outer = task.cluster.tiers[-1]
+    return (
+        f"wrote {options.output}; to train: terrace train --model {options.model} --cluster {options.cluster} "
+        f"--plan {options.output} --cluster.tiers.{outer.name}.size {outer.size} --train.batch {task.batch} "
+        f"--train.sequence {task.sequence}"
+    )
+
+
+def _axes(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'axis' if len(names) == 1 else 'axes'}"

@@ -1,0 +1,98 @@
+"""Options that `terrace plan` and `terrace scale` share: what is to be planned."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError, PlanError
+from terrace.base.schema import merge
+from terrace.cli.options import parse_overrides
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.model.config import load_model
+from terrace.planner import Task
+from terrace.report.tables import quantity
+
+TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."
+# Below this a device is taken for a processor: the slowest accelerators in the presets have ten times as much.
+_CPU_BANDWIDTH = 1e11
+
+
+def add_task_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a task."""
+    parser.add_argument("--model", metavar="PATH", required=True, help="Hugging Face config.json, or its folder")
+    parser.add_argument("--cluster", metavar="NAME|FILE", required=True, help="cluster preset or TOML file")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="members of the outermost tier (default: as the cluster's file says)"
+    )
+    parser.add_argument("--batch", type=int, metavar="B", required=True, help="sequences a step, over all ranks")
+    parser.add_argument("--seq", type=int, metavar="S", required=True, help="tokens a sequence")
+    parser.add_argument(
+        "--compute",
+        choices=("bf16", "fp32", "fp64"),
+        help="dtype of parameters (default: bf16 or fp32, as is faster)",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=("cuda", "cpu"),
+        help="whose kernels decide what stays in memory (default: cpu below 100 GB/s of memory bandwidth)",
+    )
+
+
+def read_task(options: argparse.Namespace, rest: Sequence[str]) -> Task:
+    """Return the task of the options; raises the `TerraceError` of what is wrong."""
+    overrides = parse_overrides(rest)
+    for section in overrides:
+        if section != "cluster":
+            raise ConfigError(
+                f"--{section}: only figures of the cluster can be set, as --cluster.key VALUE; see --help"
+            )
+    table = cluster_table(options.cluster)
+    own = overrides.get("cluster", {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"--cluster {own!r} must be a preset or a file")
+    cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
+    peaks = cluster.device.peak_flops_per_s
+    compute: Any = options.compute or max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
+    slow = cluster.device.memory_bandwidth_bytes_per_s < _CPU_BANDWIDTH
+    return Task(
+        model=load_model(options.model),
+        cluster=cluster,
+        batch=options.batch,
+        sequence=options.seq,
+        compute=compute,
+        master="fp64" if compute == "fp64" else "fp32",
+        backend=options.kernels or ("cpu" if slow else "cuda"),
+    )
+
+
+def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
+    if nodes is None:
+        return cluster
+    if nodes < 1:
+        raise PlanError(f"--nodes {nodes}: the outermost tier {cluster.tiers[-1].name!r} has at least 1 member")
+    return cluster.resized(nodes)
+
+
+def task_words(task: Task) -> str:
+    """Return the task in two lines."""
+    size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
+    tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
+    return (
+        f"{task.model.family} decoder of {size} parameters, {task.batch} sequences x {task.sequence} tokens "
+        f"a step, in {task.compute}\ncluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
+        f"{task.cluster.device.name}"
+    )
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Raise `ConfigError` where a file would be overwritten without --force."""
+    if path.exists() and not force:
+        raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
+
+
+def with_formats(task: Task, plan: Any) -> Task:
+    """Return the task with a plan's dtypes and wire formats."""
+    return replace(task, compute=plan.compute, master=plan.master, wire=plan.wire)

@@ -1,0 +1,169 @@
+"""The final evaluation of a choice: its step is built, priced and played, its memory counted.
+
+Of a pipeline stage, or of the whole model where there is none, the program of its data ranks is built and
+simulated: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its
+data ranks see. Two short steps are played, of two and of three units of micro-batches; more units repeat the
+third, so a step of M units follows in a straight line,
+
+    T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds a unit, messages it waits for included.
+
+Orders are played with the stages' computing alone, c_r a unit. What stages wait for is taken to come evenly, so it
+stretches the played span as a whole, by the stage that waits most; what a step does once follows it:
+
+    step = max_r(u_r / c_r) span + max_r tail_r
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from terrace.plan import step_bytes
+from terrace.planner.bound import Bounds
+from terrace.planner.estimate import Part, data_cluster
+from terrace.planner.pipelines import Pipeline
+from terrace.planner.space import shape_of
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Choice, num_micros, plan_of
+from terrace.program import Program, build
+from terrace.simulate import Costs
+from terrace.simulate.cost import update_seconds
+from terrace.simulate.events import step_seconds
+
+BUBBLE = "wait pipeline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a choice costs a rank of its slowest stage; memory is that of the stage that needs most.
+
+    `time_s` sums to `step_s`. What is sent is `Evaluator.sent_bytes`'s to tell.
+    """
+
+    choice: Choice
+    num_micros: int
+    step_s: float
+    time_s: Mapping[str, float]
+    memory_bytes: Mapping[str, int]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of a device that the plan needs."""
+        return sum(self.memory_bytes.values())
+
+    @property
+    def order(self) -> tuple[float, int, Choice]:
+        """A total order: faster first, then smaller, then simpler."""
+        return self.step_s, self.needed_bytes, self.choice
+
+
+@dataclass(frozen=True, eq=False)
+class _Played:
+    """A stage's step as a straight line: seconds of `num_units` units, and what each further unit adds."""
+
+    time_s: Mapping[str, float]
+    further_s: Mapping[str, float]
+    num_units: int
+
+    @property
+    def unit_s(self) -> float:
+        return math.fsum(self.further_s.values())
+
+    def report(self, num_units: int) -> dict[str, float]:
+        """Return the seconds by category of a step of so many units."""
+        more = num_units - self.num_units
+        time_s = {name: self.time_s.get(name, 0.0) + more * add for name, add in self.further_s.items()}
+        return {name: value for name, value in time_s.items() if value > 0}
+
+
+class Evaluator:
+    """Evaluates choices of one task, remembering the stages that several of them share."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
+        self._played: dict[tuple[object, ...], _Played] = {}
+
+    def evaluate(self, choice: Choice) -> Estimate:
+        """Return what the choice costs; raises `PlanError` when it breaks a rule of plans or of its schedule."""
+        micros = num_micros(self.task, choice)
+        if choice.schedule != SERIAL:
+            return self._pipelined(choice, micros)
+        part = self._whole()
+        time_s = self._stage(part, choice, micros).report(micros // choice.unit)
+        return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
+
+    def sent_bytes(self, choice: Choice) -> dict[tuple[str, str], int]:
+        """Return what a rank sends in a step, by (message, tier); of a pipeline, on the stage with most layers."""
+        micros, part = num_micros(self.task, choice), self._whole()
+        if choice.schedule != SERIAL:
+            part = max(self.stages(choice)[0].parts, key=lambda part: part.counts[1])
+        program, _ = self.program(part, choice, 1)
+        sent = {
+            (message.value, tier): count
+            for (message, tier), count in step_bytes(program.cluster, program.plan, program.blocks, micros).items()
+        }
+        return (
+            sent
+            | self.estimator.inner_bytes(choice, micros, sum(part.layers))
+            | self.estimator.boundary_bytes(choice, micros)
+        )
+
+    def _whole(self) -> Part:
+        return Part(True, (self.task.model.num_layers,), True)
+
+    def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
+        """Return the pipeline of a choice and the step of every stage by itself."""
+        key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks)
+        pipeline = self.bounds.pipeline(*key)
+        return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
+
+    def _pipelined(self, choice: Choice, micros: int) -> Estimate:
+        pipeline, played = self.stages(choice)
+        parts, alone_s = pipeline.parts, pipeline.stages_s
+        lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
+        totals = [math.fsum(lines[part].values()) for part in parts]
+        stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
+        tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
+        slowest = max(range(len(parts)), key=totals.__getitem__)
+        time_s = dict(lines[parts[slowest]])
+        time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
+        memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
+        return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
+
+    def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
+        return Estimate(
+            choice=choice,
+            num_micros=num_micros(self.task, choice),
+            step_s=math.fsum(time_s.values()),
+            time_s=time_s,
+            memory_bytes=memory,
+        )
+
+    def _stage(self, part: Part, choice: Choice, micros: int) -> _Played:
+        """Return a stage's step; a step without a pipeline that is short enough is played as it is."""
+        units = micros // choice.unit
+        lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
+        key = (part.counts, choice._replace(schedule="", chunks=1), lengths)
+        if key not in self._played:
+            self._played[key] = self._play(part, choice, lengths)
+        return self._played[key]
+
+    def _play(self, part: Part, choice: Choice, lengths: tuple[int, ...]) -> _Played:
+        steps = [step_seconds(*self.program(part, choice, units * choice.unit)) for units in lengths]
+        names = dict.fromkeys(name for step in steps for name in step)
+        further = {name: steps[-1].get(name, 0.0) - steps[0].get(name, 0.0) for name in names}
+        return _Played(steps[0], further, lengths[0])
+
+    def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+        """Return the program of the data ranks of a stage for a step of `micros` micro-batches, and its costs."""
+        estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
+        blocks = estimator.stage_blocks(part.kinds, shape.tensor)
+        plan = replace(plan_of(task, choice), mapping={})
+        program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
+        seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
+        costs = Costs(
+            forward_s=tuple(block.forward_s for block in seconds),
+            backward_s=tuple(block.backward_s for block in seconds),
+            update_s=update_seconds(program),
+            program=program,
+        )
+        return program, costs

@@ -1,0 +1,116 @@
+"""Why this plan, and why not another: verdicts on the presets and on the neighbours of a choice.
+
+A verdict is a predicted step, or what stands against the plan: the rule it breaks, or the memory it lacks.
+"""
+
+from dataclasses import dataclass, replace
+
+from terrace.base.errors import ClusterError, PlanError
+from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, preset, validate
+from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.pins import Pins
+from terrace.planner.search import find
+from terrace.planner.space import Space, divisors, micro_batches, placements, shape_of, units
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Choice, Placement, Task, num_micros
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a plan or a change of one costs, or why it is not possible. `what` names it."""
+
+    what: str
+    estimate: Estimate | None = None  # also of a plan that does not fit
+    reason: str = ""  # empty for a plan that fits
+    note: str = ""  # what the seconds do not show
+
+
+def placement_of(task: Task, plan: Plan) -> Placement:
+    """Return where a plan places its states; raises `ClusterError` for an unknown tier."""
+    layout = Layout.of(task.cluster, plan)
+    backward = -1 if plan.params_backward is None else layout.params_backward
+    return Placement(layout.params, layout.grads, layout.optimizer, backward)
+
+
+def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
+    """Return a verdict on every preset, with the micro-batch, unit and recomputation that suit it best.
+
+    Pins on these numbers hold; the placements and wire formats are the preset's own.
+    """
+    numbers = {name: allowed for name, allowed in pins.ranges.items() if name in ("micro_batch", "unit", "recompute")}
+    return [_preset_verdict(name, task, Pins(numbers)) for name in PRESETS]
+
+
+def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
+    plan = replace(preset(name, task.cluster), compute=task.compute, master=task.master)
+    try:
+        layout = validate(task.cluster, plan, task.blocks)
+        num_micro_batches(plan, layout, task.batch)
+    except (PlanError, ClusterError) as error:
+        return Verdict(what=name, reason=str(error))
+    own = replace(task, wire=plan.wire)
+    space = Space(task=own, axes=("data",), pins=pins, placements=(placement_of(own, plan),))
+    found, _ = find(space, count=1)
+    if found.best:
+        return Verdict(what=name, estimate=found.best[0], note=_rounded(plan))
+    if found.nearest is None:
+        return Verdict(what=name, reason="the pins leave it no micro-batch")
+    return Verdict(what=name, estimate=found.nearest, reason=lack(task, found.nearest))
+
+
+def _rounded(plan: Plan) -> str:
+    formats = [f"{message} to {', '.join(dict.fromkeys(row.values()))}" for message, row in plan.wire.items()]
+    return f"rounds {' and '.join(formats)}" if formats else ""
+
+
+def lack(task: Task, estimate: Estimate) -> str:
+    """Return what memory a plan lacks, and what takes most of it."""
+    capacity = task.cluster.device.memory_bytes
+    largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
+    most = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in largest)
+    return (
+        f"needs {estimate.needed_bytes / 1e9:.3g} GB of {capacity / 1e9:.3g} GB, "
+        f"{(estimate.needed_bytes - capacity) / 1e9:.3g} GB too much; most are {most}"
+    )
+
+
+def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]:
+    """Return a verdict on every plan one step away from a choice: each says why its value was not taken."""
+    found = []
+    for what, other in _neighbours(space, choice):
+        try:
+            estimate = evaluator.evaluate(other)
+        except PlanError as error:
+            found.append(Verdict(what=what, reason=str(error)))
+            continue
+        fits = estimate.needed_bytes <= space.task.cluster.device.memory_bytes
+        found.append(Verdict(what=what, estimate=estimate, reason="" if fits else lack(space.task, estimate)))
+    return found
+
+
+def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
+    task, shape = space.task, shape_of(choice.rows)
+    free = Space(task=task, axes=space.axes)  # also what the pins rule out is worth a verdict
+    tiers = ["device", *(tier.name for tier in task.cluster.tiers)]
+    found = []
+    for placement in placements(free, shape):
+        states = ("params", "grads", "optimizer", "backward")
+        moved = [state for state in states if getattr(placement, state) != getattr(choice.placement, state)]
+        if len(moved) == 1:
+            name = "params_backward" if moved[0] == "backward" else moved[0]
+            place = getattr(placement, moved[0])
+            word = "none" if name == "params_backward" and place < 0 else tiers[place + 1]
+            found.append((f"{name} = {word}", choice._replace(placement=placement)))
+    sizes = micro_batches(free, shape.data)
+    at = sizes.index(choice.micro_batch)
+    for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
+        micros = task.batch // (shape.data * size)
+        unit = max(unit for unit in divisors(micros) if unit <= choice.unit)
+        found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
+    word = "none" if choice.recompute else "layers.*"
+    found.append((f"recompute = {word}", choice._replace(recompute=1 - choice.recompute)))
+    options = units(free, num_micros(task, choice), choice.placement, choice.schedule != SERIAL)
+    at = options.index(choice.unit) if choice.unit in options else 0
+    for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
+        found.append((f"unit = {unit}", choice._replace(unit=unit)))
+    return found

@@ -1,0 +1,99 @@
+"""A pipeline of one task: which stage holds what, in which order it works, and how long its tasks take alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrace.planner.estimate import EMBEDDING, HEAD, LAYER, Estimator, Part
+from terrace.planner.space import Shape
+from terrace.planner.stages import Waiting, pipeline, share_layers
+from terrace.program.schedules import Orders, TaskSeconds
+from terrace.simulate.timeline import play
+
+Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The orders, what every stage holds, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
+
+    `waiting[stage][chunk]` are the micro-batches that wait when most do.
+    """
+
+    orders: Orders
+    waiting: Waiting
+    parts: tuple[Part, ...]
+    works: tuple[tuple[Work, ...], ...]
+    edge_s: float
+
+    def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
+        """Return the seconds of every task, those of stage r longer by the factor `stretch[r]`."""
+        found: list[Work] = [(0.0, 0.0, 0.0)] * self.orders.num_virtual
+        for row, works, factor in zip(self.orders.placement, self.works, stretch, strict=True):
+            for virtual, (forward_s, backward_s, weight_s) in zip(row, works, strict=True):
+                found[virtual] = (factor * forward_s, factor * backward_s, factor * weight_s)
+        return TaskSeconds(
+            forward_s=tuple(work[0] for work in found),
+            backward_s=tuple(work[1] for work in found),
+            input_s=tuple(work[1] - work[2] for work in found),
+            weight_s=tuple(work[2] for work in found),
+            edge_s=(self.edge_s,) * (self.orders.num_virtual - 1),
+        )
+
+    @cached_property
+    def span_s(self) -> float:
+        """Seconds from the first task to the end of the last, when all tasks take what they compute."""
+        return play(self.orders, self.seconds([1.0] * self.orders.num_stages)).makespan_s
+
+    @cached_property
+    def stages_s(self) -> tuple[float, ...]:
+        """Of every stage, the seconds in which it computes of one micro-batch."""
+        return tuple(math.fsum(work[0] + work[1] for work in works) for works in self.works)
+
+    @cached_property
+    def neediest(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
+        """The stages, with what waits in them, among which one needs most memory: the ends, and of others the most."""
+        between: dict[int, tuple[int, Part, tuple[int, ...]]] = {}
+        found = []
+        for part, waiting in zip(self.parts, self.waiting, strict=True):
+            layers = sum(part.layers)
+            kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
+            if part.embedding or part.head:
+                found.append((part, waiting))
+            elif layers not in between or kept > between[layers][0]:
+                between[layers] = (kept, part, waiting)
+        return (*found, *((part, waiting) for _, part, waiting in between.values()))
+
+
+def build_pipeline(
+    estimator: Estimator, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, num_micros: int
+) -> Pipeline:
+    """Return a pipeline; raises `PlanError` for numbers that the schedule cannot honour."""
+    orders, waiting = pipeline(schedule, shape.pipeline, chunks, num_micros)
+    alone = [block_work(estimator, kind, shape, micro_batch, recompute) for kind in (EMBEDDING, LAYER, HEAD)]
+    counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
+    last = orders.num_virtual - 1
+    parts = [Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in orders.placement]
+    works = [
+        tuple(_chunk_work(alone, (int(virtual == 0), counts[virtual], int(virtual == last))) for virtual in row)
+        for row in orders.placement
+    ]
+    return Pipeline(orders, waiting, tuple(parts), tuple(works), estimator.boundary_s(shape.rows, micro_batch))
+
+
+def block_work(estimator: Estimator, kind: int, shape: Shape, micro_batch: int, recompute: int) -> Work:
+    """Return what a block does of a micro-batch; only layers are recomputed."""
+    block = estimator.block(kind, shape.rows, micro_batch)
+    again_s = block.again_s if recompute and kind == LAYER else 0.0
+    return block.forward_s, block.backward_s + again_s, block.weight_s
+
+
+def head_layers(alone: Sequence[Work]) -> float:
+    """Return how many layers the head is worth."""
+    return (alone[HEAD][0] + alone[HEAD][1]) / (alone[LAYER][0] + alone[LAYER][1])
+
+
+def _chunk_work(alone: Sequence[Work], counts: Sequence[int]) -> Work:
+    sums = [sum(count * work[part] for count, work in zip(counts, alone, strict=True)) for part in range(3)]
+    return sums[0], sums[1], sums[2]

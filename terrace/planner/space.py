@@ -1,0 +1,172 @@
+"""The space that is searched: which degrees, placements and schedule numbers there are for a task.
+
+Degrees are chosen tier by tier, so that every choice is a mapping table. Three rules keep out what never pays:
+
+- tensor is innermost, and takes whole tiers before it goes on to the next: it divides the innermost tier, or
+  the innermost tier divides it;
+- context follows tensor in the same way; pipeline and data share what is left in any order;
+- of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
+
+`unit` counts only where a gather or a reduction is made per unit, and chunks only where there is a pipeline.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from terrace.plan import AXES
+from terrace.plan.layout import DEVICE
+from terrace.planner.pins import Pins
+from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task
+
+Rows = tuple[Row, ...]
+
+
+class Shape(NamedTuple):
+    """A mapping table with what follows from it: total degrees, and per tier those that states are sharded over."""
+
+    rows: Rows
+    data: int
+    tensor: int
+    context: int
+    pipeline: int
+    state: tuple[int, ...]
+    inner: Rows  # the tensor and context degrees alone: what the seconds of a block depend on
+
+
+@lru_cache(maxsize=65536)
+def shape_of(rows: Rows) -> Shape:
+    """Return the shape of a mapping table."""
+    data, tensor, context, pipeline = (math.prod(row[axis] for row in rows) for axis in range(len(AXES)))
+    inner = tuple((1, row[TENSOR], row[CONTEXT], 1) for row in rows)
+    return Shape(rows, data, tensor, context, pipeline, tuple(row[DATA] * row[CONTEXT] for row in rows), inner)
+
+
+LONGEST_UNIT = 8  # what bf16 gradients may be added up over before they are reduced (terrace.plan.validate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be chosen: axes above degree 1, pins, and placements where they are given beforehand."""
+
+    task: Task
+    axes: tuple[str, ...] = AXES
+    pins: Pins = field(default_factory=Pins)
+    placements: tuple[Placement, ...] | None = None
+
+
+def shapes(space: Space) -> Iterator[Shape]:
+    """Yield every mapping table that the model, the batch and the pins allow."""
+    task, pins = space.task, space.pins
+    model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
+
+    def possible(data: int, tensor: int, context: int, pipeline: int) -> bool:
+        """Degrees so far; they only grow, and what a degree divides is divided by its divisors too."""
+        return (
+            task.batch % data == 0
+            and all(n % tensor == 0 for n in (model.num_heads, model.num_kv_heads, model.intermediate_size))
+            and task.sequence % context == 0
+            and pipeline <= model.num_layers
+        )
+
+    def extend(rows: Rows, product: Row) -> Iterator[Shape]:
+        tier = len(rows)
+        if tier == len(sizes):
+            if all(pins.allows(axis, degree) for axis, degree in zip(AXES, product, strict=True)):
+                yield shape_of(rows)
+            return
+        inner = rows[-1] if rows else None
+        for row in _rows(sizes[tier], space.axes):
+            if inner is not None and row[TENSOR] > 1 and inner[TENSOR] != sizes[tier - 1]:
+                continue
+            if inner is not None and row[CONTEXT] > 1 and inner[TENSOR] * inner[CONTEXT] != sizes[tier - 1]:
+                continue
+            grown = (
+                product[DATA] * row[DATA],
+                product[TENSOR] * row[TENSOR],
+                product[CONTEXT] * row[CONTEXT],
+                product[PIPELINE] * row[PIPELINE],
+            )
+            if possible(*grown):
+                yield from extend((*rows, row), grown)
+
+    yield from extend((), (1, 1, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def _rows(size: int, axes: tuple[str, ...]) -> tuple[Row, ...]:
+    """Return every way to share a tier of `size` among the axes."""
+    degrees = divisors(size)
+    tensors = degrees if "tensor" in axes else (1,)
+    contexts = degrees if "context" in axes else (1,)
+    pipelines = degrees if "pipeline" in axes else (1,)
+    return tuple(
+        (size // (tensor * context * pipeline), tensor, context, pipeline)
+        for tensor in tensors
+        for context in contexts
+        if size % (tensor * context) == 0
+        for pipeline in pipelines
+        if size % (tensor * context * pipeline) == 0
+    )
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def placements(space: Space, shape: Shape) -> tuple[Placement, ...]:
+    """Return the placements for a mapping table, innermost first."""
+    if space.placements is not None:
+        return space.placements
+    ranges = {name: span for name, span in space.pins.ranges.items() if name in (*_STATES, "params_backward")}
+    return _placements(shape.state, tuple(sorted(ranges.items())))
+
+
+_STATES = ("params", "grads", "optimizer")
+
+
+@lru_cache(maxsize=4096)
+def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, int]], ...]) -> tuple[Placement, ...]:
+    pins = Pins(dict(ranges))
+    open_places = [DEVICE, *(tier for tier, degree in enumerate(degrees) if degree > 1)]
+    places = {
+        # A pinned state may name any tier: where no data ranks are, the tier shards as the one inside it does.
+        state: [
+            place
+            for place in (range(DEVICE, len(degrees)) if state in pins.ranges else open_places)
+            if pins.allows(state, place)
+        ]
+        for state in _STATES
+    }
+    found = []
+    for params in places["params"]:
+        inside = [DEVICE, *(place for place in open_places if DEVICE < place < params)]
+        for backward in inside:
+            if not pins.allows("params_backward", backward):
+                continue
+            found += [
+                Placement(params, grads, optimizer, backward)
+                for grads in places["grads"]
+                if grads >= params
+                for optimizer in places["optimizer"]
+                if optimizer >= grads
+            ]
+    return tuple(found)
+
+
+def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) -> tuple[int, ...]:
+    """Return how many micro-batches may pass a block together; a divisor of their number."""
+    repeats = placement.params > DEVICE or placement.grads > DEVICE
+    options = divisors(num_micros) if repeats and not pipelined else (1,)
+    return tuple(unit for unit in options if unit <= LONGEST_UNIT and space.pins.allows("unit", unit))
+
+
+def micro_batches(space: Space, data_degree: int) -> tuple[int, ...]:
+    """Return the micro-batches that divide what a data rank gets of the batch."""
+    share = space.task.batch // data_degree
+    return tuple(size for size in divisors(share) if space.pins.allows("micro_batch", size))

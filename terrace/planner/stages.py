@@ -1,0 +1,100 @@
+"""How the blocks of a model are shared among pipeline stages, and what every stage then does of a micro-batch.
+
+Layers are shared so that the slowest virtual stage is as fast as it can be: the last one also has the head, so it
+gets fewer layers where the head is heavy. Layers need not divide evenly; the extra ones lie far back in the
+pipeline, where fewer activations wait.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from terrace.base.errors import PlanError
+from terrace.program.schedules import Kind, Orders, looped, orders_for, schedule_names
+
+SERIAL = "serial"  # the name of having no pipeline
+SIMPLEST = "1f1b"
+MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one more message
+
+
+@lru_cache(maxsize=65536)
+def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple[int, ...]:
+    """Return how many layers every virtual stage has, at least one each.
+
+    `head_layers` tells how many layers the head is worth. Raises `PlanError` when there are too few layers.
+    """
+    if num_virtual > num_layers:
+        raise PlanError(f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer")
+    if num_virtual == 1:
+        return (num_layers,)
+    others = num_virtual - 1
+    even = int((num_layers - others * head_layers) / num_virtual)  # where head and layers would balance exactly
+    most = num_layers - others
+    last = min(
+        {max(1, min(most, even + step)) for step in range(-1, 4)},
+        key=lambda count: (max(-(-(num_layers - count) // others), count + head_layers), -count),
+    )
+    few, more = divmod(num_layers - last, others)
+    return (*([few] * (others - more)), *([few + 1] * more), last)
+
+
+# As fast as 1F1B and larger: searched only where a pin asks for it.
+ONLY_PINNED = ("gpipe",)
+
+
+class Trait(NamedTuple):
+    """What a schedule takes and does: chunk numbers it accepts, whether it splits the backward, and how it places."""
+
+    chunks: tuple[int, ...]
+    split: bool
+    looped: bool  # chunk c of stage r is virtual stage c p + r
+
+
+@lru_cache(maxsize=1)
+def traits() -> dict[str, Trait]:
+    """Return the traits of every registered schedule, found by asking it for small orders."""
+    found = {}
+    for name in schedule_names():
+        accepted: list[Orders] = []
+        for chunks in range(1, MOST_CHUNKS + 1):
+            try:  # a schedule of one chunk accepts the number 1
+                accepted.append(orders_for(name, num_stages=2, num_micros=8, num_chunks=chunks))
+            except PlanError:
+                continue
+        if accepted:
+            # With one chunk, what takes several is 1F1B or GPipe under another name.
+            split = any(task.kind is Kind.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
+            numbers = tuple(orders.num_chunks for orders in accepted)
+            is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
+            found[name] = Trait(numbers[1:] if len(numbers) > 1 else numbers, split, is_looped)
+    return found
+
+
+Waiting = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> tuple[Orders, Waiting]:
+    """Return the orders of a schedule, and of every stage what waits in each of its chunks when most do.
+
+    Raises `PlanError` for numbers that the schedule cannot honour.
+    """
+    orders = orders_for(schedule, num_stages=num_stages, num_micros=num_micros, num_chunks=num_chunks)
+    return orders, most_waiting(orders)
+
+
+def most_waiting(orders: Orders) -> Waiting:
+    """Return, of every stage, the micro-batches that wait in each of its chunks when most do."""
+    found = []
+    for tasks in orders.tasks:
+        now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
+        for kind, chunk, _ in tasks:
+            if kind == Kind.FORWARD:
+                now[chunk] += 1
+                total += 1
+                if total > peak:
+                    most, peak = tuple(now), total
+            elif kind != Kind.BACKWARD_INPUT:
+                now[chunk] -= 1
+                total -= 1
+        found.append(most)
+    return tuple(found)

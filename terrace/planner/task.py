@@ -1,0 +1,121 @@
+"""What is to be planned, and the choices a plan is made of, as integers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from terrace.base.errors import ModelError, PlanError
+from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.spec import BlockSpec
+from terrace.plan import AXES, Plan
+from terrace.simulate.activations import Backend
+
+DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
+
+Row = tuple[int, int, int, int]  # degrees of one tier, in the order of AXES; they multiply to its size
+Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, a cluster, a global batch in sequences, a sequence length in tokens, and the dtypes.
+
+    `wire` holds the formats of every plan of the task: the search never rounds a message by its own choice.
+    Raises `ModelError` or `PlanError` for a task that no plan can do.
+    """
+
+    model: ModelConfig
+    cluster: Cluster
+    batch: int
+    sequence: int
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    master: Literal["fp32", "fp64"] = "fp32"
+    backend: Backend = "cuda"  # whose kernels decide what is kept in memory
+    wire: Wire = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise PlanError(f"batch = {self.batch}: a step has at least one sequence")
+        if self.sequence < 1:
+            raise PlanError(f"sequence = {self.sequence}: a sequence has at least one token")
+        peaks = self.cluster.device.peak_flops_per_s
+        if self.compute not in peaks:
+            raise PlanError(
+                f"compute = {self.compute!r}: the device of cluster {self.cluster.name!r} has no peak for it; "
+                f"use one of {', '.join(sorted(peaks))}, or give device.peak_flops_per_s.{self.compute}"
+            )
+        if self.model.learned_positions and self.sequence > self.model.max_positions:
+            raise ModelError(
+                f"sequence = {self.sequence} is longer than the {self.model.max_positions} positions the model has: "
+                f"use at most {self.model.max_positions}"
+            )
+
+    @cached_property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """The blocks of the model."""
+        return block_specs(self.model)
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Peak of one device in the compute dtype."""
+        return self.cluster.device.peak_flops_per_s[self.compute]
+
+
+class Placement(NamedTuple):
+    """Tier index of each state; -1 is `device`. `backward` is -1 where there is no secondary copy."""
+
+    params: int
+    grads: int
+    optimizer: int
+    backward: int = -1
+
+
+class Choice(NamedTuple):
+    """One point of the space. Of two that cost the same, the one that sorts first is the answer."""
+
+    recompute: int  # 1: the forward of every layer is run again in its backward
+    unit: int
+    schedule: str
+    chunks: int  # pipeline chunks per stage
+    micro_batch: int
+    placement: Placement
+    rows: tuple[Row, ...]  # innermost tier first
+
+    def degree(self, axis: int) -> int:
+        """Return the degree of an axis over all tiers."""
+        result = 1
+        for row in self.rows:
+            result *= row[axis]
+        return result
+
+
+def num_micros(task: Task, choice: Choice) -> int:
+    """Return the micro-batches of a step on each rank."""
+    return task.batch // (choice.degree(DATA) * choice.micro_batch)
+
+
+def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
+    """Return the choice as a plan. The schedule and its chunks are not part of a plan."""
+    tiers = [tier.name for tier in task.cluster.tiers]
+    params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
+    mapping = {
+        tier: {axis: degree for axis, degree in zip(AXES, row, strict=True) if degree > 1}
+        for tier, row in zip(tiers, choice.rows, strict=True)
+        if any(row[axis] > 1 for axis in (TENSOR, CONTEXT, PIPELINE))
+    }
+    return Plan(
+        name=name,
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+        params_backward=None if choice.placement.backward < 0 else backward,
+        mapping=mapping,
+        wire=task.wire,
+        compute=task.compute,
+        master=task.master,
+        micro_batch=choice.micro_batch,
+        recompute=("layers.*",) if choice.recompute else (),
+        unit=choice.unit,
+    )

@@ -1,0 +1,170 @@
+"""Tables and pictures of what the planner found: plans side by side, verdicts, one plan's cost, scaling curves."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from terrace.plan import AXES
+from terrace.planner import Choice, Estimate, Point, Task, Verdict, plan_of
+from terrace.planner.figures import hfu, mfu, tokens_per_s
+from terrace.planner.stages import SERIAL
+from terrace.report.curves import curves_svg
+from terrace.report.tables import new_table, quantity, seconds
+
+
+def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
+    """Return plans side by side, best first."""
+    found = new_table(title)
+    headings = ["", "step", "tokens/s", "MFU", "memory", "params", "grads", "optimizer", "micro-batch", "notes"]
+    shared = any(_axes_words(task, each.choice) for each in estimates)
+    if shared:
+        headings.insert(5, "axes")
+    left = ("params", "grads", "optimizer", "axes", "notes")
+    for heading in headings:
+        found.add_column(heading, justify="left" if heading in left else "right")
+    for rank, estimate in enumerate(estimates, start=1):
+        plan = plan_of(task, estimate.choice)
+        cells = [
+            str(rank),
+            seconds(estimate.step_s),
+            quantity(tokens_per_s(task, estimate), "").strip(),
+            percent(mfu(task, estimate)),
+            quantity(estimate.needed_bytes, "B"),
+            plan.params,
+            plan.grads,
+            plan.optimizer,
+            f"{estimate.choice.micro_batch} x {estimate.num_micros}",
+            _notes(task, estimate.choice),
+        ]
+        if shared:
+            cells.insert(5, _axes_words(task, estimate.choice) or "data")
+        found.add_row(*cells)
+    return found
+
+
+def plan_words(task: Task, choice: Choice) -> str:
+    """Return a choice in one line."""
+    plan = plan_of(task, choice)
+    states = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
+    words = [_axes_words(task, choice), states, f"micro-batch {choice.micro_batch}", _notes(task, choice)]
+    return "; ".join(word for word in words if word)
+
+
+def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
+    """Return what every preset or change costs beside the best plan, or what is in its way."""
+    found = new_table(title)
+    for heading in ("plan", "step", "against the best", "memory", "remark"):
+        found.add_column(heading, justify="left" if heading in ("plan", "remark") else "right")
+    for verdict in verdicts:
+        estimate = verdict.estimate
+        if estimate is None:
+            found.add_row(verdict.what, "-", "", "", verdict.reason)
+            continue
+        slower = f"{100 * (estimate.step_s / best.step_s - 1):+.1f} %"
+        memory = quantity(estimate.needed_bytes, "B")
+        found.add_row(verdict.what, seconds(estimate.step_s), slower, memory, verdict.reason or verdict.note)
+    return found
+
+
+def split_table(values: Mapping[str, float], title: str, unit: str, whole: float | None = None) -> Table:
+    """Return amounts by category with their share of the sum, or of `whole`: seconds ("s") or bytes ("B")."""
+    found = new_table(title)
+    for heading in ("category", "amount", "share"):
+        found.add_column(heading, justify="left" if heading == "category" else "right")
+    total = sum(values.values())
+    for name, value in sorted(values.items(), key=lambda item: -item[1]):
+        found.add_row(name, _amount(value, unit), percent(value / (whole or total)))
+    found.add_section()
+    found.add_row("total", _amount(total, unit), percent(total / (whole or total)))
+    return found
+
+
+def sent_table(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> Table:
+    """Return what one rank sends in a step: messages down, tiers across."""
+    found = new_table("bytes one rank sends in a step")
+    found.add_column("message")
+    for tier in tiers:
+        found.add_column(tier, justify="right")
+    for message in dict.fromkeys(message for message, _ in sent):
+        found.add_row(message, *(_sent(sent.get((message, tier), 0)) for tier in tiers))
+    found.add_section()
+    totals = (sum(count for (_, where), count in sent.items() if where == tier) for tier in tiers)
+    found.add_row("total", *(_sent(count) for count in totals))
+    return found
+
+
+def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
+    """Return a curve as a table; efficiency is tokens/s per device over that of the first size that runs."""
+    found = new_table(title)
+    headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
+    headings += ["per million tokens"] if price is not None else []
+    for heading in (*headings, "why not"):
+        found.add_column(heading, justify="left" if heading == "why not" else "right")
+    first = next((point.per_device for point in points if point.estimate), 0.0)
+    for point in points:
+        start = [str(point.num_outermost), str(point.task.cluster.world_size), str(point.task.batch)]
+        estimate = point.estimate
+        if estimate is None:
+            found.add_row(*start, *("-" for _ in headings[3:]), point.reason)
+            continue
+        cells = [
+            seconds(estimate.step_s),
+            quantity(point.tokens_per_s, "").strip(),
+            percent(point.per_device / first),
+            percent(mfu(point.task, estimate)),
+            quantity(estimate.needed_bytes, "B"),
+        ]
+        cells += [f"{point.cost_per_million(price):.4g}"] if price is not None else []
+        found.add_row(*start, *cells, "")
+    return found
+
+
+def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
+    """Return a picture of efficiency over devices, one curve for each kind of scaling."""
+    lines = {}
+    for name, points in curves.items():
+        ran = [point for point in points if point.estimate]
+        if ran:
+            first = ran[0].per_device
+            lines[name] = [(point.task.cluster.world_size, 100 * point.per_device / first) for point in ran]
+    return curves_svg(lines, title=title, x_label="devices", y_label="% of the smallest size's tokens/s per device")
+
+
+def figures_words(task: Task, estimate: Estimate) -> str:
+    """Return the utilisations with their formulas, in two lines."""
+    return (
+        f"MFU {percent(mfu(task, estimate))} = 3 x forward FLOPs of the batch / (step x devices x peak)\n"
+        f"HFU {percent(hfu(task, estimate))} = the same with the forwards that are run again counted"
+    )
+
+
+def percent(share: float) -> str:
+    """Return a share in percent."""
+    return f"{100 * share:.1f} %"
+
+
+def _axes_words(task: Task, choice: Choice) -> str:
+    """Return the degrees of all axes, or nothing where the data axis has every rank to itself."""
+    degrees = {name: choice.degree(axis) for axis, name in enumerate(AXES)}
+    if degrees["data"] == task.cluster.world_size:
+        return ""
+    return ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+
+
+def _notes(task: Task, choice: Choice) -> str:
+    notes = ["layers run again"] if choice.recompute else []
+    if choice.unit > 1:
+        notes.append(f"units of {choice.unit}")
+    if choice.placement.backward >= 0:
+        notes.append(f"second copy on {task.cluster.tiers[choice.placement.backward].name}")
+    if choice.schedule != SERIAL:
+        notes.append(choice.schedule + (f", {choice.chunks} chunks" if choice.chunks > 1 else ""))
+    return ", ".join(notes)
+
+
+def _amount(value: float, unit: str) -> str:
+    return seconds(value) if unit == "s" else quantity(value, unit)
+
+
+def _sent(count: int) -> str:
+    return quantity(count, "B") if count else "-"

@@ -1,0 +1,47 @@
+"""Small tasks for tests of the planner."""
+
+from dataclasses import replace
+from typing import Any
+
+from terrace.cluster import Cluster
+from terrace.cluster.presets import load_cluster
+from terrace.model.config import ModelConfig, parse_model
+from terrace.planner import Evaluator, Task
+from terrace.planner.bound import Bounds
+from terrace.planner.estimate import Estimator
+
+_GPT: dict[str, Any] = {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def gpt(layers: int, hidden: int, heads: int, *, vocab: int = 51200, positions: int = 2048, **more: Any) -> ModelConfig:
+    """A GPT of this shape."""
+    sizes = {"vocab_size": vocab, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
+    return parse_model(_GPT | sizes | more)
+
+
+SMALL = gpt(4, 512, 4, vocab=1000, positions=512)
+
+
+def sized(name: str, *sizes: int, memory_bytes: float | None = None) -> Cluster:
+    """A preset with other tier sizes, innermost first, and another memory."""
+    cluster = load_cluster(name)
+    tiers = tuple(replace(tier, size=size) for tier, size in zip(cluster.tiers, sizes, strict=True))
+    device = replace(cluster.device, memory_bytes=memory_bytes or cluster.device.memory_bytes)
+    return replace(cluster, tiers=tiers, device=device)
+
+
+def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> Task:
+    return Task(model=model, cluster=cluster, batch=batch, sequence=256)
+
+
+def evaluator_of(task: Task) -> Evaluator:
+    return Evaluator(Bounds(Estimator(task)))
+
+
+CLUSTERS = {
+    "frontier 2x2x2": sized("frontier", 2, 2, 2),
+    "frontier 2x1x2": sized("frontier", 2, 1, 2),
+    "dgx 4x2": sized("dgx-a100", 4, 2),
+    "dgx 2x3": sized("dgx-a100", 2, 3),
+    "ethernet 2x2": sized("ethernet", 2, 2),
+}

@@ -1,0 +1,166 @@
+"""`terrace plan` and `terrace scale`: what they print and write, what they refuse, and that they need no torch."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrace.cli.main import main
+from terrace.train.config import resolve
+
+GPT = {
+    "model_type": "gpt2",
+    "vocab_size": 1000,
+    "n_embd": 512,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 512,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+
+
+class Here:
+    """A folder with a model, and the command line called in this process."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+        self.model = folder / "config.json"
+        self.model.write_text(json.dumps(GPT))
+
+    def say(self, command: str, *words: str | Path, cluster: str = "frontier", batch: int = 16) -> tuple[int, str, str]:
+        task = ["--model", self.model, "--cluster", cluster, "--batch", batch, "--seq", 256]
+        code = main([command, *(str(word) for word in (*task, *words))])
+        out, error = self._capsys.readouterr()
+        return code, out, error
+
+    def refused(self, command: str, *words: str | Path, **task: Any) -> str:
+        before = sorted(self.folder.iterdir())
+        code, _, error = self.say(command, *words, **task)
+        assert code == 2
+        assert error.count("\n") == 1
+        assert sorted(self.folder.iterdir()) == before
+        return error
+
+
+@pytest.fixture
+def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+    monkeypatch.chdir(tmp_path)
+    return Here(tmp_path, capsys)
+
+
+def test_plan_prints_why_and_writes_what_train_reads(here: Here) -> None:
+    code, out, _ = here.say("plan", "--nodes", "1")
+    assert code == 0
+    for part in ("1 system x 4 node x 2 package = 8", "MFU", "seconds of a step", "memory of a device", "three-level"):
+        assert part in out
+    assert "over all axes" in out
+    assert "terrace train --model" in out
+    flags = {"model": str(here.model), "cluster": "frontier", "plan": "plan.toml"}
+    overrides = {
+        "cluster": {"tiers": {"system": {"size": 1}}},
+        "train": {"batch": 16, "sequence": 256},
+    }
+    run = resolve(None, flags, overrides)
+    assert run.plan.name == "planned"
+    assert run.plan.compute == "bf16"
+    assert run.plan.micro_batch * run.num_micros() * 8 == 16
+
+
+def test_plan_refuses_to_overwrite(here: Here) -> None:
+    (here.folder / "plan.toml").write_text("mine")
+    assert "--force" in here.refused("plan", "--nodes", "1")
+    assert (here.folder / "plan.toml").read_text() == "mine"
+    assert here.say("plan", "--nodes", "1", "--force")[0] == 0
+    assert "params" in (here.folder / "plan.toml").read_text()
+
+
+def test_plan_of_other_axes_is_shown_and_not_written(here: Here) -> None:
+    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "tensor", "--pin", "tensor=2")
+    assert code == 0
+    assert "tensor 2" in out
+    assert "not written" in out
+    assert "this version runs the data axis only" in out
+    assert not (here.folder / "plan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pin", "tensr=1"], "did you mean 'tensor'"),
+        (["--pin", "params=rack"], "no tier 'rack'"),
+        (["--axes", "tensors"], "did you mean 'tensor'"),
+        (["--nodes", "0"], "at least 1 member"),
+        (["--best", "0"], "--best 0"),
+        (["--train.steps", "3"], "figures of the cluster"),
+        (["--cluster.tiers.system.sise", "3"], "sise"),
+        (["--pin", "micro_batch=3"], "drop a pin"),
+    ],
+)
+def test_bad_input_of_plan_is_one_line(here: Here, words: list[str], said: str) -> None:
+    assert said in here.refused("plan", *words)
+
+
+def test_a_batch_that_does_not_divide_names_those_that_do(here: Here) -> None:
+    assert "use 16 or 24" in here.refused("plan", "--nodes", "1", batch=20)
+    assert "use 8," in here.refused("plan", "--nodes", "1", batch=4)
+
+
+def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Here) -> None:
+    error = here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1.55e9")
+    assert "the nearest is: params" in error
+    assert "too much" in error
+
+
+def test_scale_prints_curves_and_draws_them(here: Here) -> None:
+    words = ("--nodes", "4", "--plan", "zero3", "--price", "2.5", "--output", "curve.svg")
+    code, out, _ = here.say("scale", *words, batch=64)
+    assert code == 0
+    for part in ("weak scaling", "strong scaling", "100.0 %", "per million", "wrote curve.svg"):
+        assert part in out
+    picture = ElementTree.fromstring((here.folder / "curve.svg").read_text())
+    assert len(picture.findall("{*}polyline")) == 2
+    assert len(picture.findall("{*}circle")) == 6
+    assert "--force" in here.refused("scale", *words, batch=64)
+
+
+def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Here) -> None:
+    assert here.say("plan", "--nodes", "2", "--output", "best.toml", batch=32)[0] == 0
+    code, out, _ = here.say("scale", "--nodes", "2", "--plan", "best.toml", batch=32)
+    assert code == 0
+    assert "plan planned: params" in out
+    code, alone, _ = here.say("scale", "--nodes", "2", batch=32)
+    assert code == 0
+    for line in ("weak scaling", "strong scaling"):
+        assert alone.split(line)[1][:400] == out.split(line)[1][:400]  # the same plan, found again
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--price", "0"], "--price"),
+        (["--plan", "zero4"], "zero4"),
+        (["--plan", "zero3", "--nodes", "3"], "does not run"),
+    ],
+)
+def test_bad_input_of_scale_is_one_line(here: Here, words: list[str], said: str) -> None:
+    assert said in here.refused("scale", *words)
+
+
+def test_planning_needs_no_torch(here: Here) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
+        "from terrace.cli.main import main\n"
+        f"sys.exit(main(['plan', '--model', {str(here.model)!r}, '--cluster', 'dgx-a100', '--nodes', '1', "
+        f"'--batch', '8', '--seq', '128', '--output', {str(here.folder / 'plan.toml')!r}]))"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,263 @@
+"""The planner: bounds that never exceed the evaluation, a search that equals trying everything, and its figures."""
+
+import math
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terrace.base.errors import PlanError
+from terrace.cluster.presets import load_cluster
+from terrace.plan import AXES, PRESETS, Layout, preset
+from terrace.plan.memory import model_state_bytes
+from terrace.planner import (
+    Estimate,
+    Pins,
+    Search,
+    Space,
+    Task,
+    find,
+    plan_of,
+    preset_verdicts,
+    reasons,
+)
+from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator, Part, data_cluster
+from terrace.planner.explain import placement_of
+from terrace.planner.figures import hfu, mfu
+from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
+from terrace.planner.search import cores_of, exhaustive
+from terrace.planner.space import placements, shape_of, shapes, units
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.program import build
+from terrace.simulate import simulate, step_costs
+from terrace.simulate.timeline import play
+from tests.planner_cases import CLUSTERS, evaluator_of, gpt, sized, small_task
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "batch"),
+    [
+        *((name, ("data",), 24) for name in CLUSTERS),
+        ("frontier 2x1x2", AXES, 4),
+        ("dgx 2x3", AXES, 6),
+        ("ethernet 2x2", AXES, 4),
+        ("frontier 2x2x2", ("data", "pipeline"), 4),
+    ],
+)
+def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], batch: int) -> None:
+    """The same choices in the same order, also where memory rules some of the best out."""
+    task = small_task(CLUSTERS[name], batch=batch)
+    space, evaluator = Space(task=task, axes=axes), evaluator_of(task)
+    everything = exhaustive(space, evaluator, math.inf)
+    needs = sorted(each.needed_bytes for each in everything)
+    tried = 0
+    for share in (1.0, 0.5, 0.1):
+        capacity = needs[int(share * (len(needs) - 1))]
+        fitting = [each for each in everything if each.needed_bytes <= capacity]
+        found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
+        assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
+        assert found.proved
+        tried += found.num_evaluated
+    assert tried < 3 * len(everything)
+
+
+@given(data=st.data())
+def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
+    task = small_task(CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))], batch=24)
+    space, evaluator = Space(task=task), evaluator_of(task)
+    shape = data.draw(st.sampled_from(list(shapes(space))))
+    core = data.draw(st.sampled_from(list(cores_of(space, evaluator.bounds, shape))))
+    root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
+    try:
+        played = core if core.played else evaluator.bounds.play(core)
+    except PlanError:
+        return
+    placement = data.draw(st.sampled_from(placements(space, shape)))
+    unit = data.draw(st.sampled_from(units(space, core.num_micros, placement, core.schedule != SERIAL)))
+    estimate = evaluator.evaluate(played.choice(placement, unit))
+    placed_s = evaluator.bounds.placed_s(played, placement, unit)
+    assert root.bound_s <= core.bound_s * (1 + 1e-9)
+    assert max(root.bound_s, core.bound_s, played.bound_s, placed_s) <= estimate.step_s
+    for each in (root, core, played):
+        assert evaluator.bounds.least_bytes(each, placement, unit) <= estimate.needed_bytes
+    # A bound that says little would be of no use: computing is most of what these take.
+    assert max(played.bound_s, placed_s) >= 0.25 * estimate.step_s
+
+
+def test_a_task_of_the_search_is_fast_enough() -> None:
+    """GPT-3 175B on 16,384 devices over every axis: far below what a person waits for, whatever this machine does."""
+    model = gpt(96, 12288, 96)
+    task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
+    begun = time.process_time()
+    found, _ = find(Space(task=task))
+    assert time.process_time() - begun < 10  # about 1 s on an idle core
+    assert found.proved
+    assert len(found.best) == 5
+    assert found.best[0].choice.degree(TENSOR) > 1
+    assert found.best[0].choice.degree(PIPELINE) > 1
+
+
+def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated() -> None:
+    """The evaluation of a whole step of few micro-batches is the simulation of its program, bytes included."""
+    task = small_task(CLUSTERS["frontier 2x2x2"], batch=48)
+    evaluator = evaluator_of(task)
+    for unit, micro_batch in ((1, 3), (1, 2), (2, 1), (3, 1), (1, 1)):
+        rows = tuple((tier.size, 1, 1, 1) for tier in task.cluster.tiers)
+        choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), rows)
+        estimate = evaluator.evaluate(choice)
+        program, costs = evaluator.program(Part(True, (4,), True), choice, num_micros(task, choice))
+        work = evaluator.estimator.work(rows, micro_batch)
+        real = build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        whole = simulate(real, step_costs(real, work))
+        assert simulate(program, costs).time_s == pytest.approx(whole.time_s)
+        assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
+        bytes_of_whole = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
+        assert evaluator.sent_bytes(choice) == bytes_of_whole
+        states = model_state_bytes(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        for name in ("params", "grads", "optimizer", "secondary", "buffers"):
+            assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
+
+
+def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
+    """Stretching the played span stands for playing every task with what its stage waits for."""
+    task = small_task(CLUSTERS["dgx 4x2"], batch=16, model=gpt(8, 512, 4, vocab=1000))
+    evaluator = evaluator_of(task)
+    for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):
+        choice = Choice(0, 1, "1f1b", 1, 1, placement, ((2, 1, 1, 2), (1, 1, 1, 2)))
+        estimate = evaluator.evaluate(choice)
+        pipeline, stages = evaluator.stages(choice)
+        stretch = [stage.unit_s / own_s for stage, own_s in zip(stages, pipeline.stages_s, strict=True)]
+        span_s = play(pipeline.orders, pipeline.seconds(stretch)).makespan_s
+        tail_s = max(sum(stage.report(4).values()) - 4 * stage.unit_s for stage in stages)
+        assert span_s + tail_s == pytest.approx(estimate.step_s, rel=0.1)
+
+
+def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
+    estimator = Estimator(small_task(CLUSTERS["frontier 2x2x2"]))
+    rows = ((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1))
+    for kind in KINDS:
+        for again in (0, 1):
+            fresh = Estimator(estimator.task).kept_bytes(kind, rows, 1, again)
+            assert estimator.kept_bytes(kind, rows, 6, again) == 6 * fresh
+    whole = estimator.numels(1)
+    assert whole[EMBEDDING] + 4 * whole[LAYER] + whole[HEAD] == sum(b.num_trainable for b in estimator.task.blocks)
+
+
+def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
+    cluster = sized("frontier", 2, 4, 2)
+    direct = replace(cluster, tiers=tuple(replace(tier, direct=tier.name == "node") for tier in cluster.tiers))
+    assert data_cluster(cluster, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
+    assert data_cluster(direct, (2, 2, 2)).tiers[1].bandwidth_bytes_per_s == pytest.approx(
+        cluster.tiers[1].bandwidth_bytes_per_s / 3
+    )
+    assert data_cluster(direct, (2, 4, 2)).tiers[1].bandwidth_bytes_per_s == cluster.tiers[1].bandwidth_bytes_per_s
+
+
+def test_utilisation_follows_its_formula() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"])
+    choice = Choice(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((4, 1, 1, 1), (2, 1, 1, 1)))
+    estimate = evaluator_of(task).evaluate(choice)
+    hidden, layers, vocab, tokens = 512, 4, 1000, 8 * 256
+    # Narayanan et al. 2104.04473, equation 3, and Korthikanti et al. 2205.05198, section 6.
+    attention = 256 / (6 * hidden)
+    model_flops = 72 * tokens * layers * hidden**2 * (1 + attention + vocab / (12 * layers * hidden))
+    hardware = 96 * tokens * layers * hidden**2 * (1 + attention + vocab / (16 * layers * hidden))
+    possible = estimate.step_s * 8 * 312e12
+    assert mfu(task, estimate) == pytest.approx(model_flops / possible)
+    assert hfu(task, estimate) == pytest.approx(hardware / possible)
+
+
+def test_every_preset_gets_a_verdict() -> None:
+    model = gpt(24, 2304, 24)
+    task = Task(model=model, cluster=sized("frontier", 2, 4, 2, memory_bytes=24e9), batch=64, sequence=2048)
+    verdicts = {verdict.what: verdict for verdict in preset_verdicts(task, Pins())}
+    assert list(verdicts) == list(PRESETS)
+    ddp, zero3 = verdicts["ddp"], verdicts["zero3"]
+    assert "too much" in ddp.reason
+    assert ddp.estimate is not None
+    assert ddp.estimate.needed_bytes > 24e9
+    assert not zero3.reason
+    assert zero3.estimate is not None
+    assert "int4" in verdicts["zero++"].note
+    uneven = replace(task, batch=65)
+    assert all("not a multiple" in verdict.reason for verdict in preset_verdicts(uneven, Pins()))
+
+
+def test_reasons_are_one_step_away() -> None:
+    task = small_task(CLUSTERS["frontier 2x2x2"], batch=32)
+    space = Space(task=task, axes=("data",))
+    found, evaluator = find(space, count=1)
+    near = reasons(space, evaluator, found.best[0].choice)
+    assert {"params", "grads", "micro_batch", "recompute"} <= {verdict.what.split(" = ")[0] for verdict in near}
+    for verdict in near:
+        if verdict.estimate is not None and not verdict.reason:
+            assert found.best[0].order <= verdict.estimate.order
+
+
+def test_what_fits_nowhere_names_the_nearest() -> None:
+    model = gpt(24, 2304, 24)
+    task = Task(model=model, cluster=sized("frontier", 2, 4, 1, memory_bytes=4e9), batch=64, sequence=2048)
+    found, _ = find(Space(task=task, axes=("data",)))
+    assert not found.best
+    assert found.nearest is not None
+    assert found.nearest.choice.recompute == 1
+    assert found.nearest.choice.placement == Placement(1, 1, 1)
+    assert found.nearest.choice.micro_batch == 1
+
+
+def test_curves_keep_the_batch_or_the_share() -> None:
+    cluster = sized("frontier", 2, 4, 16)
+    task = Task(model=gpt(24, 2304, 24), cluster=cluster, batch=256, sequence=2048)
+    plan = replace(preset("zero3", cluster), compute="bf16")
+    sizes = sizes_up_to(16)
+    weak, strong = curve(task, plan, sizes, "weak"), curve(task, plan, sizes, "strong")
+    assert [point.task.batch for point in weak] == [16, 32, 64, 128, 256]
+    assert {point.task.batch for point in strong} == {256}
+    ran = [point for point in weak if point.estimate]
+    assert len(ran) >= 3
+    assert all(later.tokens_per_s > earlier.tokens_per_s for earlier, later in pairwise(ran))
+    assert weak[-1].estimate is not None
+    assert strong[-1].estimate is not None
+    assert weak[-1].estimate.step_s == strong[-1].estimate.step_s
+    hours = weak[-1].task.batch * 2048 and 1e6 / weak[-1].tokens_per_s / 3600
+    assert weak[-1].cost_per_million(2.0) == pytest.approx(2.0 * hours * 128)
+    assert sizes_up_to(6) == [1, 2, 4, 6]
+
+
+def test_a_plan_that_has_no_price_is_refused() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], batch=24)
+    plan = replace(preset("zero3", task.cluster), compute="bf16")
+    for changed, word in (
+        (replace(plan, prefetch=3), "prefetch"),
+        (replace(plan, recompute=("head",)), "recompute"),
+        (replace(plan, unit=2), "does not divide"),
+        (replace(plan, micro_batch=5), "not a multiple"),
+    ):
+        with pytest.raises(PlanError, match=word):
+            evaluate_plan(task, changed)
+    layout = Layout.of(task.cluster, plan)
+    assert placement_of(task, plan) == Placement(layout.params, layout.grads, layout.optimizer)
+
+
+def test_a_search_that_stops_early_says_so() -> None:
+    task = small_task(CLUSTERS["frontier 2x2x2"])
+    found, _ = find(Space(task=task), count=5, limit=2)
+    assert found.num_evaluated == 2
+    assert not found.proved or len(found.best) < 2
+    assert found.least_s < math.inf
+
+
+def _total(estimate: Estimate) -> float:
+    return math.fsum(estimate.time_s.values())
+
+
+def test_seconds_sum_to_the_step() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"], batch=16)
+    for schedule, rows in ((SERIAL, ((4, 1, 1, 1), (2, 1, 1, 1))), ("zb-h1", ((2, 1, 1, 2), (1, 1, 1, 2)))):
+        estimate = evaluator_of(task).evaluate(Choice(0, 1, schedule, 1, 1, Placement(1, 1, 1), rows))
+        assert estimate.step_s == pytest.approx(_total(estimate))
+        assert shape_of(rows).pipeline == 1 or estimate.time_s["wait pipeline"] > 0
