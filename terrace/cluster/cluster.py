@@ -33,6 +33,7 @@ class Kernels:
     tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
     memory: float = 1.0  # share of the memory bandwidth
     attention: float = 1.0  # share of the peak that flash attention reaches
+    codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
     launch_s: float = 0.0  # what a kernel takes beyond its work
     host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
     optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
@@ -176,7 +177,7 @@ def _check_device(device: Device) -> None:
 
 
 def _check_kernels(kernels: Kernels) -> None:
-    for name in ("gemm", "memory", "attention"):
+    for name in ("gemm", "memory", "attention", "codec"):
         _check_share(f"device.kernels.{name}", getattr(kernels, name))
     for name in ("gemm_half_depth", "num_cores", "launch_s", "host_layer_s", "optimizer_s"):
         value = getattr(kernels, name)

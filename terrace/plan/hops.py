@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
-from terrace.plan.wire import GRADIENTS, PLACEABLE, MessageClass, WireFormat
+from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, WireFormat
 
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
 
@@ -99,6 +99,34 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
             for tier in layout.route(message)
         )
     )
+
+
+def coding_bytes(layout: Layout, plan: Plan, message: MessageClass, numel: int, source: int | None = None) -> float:
+    """Return the bytes that coding and decoding in block formats reads and writes for one message of a rank.
+
+    A reduction codes what it sends on every hop and adds what it decodes to sums in the master dtype; a gather codes
+    its own part once and decodes the whole. Error feedback reads and writes its residual too. 0 for dtypes.
+    """
+    reduction, gathering = block_hops(layout, plan, message, numel, source)
+    master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
+    held = compute if message is MessageClass.REDUCE else master
+    total = 0.0
+    for hop in reduction:
+        if hop.wire.block:
+            coded = (hop.degree - 1) * hop.numel
+            total += coded * (held + _feedback_bytes(hop) + 2 * master) + 2 * hop.sent_bytes
+        held = master
+    held = master if message is MessageClass.SYNC else compute
+    for run in encodings(gathering):
+        first, last = run[0], run[-1]
+        if first.wire.block:
+            whole = last.degree * last.pieces
+            total += first.numel * (held * (1 + whole) + _feedback_bytes(first)) + first.part_bytes * (1 + whole)
+    return total
+
+
+def _feedback_bytes(hop: Hop) -> int:
+    return 2 * RESIDUAL_BYTES if hop.wire.feedback else 0
 
 
 def control_numbers(layout: Layout, plan: Plan) -> int:

@@ -7,7 +7,7 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.hops import block_hops, control_numbers
+from terrace.plan.hops import block_hops, coding_bytes, control_numbers
 from terrace.plan.wire import CONTROL_NUMBER_BYTES
 from terrace.program.instruction import Instruction, Op
 
@@ -51,8 +51,22 @@ class Program:
             message_bytes = control_numbers(layout, self.plan) * CONTROL_NUMBER_BYTES
             yield from ((tier, (layout.degrees[tier] - 1) * message_bytes) for tier in self.crossed(instruction))
             return
-        block = self.blocks[instruction.block]
         source = layout.params_backward if instruction.secondary else None
-        for numel in (block.num_trainable, *([block.num_frozen] if instruction.op is Op.GATHER else [])):
-            hops = block_hops(layout, self.plan, message, layout.padded(numel), source)
+        for numel in self._carried(instruction):
+            hops = block_hops(layout, self.plan, message, numel, source)
             yield from ((hop.tier, hop.sent_bytes) for hop in chain(*hops))
+
+    def coding_bytes(self, instruction: Instruction) -> float:
+        """Return the bytes of memory that coding and decoding the messages of a collective moves on this rank."""
+        message = self.message(instruction)
+        if message is MessageClass.CONTROL:
+            return 0.0
+        source = self.layout.params_backward if instruction.secondary else None
+        carried = self._carried(instruction)
+        return sum(coding_bytes(self.layout, self.plan, message, numel, source) for numel in carried)
+
+    def _carried(self, instruction: Instruction) -> list[int]:
+        """Return the padded elements of each flat buffer that a collective of a block carries."""
+        block = self.blocks[instruction.block]
+        numels = (block.num_trainable, *([block.num_frozen] if instruction.op is Op.GATHER else []))
+        return [self.layout.padded(numel) for numel in numels]

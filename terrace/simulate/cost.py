@@ -7,8 +7,9 @@ with n members that makes a rank send B bytes, of a message of n/(n - 1) B, take
     (n - 1) * latency + B / rate
 
 with the rate that such messages reach (`terrace.simulate.links`), and a collective over several tiers the sum over
-them, since each waits for the one before. Not priced: time to encode block formats. The constants are the cluster's,
-and its `marks` say whether they are preset, measured or fitted.
+them, since each waits for the one before. Coding and decoding block formats is bound by memory: what it reads and
+writes over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
+the cluster's, and its `marks` say whether they are preset, measured or fitted.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ class Costs:
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
-        tiers, degrees = self.program.cluster.tiers, self.program.layout.degrees
-        total = 0.0
+        device, tiers, degrees = self.program.cluster.device, self.program.cluster.tiers, self.program.layout.degrees
+        total = self.program.coding_bytes(instruction) / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
         for tier, num_bytes in self.program.sends(instruction):
             degree = degrees[tier]
             whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from terrace.cluster import Cluster, Kernels, Tier
-from terrace.comm import Pacer, TierGroup
+from terrace.comm import Pacer, TierGroup, codecs
 from terrace.comm.collectives import DTYPES, all_gather
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
+from terrace.plan.hops import lossy_messages
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
 
@@ -41,6 +42,7 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     layer, flops = _layer(engine, run)
     layer_s = _mean_seconds(engine, layer)
     own = [flops / layer_s, _memory_bytes_per_s(engine)]
+    own.append(_codec_bytes_per_s(engine, run) or own[1])
     crossed = [index for index, degree in enumerate(engine.program.layout.degrees) if degree > 1]
     groups = [engine.groups[max(crossed), index] for index in crossed]  # those of the control message
     for group in groups:
@@ -55,11 +57,12 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
         run.cluster.device,
         peak_flops_per_s={**run.cluster.device.peak_flops_per_s, run.plan.compute: mean[0]},
         memory_bandwidth_bytes_per_s=mean[1],
-        kernels=Kernels(),  # what was measured is what kernels reach, so nothing is left to scale
+        # What was measured is what kernels reach, so nothing is left to scale; a codec may reach less.
+        kernels=Kernels(codec=min(1.0, mean[2] / mean[1])),
         marks={f"peak_flops_per_s.{run.plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
     )
-    constants = dict(zip((group.tier for group in groups), zip(mean[2:-1:2], mean[3:-1:2], strict=True), strict=True))
+    constants = dict(zip((group.tier for group in groups), zip(mean[3:-1:2], mean[4:-1:2], strict=True), strict=True))
     tiers = [
         _measured(tier, constants[tier.name][0] + mean[-1], constants[tier.name][1], engine.pacer)
         if tier.name in constants
@@ -100,6 +103,27 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
 def _memory_bytes_per_s(engine: Engine) -> float:
     a = torch.zeros(_LARGE_BYTES, device=engine.device)
     return 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
+
+
+def _codec_bytes_per_s(engine: Engine, run: RunConfig) -> float:
+    """Return the bytes that coding and decoding moves in a second, or 0 where no message is in a block format."""
+    wires = {
+        wire
+        for message in lossy_messages(engine.program.layout, run.plan)
+        for tier in run.cluster.tiers
+        if (wire := run.plan.wire_format(message, tier.name)).block
+    }
+    if not wires:
+        return 0.0
+    wire = min(wires, key=lambda each: each.name)
+    values = torch.randn((1, _LARGE_BYTES // 2), device=engine.device).to(DTYPES[run.plan.compute])
+    coded = torch.empty((1, wire.message_bytes(values.numel())), dtype=torch.uint8, device=engine.device)
+
+    def both() -> None:
+        codecs.encode(values, wire, coded, "a measurement")
+        codecs.decode(coded, wire, values)
+
+    return 2 * (values.nbytes + coded.nbytes) / _mean_seconds(engine, both)
 
 
 def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
