@@ -57,7 +57,7 @@ def test_it_prints_times_the_critical_path_memory_and_a_timeline(here: Here) -> 
         "On the critical path of the step: ",
         "Best next change: ",
         "model state of one rank",
-        "over the step, model state is highest at ",
+        "over the step, memory is highest at ",
         "compute |",
         ". waiting",
     ):

@@ -11,7 +11,8 @@ from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.program import build, program_text, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
-from terrace.simulate import Work, simulate, step_costs
+from terrace.simulate import simulate, step_costs
+from terrace.simulate.footprint import work_of
 
 
 def add_parser(commands: Any) -> None:
@@ -36,12 +37,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     sent = step_bytes(config.cluster, config.plan, blocks, num_micros)
     console.print(bytes_table(sent, [tier.name for tier in config.cluster.tiers]))
     print(wire_words(config.plan))
-    work = Work(
-        model=config.model,
-        sequence=config.train.sequence,
-        micro_batch=config.plan.micro_batch,
-        compute=config.plan.compute,
-    )
+    work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
     console.print(time_table(simulate(program, step_costs(program, work))))
     console.print(f"program of every rank, {num_micros} micro-batches:", style="bold")
     print(program_text(program, max_lines=options.lines))

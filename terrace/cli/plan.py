@@ -127,7 +127,6 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
         task.model,
         task.sequence,
         nearest.num_micros,
-        backend=task.backend,
     )
     return (
         f"no plan fits; the nearest is: {plan_words(task, nearest.choice)}, which {lack(task, nearest)}; it "

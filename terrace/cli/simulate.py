@@ -18,7 +18,6 @@ from terrace.report.tables import quantity, seconds
 from terrace.simulate import (
     Costs,
     Recording,
-    Work,
     changes,
     critical_path,
     critical_words,
@@ -26,6 +25,8 @@ from terrace.simulate import (
     record,
     step_costs,
 )
+from terrace.simulate.activations import activations_by_block
+from terrace.simulate.footprint import work_of
 from terrace.simulate.trace import trace_json
 from terrace.train.config import RunConfig
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     price = _price(config)
     recording = record(program, price(program))
-    curve, path = memory_curve(recording), critical_path(recording)
+    curve, path = memory_curve(recording, *_activations(config, program)), critical_path(recording)
     candidates = changes(program, price)
     advice = advice_words(candidates, recording.report.step_s)
     written = []  # before anything is printed, so that a file that cannot be written is all there is to read
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _show(recording)
     print(f"{critical_words(path)}\n{advice}\n")
     size, moment_s = curve.peak
-    print(f"over the step, model state is highest at {seconds(moment_s)}: {quantity(size, 'B')}")
+    print(f"over the step, memory is highest at {seconds(moment_s)}: {quantity(size, 'B')} with activations")
     if written:
         print("\n".join(written))
     return 0
@@ -83,13 +84,17 @@ def _price(config: RunConfig) -> Callable[[Program], Costs]:
     """Return what prices the program of any plan for this model and sequence, on the program's own cluster."""
 
     def price(program: Program) -> Costs:
-        plan = program.plan
-        work = Work(
-            model=config.model, sequence=config.train.sequence, micro_batch=plan.micro_batch, compute=plan.compute
-        )
-        return step_costs(program, work)
+        return step_costs(program, work_of(program.cluster, program.plan, config.model, config.train.sequence))
 
     return price
+
+
+def _activations(config: RunConfig, program: Program) -> tuple[list[int], list[int]]:
+    """Return the bytes of every block that one micro-batch keeps, and those that its backward takes on top."""
+    cluster, plan = program.cluster, program.plan
+    work = work_of(cluster, plan, config.model, config.train.sequence)
+    kept, working = zip(*activations_by_block(work, plan, program.blocks, cluster.device.backend), strict=True)
+    return list(kept), list(working)
 
 
 def _show(recording: Recording) -> None:

@@ -16,8 +16,6 @@ from terrace.planner import Task
 from terrace.report.tables import quantity
 
 TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."
-# Below this a device is taken for a processor: the slowest accelerators in the presets have ten times as much.
-_CPU_BANDWIDTH = 1e11
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -33,11 +31,6 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         "--compute",
         choices=("bf16", "fp32", "fp64"),
         help="dtype of parameters (default: bf16 or fp32, as is faster)",
-    )
-    parser.add_argument(
-        "--kernels",
-        choices=("cuda", "cpu"),
-        help="whose kernels decide what stays in memory (default: cpu below 100 GB/s of memory bandwidth)",
     )
 
 
@@ -56,7 +49,6 @@ def read_task(options: argparse.Namespace, rest: Sequence[str]) -> Task:
     cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
     peaks = cluster.device.peak_flops_per_s
     compute: Any = options.compute or max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
-    slow = cluster.device.memory_bandwidth_bytes_per_s < _CPU_BANDWIDTH
     return Task(
         model=load_model(options.model),
         cluster=cluster,
@@ -64,7 +56,6 @@ def read_task(options: argparse.Namespace, rest: Sequence[str]) -> Task:
         sequence=options.seq,
         compute=compute,
         master="fp64" if compute == "fp64" else "fp32",
-        backend=options.kernels or ("cpu" if slow else "cuda"),
     )
 
 

@@ -52,6 +52,7 @@ class Device:
     memory_bytes: float
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
+    backend: Literal["cuda", "cpu"] = "cuda"  # whose kernels run (ROCm's count as cuda): they decide what is kept
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
     kernels: Kernels = Kernels()
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)

@@ -271,7 +271,6 @@ class Estimator:
             stage=stage,
             in_flight=max(1.0, held),
             layers=range(layers),
-            backend=task.backend,
         )
         if part.head and part.embedding and shape.pipeline > 1:
             # Both ends of the pipeline meet on one stage; the formula knows the head's end of it.

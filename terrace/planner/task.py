@@ -32,7 +32,6 @@ class Task:
     sequence: int
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
-    backend: Backend = "cuda"  # whose kernels decide what is kept in memory
     wire: Wire = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +50,11 @@ class Task:
                 f"sequence = {self.sequence} is longer than the {self.model.max_positions} positions the model has: "
                 f"use at most {self.model.max_positions}"
             )
+
+    @property
+    def backend(self) -> Backend:
+        """Whose kernels decide what is kept in memory: those of the device."""
+        return self.cluster.device.backend
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:

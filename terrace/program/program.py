@@ -2,14 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.hops import block_hops, coding_bytes, control_numbers
+from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES
 from terrace.program.instruction import Instruction, Op
+
+_MESSAGES = {
+    Op.GATHER: MessageClass.GATHER,
+    Op.REDUCE: MessageClass.REDUCE,
+    Op.SYNC: MessageClass.SYNC,
+    Op.CLIP: MessageClass.CONTROL,
+    Op.REFRESH: MessageClass.REFRESH,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +34,9 @@ class Program:
 
     def message(self, instruction: Instruction) -> MessageClass:
         """Return the class of the messages a collective instruction sends."""
-        if instruction.op is Op.GATHER:
-            return MessageClass.GATHER_BACKWARD if instruction.backward else MessageClass.GATHER
-        return MessageClass(instruction.op.value.lower()) if instruction.op is not Op.CLIP else MessageClass.CONTROL
+        if instruction.backward:
+            return MessageClass.GATHER_BACKWARD
+        return _MESSAGES[instruction.op]
 
     def crossed(self, instruction: Instruction) -> tuple[int, ...]:
         """Return the indexes of the tiers on which a collective instruction has someone to talk to."""
@@ -59,11 +68,15 @@ class Program:
     def coding_bytes(self, instruction: Instruction) -> float:
         """Return the bytes of memory that coding and decoding the messages of a collective moves on this rank."""
         message = self.message(instruction)
-        if message is MessageClass.CONTROL:
+        if message is MessageClass.CONTROL or not self._codes:
             return 0.0
         source = self.layout.params_backward if instruction.secondary else None
         carried = self._carried(instruction)
         return sum(coding_bytes(self.layout, self.plan, message, numel, source) for numel in carried)
+
+    @cached_property
+    def _codes(self) -> bool:
+        return bool(lossy_messages(self.layout, self.plan))
 
     def _carried(self, instruction: Instruction) -> list[int]:
         """Return the padded elements of each flat buffer that a collective of a block carries."""

@@ -17,11 +17,15 @@ only while its product runs. Only `cpu` has been compared with a running decoder
 documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
 from terrace.base.errors import PlanError, did_you_mean
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan
+from terrace.plan.validate import recomputed
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
@@ -76,6 +80,21 @@ def block_activation_bytes(work: Work, kind: BlockKind, backend: Backend = "cuda
         case _:
             raise PlanError(f"block kind {kind!r} is not known{did_you_mean(kind, get_args(BlockKind))}")
     return tape.result(again=work.recompute == "full")
+
+
+def activations_by_block(
+    work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend
+) -> list[tuple[int, int]]:
+    """Return, for every block of a decoder, the bytes that one micro-batch keeps from its forward to its backward, and
+    what the backward needs on top while it runs. The plan's patterns say what is recomputed.
+    """
+    again = recomputed(plan, blocks)
+    kinds: list[BlockKind] = ["embedding", *["layer"] * (len(blocks) - 2), "head"]  # type: ignore[list-item]
+    whole = replace(work, recompute="full")
+    held = [
+        block_activation_bytes(whole if index in again else work, kind, backend) for index, kind in enumerate(kinds)
+    ]
+    return [(block.kept_bytes, max(0, block.backward_peak_bytes - block.kept_bytes)) for block in held]
 
 
 @dataclass

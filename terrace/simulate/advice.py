@@ -50,7 +50,9 @@ class Advice:
     sentence: str
 
 
-def fullest_stage(job: Job, model: ModelConfig, sequence: int, backend: Backend = "cuda") -> tuple[int, dict[str, int]]:
+def fullest_stage(
+    job: Job, model: ModelConfig, sequence: int, backend: Backend | None = None
+) -> tuple[int, dict[str, int]]:
     """Return the pipeline stage whose ranks need most memory, and its footprint."""
     stages = range(axis_degree(job.cluster, job.plan, "pipeline"))
     found = [
@@ -62,7 +64,7 @@ def fullest_stage(job: Job, model: ModelConfig, sequence: int, backend: Backend 
 
 
 def advice(
-    cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, num_micros: int, *, backend: Backend = "cuda"
+    cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, num_micros: int, *, backend: Backend | None = None
 ) -> Advice:
     """Return whether a plan fits in the memory of the device, and if not, what would make it fit."""
     job = Job(cluster=cluster, plan=plan, num_micros=num_micros)

@@ -58,7 +58,7 @@ def footprint(
     stage: int = 0,
     in_flight: float | None = None,
     layers: range | None = None,
-    backend: Backend = "cuda",
+    backend: Backend | None = None,
     context_bytes: int | None = None,
     allocator_factor: float | None = None,
 ) -> dict[str, int]:
@@ -66,8 +66,8 @@ def footprint(
 
     `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
     one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
-    those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly. `backend` decides
-    what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
+    those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly. `backend`, by
+    default the device's, decides what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
     Raises `PlanError` for a stage, a backend or a number in flight that cannot be, and `ClusterError` for an unknown
     tier.
     """
@@ -97,11 +97,12 @@ def footprint_by_phase(
     stage: int = 0,
     in_flight: float | None = None,
     layers: range | None = None,
-    backend: Backend = "cuda",
+    backend: Backend | None = None,
     context_bytes: int | None = None,
     allocator_factor: float | None = None,
 ) -> dict[Phase, dict[str, int]]:
     """Return the bytes by category at the worst moment of each phase; arguments and errors are `footprint`'s."""
+    backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
     work = work_of(cluster, plan, model, sequence, backend)
@@ -142,13 +143,13 @@ def footprint_by_phase(
     }
 
 
-def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend = "cuda") -> Work:
+def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend | None = None) -> Work:
     """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
 
     On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 too, but no grouped heads (torch's
     documentation of `scaled_dot_product_attention`); what neither takes is done by plain products.
     """
-    if backend == "cpu":
+    if (backend or cluster.device.backend) == "cpu":
         plain = plan.compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE
     else:
         grouped = model.num_kv_heads != model.num_heads
