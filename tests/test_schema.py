@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load, merge, parse_override, read_table
-from terrace.cluster import Cluster, load_cluster, preset_names
+from terrace.cluster import Cluster, Kernels, load_cluster, preset_names
 from terrace.cluster.presets import cluster_table
 
 
@@ -90,8 +90,10 @@ def test_presets_round_trip(name: str) -> None:
     table = cluster_table(name)
     cluster = load(Cluster, table, "cluster")
     dumped = dump(cluster)
-    device, tiers = {"overlap_penalty": 0.0, **table["device"]}, [{"shared": False, **tier} for tier in table["tiers"]]
-    assert dumped == {**table, "device": device, "tiers": tiers}
+    kernels = dump(Kernels()) | table["device"].get("kernels", {})
+    device = {"overlap_penalty": 0.0, "marks": {}, **table["device"], "kernels": kernels}
+    ideal = {"shared": False, "direct": False, "efficiency": 1.0, "half_bytes": 0.0, "marks": {}}
+    assert dumped == {**table, "device": device, "tiers": [ideal | tier for tier in table["tiers"]]}
     assert dump(load(Cluster, dumped, "cluster")) == dumped
     assert load(Cluster, tomllib.loads(tomli_w.dumps(dumped)), "cluster") == cluster
 

@@ -3,21 +3,49 @@
 Ranks are numbered in mixed radix, the innermost tier fastest: with tiers (package 2, node 4), rank 5
 is position 1 of package 2. Bandwidths are per device and in one direction; vendors often quote the
 sum of both.
+
+Constants of the cost model stand beside the figures they scale: what kernels reach of a device's peaks
+(`Kernels`), what messages reach of a link (`Tier.efficiency`, `Tier.half_bytes`). Their defaults are ideal: a
+cluster that says nothing is priced at its peaks. `marks` tells for each constant where it comes from.
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
+
+
+Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What kernels reach of a device's peaks. The defaults are ideal.
+
+    A tile is (rows, columns, its share of `gemm`): the part of a product's result that one core computes at a time.
+    """
+
+    gemm: float = 1.0  # share of the peak that a large matrix product reaches
+    gemm_half_depth: float = 0.0  # inner size at which a product reaches half of that
+    num_cores: int = 0  # cores that take tiles; 0: any number of tiles keeps the device full
+    tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
+    memory: float = 1.0  # share of the memory bandwidth
+    attention: float = 1.0  # share of the peak that flash attention reaches
+    launch_s: float = 0.0  # what a kernel takes beyond its work
+    host_layer_s: float = 0.0  # time the host needs to launch the kernels of one layer, in one direction
+    optimizer_s: float = 0.0  # what an optimizer step takes beyond its bytes
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator (or one process on a CPU).
 
-    `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s.
+    `peak_flops_per_s` maps a dtype name ("bf16", "fp32", ...) to dense FLOP/s. `marks` maps the name of a constant
+    ("memory_bandwidth_bytes_per_s", "kernels.gemm", ...) to its mark; one that is absent is a preset.
     """
 
     name: str
@@ -25,18 +53,27 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     peak_flops_per_s: Mapping[str, float] = field(hash=False)  # a mapping has no hash; equality still sees it
     overlap_penalty: float = 0.0  # how much compute slows while messages travel: 0 not at all, 1 by as long
+    kernels: Kernels = Kernels()
+    marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A level of the cluster: `size` members of the tier below, joined by one kind of link."""
+    """A level of the cluster: `size` members of the tier below, joined by one kind of link.
+
+    Messages of S bytes reach `efficiency * S / (S + half_bytes)` of the bandwidth. `marks` is as a device's.
+    """
 
     name: str
     size: int
     bandwidth_bytes_per_s: float  # per device, one direction
     latency_s: float
     shared: bool = False  # True: the ranks below share one link, and the figure is already a rank's share
+    direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
+    efficiency: float = 1.0  # share of the bandwidth that large messages reach
+    half_bytes: float = 0.0  # size of a message that reaches half of that
+    marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
 
 
@@ -133,6 +170,36 @@ def _check_device(device: Device) -> None:
             raise ClusterError(f"device.{name} = {value} must be a positive number: give the vendor's figure")
     if not 0 <= device.overlap_penalty <= 1:
         raise ClusterError(f"device.overlap_penalty = {device.overlap_penalty} must lie between 0 and 1")
+    _check_kernels(device.kernels)
+    known = {each.name for each in fields(Device)} | {f"kernels.{each.name}" for each in fields(Kernels)}
+    known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}
+    _check_marks("device", device.marks, known)
+
+
+def _check_kernels(kernels: Kernels) -> None:
+    for name in ("gemm", "memory", "attention"):
+        _check_share(f"device.kernels.{name}", getattr(kernels, name))
+    for name in ("gemm_half_depth", "num_cores", "launch_s", "host_layer_s", "optimizer_s"):
+        value = getattr(kernels, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number")
+    for rows, columns, share in kernels.tiles:
+        if rows < 1 or columns < 1:
+            raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")
+        _check_share("share of a tile in device.kernels.tiles", share)
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ClusterError(f"{name} = {value} must be above 0 and at most 1: it is a share of a peak")
+
+
+def _check_marks(owner: str, marks: Mapping[str, Mark], known: set[str]) -> None:
+    for name, mark in marks.items():
+        if name not in known:
+            raise ClusterError(f"{owner}.marks names {name!r}, which is no constant of it{did_you_mean(name, known)}")
+        if mark not in get_args(Mark):
+            raise ClusterError(f"{owner}.marks.{name} = {mark!r} is no mark{did_you_mean(mark, get_args(Mark))}")
 
 
 def _check_tier(tier: Tier) -> None:
@@ -151,3 +218,7 @@ def _check_tier(tier: Tier) -> None:
         )
     if not (math.isfinite(tier.latency_s) and tier.latency_s >= 0):
         raise ClusterError(f"tier {tier.name!r} has latency {tier.latency_s} s: give zero or a positive number")
+    _check_share(f"tiers.{tier.name}.efficiency", tier.efficiency)
+    if not (math.isfinite(tier.half_bytes) and tier.half_bytes >= 0):
+        raise ClusterError(f"tier {tier.name!r} has half_bytes {tier.half_bytes}: give zero or a positive number")
+    _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})

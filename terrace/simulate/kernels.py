@@ -1,0 +1,103 @@
+"""Seconds of one kernel: a matrix product, an attention core, a pass over memory.
+
+A product of (m, k) and (k, n) is a roofline with the shape in it:
+
+    seconds = max( 2 m k n / (peak * eps), bytes / (bandwidth * memory) ) + launch
+    eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
+
+`tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last round of tiles that
+has work (tiles are dealt to the cores in rounds), and the depth term is what filling a tile's pipeline and
+writing it back cost beside its k steps. The constants are `Kernels` of the device; with their defaults this is the
+plain roofline. Not modelled: clocks that fall under load, caches, split of the inner dimension among cores.
+"""
+
+import math
+from functools import lru_cache
+
+from terrace.base.errors import ClusterError, did_you_mean
+from terrace.cluster import Device
+from terrace.plan.wire import FORMATS
+
+_FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
+
+
+def peak_flops_per_s(device: Device, dtype: str) -> float:
+    """Return the dense peak of `dtype`; raises `ClusterError` when the device states none."""
+    peak = device.peak_flops_per_s.get(dtype)
+    if peak is None:
+        known = did_you_mean(dtype, device.peak_flops_per_s)
+        raise ClusterError(f"device {device.name!r} has no peak_flops_per_s.{dtype}: add it{known}")
+    return peak
+
+
+def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = "bf16") -> float:
+    """Return the seconds of `batch` products of (m, k) and (k, n)."""
+    item = FORMATS[dtype].element_bytes
+    flops = 2.0 * m * k * n * batch
+    share = gemm_share(device, m, k, n, batch)
+    compute_s = flops / (peak_flops_per_s(device, dtype) * share) if flops else 0.0
+    return max(compute_s, _bytes_s(device, item * batch * (m * k + k * n + m * n))) + device.kernels.launch_s
+
+
+def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
+    """Return the share of the peak that `batch` products of (m, k) and (k, n) reach while memory keeps up."""
+    kernels = device.kernels
+    fill = max((_fill(kernels.num_cores, m, n, batch, *tile) for tile in kernels.tiles), default=1.0)
+    return kernels.gemm * fill * k / (k + kernels.gemm_half_depth)
+
+
+def _fill(num_cores: int, m: int, n: int, batch: int, rows: int, columns: int, share: float) -> float:
+    tiles = math.ceil(m / rows) * math.ceil(n / columns)
+    covered = m * n / (tiles * rows * columns)
+    if not num_cores:
+        return share * covered
+    waves = tiles * batch / num_cores
+    return share * covered * waves / math.ceil(waves)
+
+
+@lru_cache(maxsize=65536)
+def attention_s(
+    device: Device,
+    *,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    flash: bool = True,
+    causal: bool = True,
+    dropout: bool = False,
+    dtype: str = "bf16",
+) -> tuple[float, float]:
+    """Return (forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
+
+    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, at the share `attention` of the
+    peak, and 2.5 times as much backward; its traffic is neglected (Dao 2307.08691, section 2). Without it there are
+    two batched products forward and four backward over the full square, and the scores pass through memory: with
+    bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax, 5 each way for dropout and
+    its mask of one byte (Korthikanti et al. 2205.05198, section 4.1, lists what is stored).
+    """
+    pairs = batch * heads
+    if flash:
+        flops = 4.0 * pairs * queries * keys * head_dim * (0.5 if causal else 1.0)
+        forward = flops / (peak_flops_per_s(device, dtype) * device.kernels.attention)
+        return forward + device.kernels.launch_s, _FLASH_BACKWARD * forward + device.kernels.launch_s
+    item = FORMATS[dtype].element_bytes
+    scores = pairs * queries * keys
+    dropped = (2 * item + 1) * scores if dropout else 0
+    passes = 2 if dropout else 1
+    to_scores = gemm_s(device, queries, head_dim, keys, pairs, dtype)  # Q K^T; backward, dO V^T
+    from_scores = gemm_s(device, queries, keys, head_dim, pairs, dtype)  # P V; backward, dS K
+    transposed = gemm_s(device, keys, queries, head_dim, pairs, dtype)  # backward: P^T dO, dS^T Q
+    forward = to_scores + from_scores + memory_s(device, 2 * item * scores + dropped, passes)
+    backward = to_scores + from_scores + 2 * transposed + memory_s(device, 3 * item * scores + dropped, passes)
+    return forward, backward
+
+
+def memory_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
+    """Return the seconds of `num_kernels` kernels that read and write `num_bytes` together and compute little."""
+    return _bytes_s(device, num_bytes) + num_kernels * device.kernels.launch_s
+
+
+def _bytes_s(device: Device, num_bytes: float) -> float:
+    return num_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.memory)

@@ -1,0 +1,217 @@
+"""Seconds of a block on a micro-batch, its FLOPs, and the seconds of an optimizer step.
+
+A layer is priced kernel by kernel (`terrace.simulate.kernels`): its matrix products, its attention core, and
+what passes through memory between them. With T tokens on a rank, hidden size H, intermediate size I, query width
+Q, key and value width K each, t tensor ranks and e bytes an element (m: 1 for a dropout mask, else 0), the passes are
+
+    forward    2 norms 2eHT, 2 residual sums (3e + m)HT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
+    backward   2 norms 5eHT, 2 residual sums (3e + m)HT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
+
+and, where attention is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient.
+For GPT with dropout that is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. What stands outside the
+tensor-parallel products is cut over the tensor ranks under sequence parallelism. Query, key and value count as
+one product, and so do gate and up. Messages are not in these figures: `terrace.simulate.links`.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from terrace.cluster import Device
+from terrace.model.config import ModelConfig, forward_flops
+from terrace.plan.wire import FORMATS
+from terrace.simulate.kernels import attention_s, gemm_s, memory_s
+from terrace.simulate.work import Work
+
+# Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
+_LOGIT_BYTES = 26
+# Adam in mixed precision: moments, master copy and gradient read and written, norm and clipping included.
+_OPTIMIZER_BYTES = 44
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSeconds:
+    """Seconds of one block on one micro-batch; a backward is its two parts, and `again_s` when it recomputes.
+
+    `input_s` is the gradient of the input, which the block before waits for; `weight_s` that of the weights, which
+    only the reduction waits for.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    again_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Gradients of input and weights, with what is recomputed for them."""
+        return self.input_s + self.weight_s + self.again_s
+
+
+def block_seconds(device: Device, work: Work, block: int, *, accumulate: bool = False) -> BlockSeconds:
+    """Return the seconds of block `block` (0 the embedding, then the layers, then the head) on a micro-batch.
+
+    `accumulate`: the weight gradient is added to one that is there, which reads and writes it once more.
+    Raises `IndexError` for a block that does not exist and `ClusterError` for a dtype without a peak.
+    """
+    num_blocks = work.model.num_blocks
+    if not 0 <= block < num_blocks:
+        raise IndexError(f"block {block} of a model with {num_blocks} blocks")
+    if block == 0:
+        return _embedding_seconds(device, work, accumulate)
+    if block == num_blocks - 1:
+        return _head_seconds(device, work, accumulate)
+    return _layer_seconds(device, work, accumulate)
+
+
+@lru_cache(maxsize=65536)
+def optimizer_s(device: Device, num_params_shard: float) -> float:
+    """Return the seconds of an Adam step on a shard of that many parameters.
+
+    44 bytes a parameter (fp32 master and moments beside 16-bit parameters, with the norm and clipping), and
+    the device's constant for everything that does not grow with the shard.
+    """
+    return memory_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
+
+
+def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
+    """Return the FLOPs that `batch` sequences need: three times the forward's products, the full S x S square.
+
+    For GPT that is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which
+    they take the model FLOPs utilization (MFU).
+    """
+    return 3 * sum(forward_flops(model, block, batch, sequence) for block in range(model.num_blocks))
+
+
+def hardware_flops(work: Work, batch: int) -> int:
+    """Return the FLOPs that `batch` sequences of `work.sequence` cost, with what recomputation runs again.
+
+    With full recomputation of the layers, for GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al.
+    2104.04473, equation 3, by which their Table 1 counts. Selective recomputation adds the forward of the
+    attention core, 4 B S^2 H a layer. What a flash kernel recomputes inside itself is not counted.
+    """
+    model, sequence = work.model, work.sequence
+    again = 0
+    if work.recompute == "full":
+        again = model.num_layers * forward_flops(model, 1, batch, sequence)
+    elif work.recompute == "selective" and not work.flash:
+        again = model.num_layers * 4 * batch * sequence**2 * model.num_heads * model.head_dim
+    return model_flops(model, sequence, batch) + again
+
+
+@lru_cache(maxsize=65536)
+def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+    products = _layer_products(work)
+    forward_s = sum(gemm_s(device, m, k, n, 1, work.compute) for m, k, n in products)
+    input_s = sum(gemm_s(device, m, n, k, 1, work.compute) for m, k, n in products)
+    weight_s = sum(gemm_s(device, k, m, n, 1, work.compute) for m, k, n in products)
+    if accumulate:
+        weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
+    core = _core_seconds(device, work)
+    passes = _pass_seconds(device, work)
+    seconds = BlockSeconds(
+        forward_s=forward_s + core[0] + passes[0],
+        input_s=input_s + core[1] + passes[1],
+        weight_s=weight_s,
+    )
+    seconds = _host_bound(seconds, device.kernels.host_layer_s)
+    if work.recompute == "full":
+        return replace(seconds, again_s=seconds.forward_s)
+    return replace(seconds, again_s=core[0]) if work.recompute == "selective" and not work.flash else seconds
+
+
+def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
+    """Raise each direction to the time in which the host launches it."""
+    slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
+    return BlockSeconds(
+        forward_s=max(seconds.forward_s, host_s),
+        input_s=seconds.input_s * slower,
+        weight_s=seconds.weight_s * slower,
+    )
+
+
+def _layer_products(work: Work) -> list[tuple[int, int, int]]:
+    """Return the (m, k, n) of a layer's products on one rank: query-key-value, output, up (and gate), down."""
+    model, tokens = work.model, work.tokens
+    query, key = _widths(work)
+    intermediate = math.ceil(model.intermediate_size / work.tensor)
+    hidden = model.hidden_size
+    return [
+        (tokens, hidden, query + 2 * key),
+        (tokens, query, hidden),
+        (tokens, hidden, intermediate * (2 if model.gated_mlp else 1)),
+        (tokens, intermediate, hidden),
+    ]
+
+
+def _widths(work: Work) -> tuple[int, int]:
+    """Return a rank's width of the queries and of the keys; a key-value head is never cut."""
+    heads, kv_heads = (math.ceil(count / work.tensor) for count in (work.model.num_heads, work.model.num_kv_heads))
+    return heads * work.model.head_dim, kv_heads * work.model.head_dim
+
+
+def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
+    return attention_s(
+        device,
+        batch=work.micro_batch,
+        heads=math.ceil(work.model.num_heads / work.tensor),
+        queries=work.sequence // work.context,
+        keys=work.sequence,
+        head_dim=work.model.head_dim,
+        flash=work.flash,
+        causal=work.causal,
+        dropout=work.dropout,
+        dtype=work.compute,
+    )
+
+
+def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
+    """Return (forward, backward) seconds of a layer's passes over memory, attention scores aside."""
+    model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
+    query, key = _widths(work)
+    intermediate = math.ceil(model.intermediate_size / work.tensor)
+    cut = work.tensor if work.sequence_parallel else 1
+    residual = 2 * (3 * item + (1 if work.dropout else 0)) * model.hidden_size / cut
+    norms = 2 * item * model.hidden_size / cut
+    rope = 2 * item * (query + key) if model.rotary_dim else 0
+    layout = 0 if work.flash else 2 * item * (query + 2 * key)
+    bias = item * intermediate if model.mlp_bias else 0
+    forward = 2 * norms + residual + (3 if model.gated_mlp else 2) * item * intermediate + rope + layout
+    backward = 5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + bias
+    num_kernels = 5 + (1 if rope else 0) + (1 if layout else 0)
+    return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, num_kernels + 2)
+
+
+def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: int) -> float:
+    return memory_s(device, 3 * FORMATS[work.compute].element_bytes * num_weights, num_kernels)
+
+
+@lru_cache(maxsize=65536)
+def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+    """A look-up: rows read and written; backward, a dense gradient of zeros to which rows are added."""
+    model, item = work.model, FORMATS[work.compute].element_bytes
+    row = item * model.hidden_size
+    rows = work.tokens * (2 + (2 if model.learned_positions else 0)) * row
+    weights = math.ceil(model.vocab_size / work.tensor) * model.hidden_size
+    weight_s = memory_s(device, item * weights + rows + work.tokens * row, 2)
+    if accumulate:
+        weight_s += _accumulation_s(device, work, weights, 1)
+    return BlockSeconds(forward_s=memory_s(device, rows, 1), input_s=0.0, weight_s=weight_s)
+
+
+@lru_cache(maxsize=65536)
+def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+    """Final norm, the product with V / t words, and the cross-entropy over them, half of its bytes each way."""
+    model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
+    words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
+    logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
+    norm = item * tokens * hidden / (work.tensor if work.sequence_parallel else 1)
+    weight_s = gemm_s(device, hidden, tokens, words, 1, work.compute)
+    if accumulate:
+        weight_s += _accumulation_s(device, work, words * hidden, 1)
+    return BlockSeconds(
+        forward_s=gemm_s(device, tokens, hidden, words, 1, work.compute) + memory_s(device, 2 * norm + logits, 4),
+        input_s=gemm_s(device, tokens, words, hidden, 1, work.compute) + memory_s(device, 5 * norm + logits, 4),
+        weight_s=weight_s,
+    )
+
