@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
-from terrace.cluster import Cluster, Device, Tier, load_cluster, preset_names
+from terrace.cluster import Cluster, Device, Kernels, Tier, load_cluster, preset_names
 from terrace.cluster.presets import parse_cluster
 
 DOC = Path(__file__).parents[1] / "docs" / "clusters.md"
@@ -309,6 +309,23 @@ def test_documented_table_is_the_presets() -> None:
     expected = [[f"`{name}`", load_cluster(name).device.name, _tiers(name)] for name in preset_names()]
     assert [row[:3] for row in rows] == expected
     assert all(len(row) == 4 and row[3] for row in rows), "every row names its sources"
+
+
+def test_documented_reach_is_the_presets() -> None:
+    lines = DOC.read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {row[0]: row[1:] for row in cells if len(row) == 6}
+    assert [name for name in found if name in preset_names()] == [
+        name for name in preset_names() if load_cluster(name).device.kernels != Kernels()
+    ]
+    for name in set(found) & set(preset_names()):
+        cluster = load_cluster(name)
+        kernels = cluster.device.kernels
+        reach = ", ".join(f"{t.name} {t.efficiency:g} at {t.half_bytes / 1e6:g} MB" for t in cluster.tiers)
+        products = f"{kernels.gemm:g}, {kernels.gemm_half_depth:g}"
+        assert found[name][:4] == [products, f"{kernels.memory:g}", f"{kernels.attention:g}", reach]
+        assert kernels.source
+        assert found[name][4]
 
 
 def _tiers(name: str) -> str:

@@ -7,12 +7,11 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
 from terrace.cli.output import Terminal
-from terrace.model.config import forward_flops
 from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.program import build, program_text, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
-from terrace.simulate import simulate, step_costs
+from terrace.simulate import Work, simulate, step_costs
 
 
 def add_parser(commands: Any) -> None:
@@ -37,9 +36,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     sent = step_bytes(config.cluster, config.plan, blocks, num_micros)
     console.print(bytes_table(sent, [tier.name for tier in config.cluster.tiers]))
     print(wire_words(config.plan))
-    sizes = (config.plan.micro_batch, config.train.sequence)
-    flops = [forward_flops(config.model, block, *sizes) for block in range(config.model.num_blocks)]
-    console.print(time_table(simulate(program, step_costs(program, flops))))
+    work = Work(
+        model=config.model,
+        sequence=config.train.sequence,
+        micro_batch=config.plan.micro_batch,
+        compute=config.plan.compute,
+    )
+    console.print(time_table(simulate(program, step_costs(program, work))))
     console.print(f"program of every rank, {num_micros} micro-batches:", style="bold")
     print(program_text(program, max_lines=options.lines))
     verify(program)

@@ -17,7 +17,6 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 
-
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 

@@ -1,21 +1,26 @@
 """What an instruction costs on a device and a tier.
 
-Compute is a roofline: the larger of FLOPs over the peak of the compute dtype and bytes over the memory
-bandwidth. A collective on a tier with n members that makes a rank send B bytes takes
+Compute is either priced kernel by kernel from a `Work` (`terrace.simulate.layers`), or from FLOPs as a roofline: the
+larger of FLOPs over the peak of the compute dtype and bytes over the memory bandwidth. A collective on a tier
+with n members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
 
-    (n - 1) * latency + B / bandwidth
+    (n - 1) * latency + B / rate
 
-and a collective over several tiers the sum over them, since each waits for the one before. This is a first
-model: no efficiency curve, no shared adapters, no host time, no time to encode block formats. Its constants
-are the cluster's, and their `source` says whether they are preset or measured.
+with the rate that such messages reach (`terrace.simulate.links`), and a collective over several tiers the sum over
+them, since each waits for the one before. Not priced: time to encode block formats. The constants are the cluster's,
+and its `marks` say whether they are preset, measured or fitted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terrace.base.errors import PlanError
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Program
+from terrace.simulate.layers import block_seconds, optimizer_s
+from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.work import Work
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
 # read once more for the norm and once read and written to be scaled.
@@ -34,18 +39,49 @@ class Costs:
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
         tiers, degrees = self.program.cluster.tiers, self.program.layout.degrees
-        return sum(
-            (degrees[tier] - 1) * tiers[tier].latency_s + num_bytes / tiers[tier].bandwidth_bytes_per_s
-            for tier, num_bytes in self.program.sends(instruction)
-        )
+        total = 0.0
+        for tier, num_bytes in self.program.sends(instruction):
+            degree = degrees[tier]
+            whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
+            rate = rate_bytes_per_s(self.program.cluster, tier, whole, degree=degree)
+            total += (degree - 1) * tiers[tier].latency_s + num_bytes / rate
+        return total
 
 
-def step_costs(program: Program, forward_flops: Sequence[float]) -> Costs:
-    """Price a program; `forward_flops` holds one micro-batch's forward FLOPs of every block on a rank.
+def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
+    """Price a program, from what a rank computes of a micro-batch or from its forward FLOPs of every block.
 
-    The backward of a block takes twice the FLOPs of its forward: one product for the gradient of the
-    input and one for that of the weight, which a frozen block does without.
+    From FLOPs, the backward of a block takes twice its forward: one product for the gradient of the input and
+    one for that of the weight, which a frozen block does without.
+    Raises `PlanError` when the plan and the work disagree.
     """
+    return _from_work(program, work) if isinstance(work, Work) else _from_flops(program, work)
+
+
+def _from_work(program: Program, work: Work) -> Costs:
+    device, plan, layout = program.cluster.device, program.plan, program.layout
+    if (work.micro_batch, work.compute) != (plan.micro_batch, plan.compute):
+        raise PlanError(
+            f"the work is of {work.micro_batch} sequences in {work.compute}, the plan's micro-batch of "
+            f"{plan.micro_batch} in {plan.compute}: make them the same"
+        )
+    if work.recompute != "none":
+        raise PlanError(f"work.recompute = {work.recompute!r}: the plan says what is recomputed, so leave it 'none'")
+    if len(program.blocks) != work.model.num_blocks:
+        raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")
+    forward, backward, update = [], [], []
+    accumulate = program.num_micros > 1
+    for index, block in enumerate(program.blocks):
+        seconds = block_seconds(device, work, index, accumulate=accumulate)
+        forward.append(seconds.forward_s)
+        backward.append(seconds.input_s + (seconds.weight_s if block.num_trainable or block.borrows else 0.0))
+        owned = layout.padded(block.num_trainable) // layout.span(layout.optimizer)
+        update.append(optimizer_s(device, owned) - device.kernels.optimizer_s)
+    update[-1] += device.kernels.optimizer_s  # once a step
+    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=tuple(update), program=program)
+
+
+def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     device, plan, layout = program.cluster.device, program.plan, program.layout
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes

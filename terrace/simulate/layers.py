@@ -214,4 +214,3 @@ def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
         input_s=gemm_s(device, tokens, words, hidden, 1, work.compute) + memory_s(device, 5 * norm + logits, 4),
         weight_s=weight_s,
     )
-

@@ -45,20 +45,19 @@ def rate_bytes_per_s(
     if here.direct and degree > 1 and here.size > 1:
         rate *= min(1.0, (degree - 1) / (here.size - 1))
     if concurrent is not None:
-        ranks = cluster.ranks_within(tier - 1)
-        if not 1 <= concurrent <= ranks:
-            raise ClusterError(
-                f"{concurrent} ranks cannot share tier {here.name!r}: a member holds 1 to {ranks} of them"
-            )
+        _check_concurrent(cluster, tier, concurrent)
         if here.shared:
             inside = cluster.tiers[tier - 1].bandwidth_bytes_per_s if tier else rate
-            rate = max(rate, min(rate * ranks / concurrent, inside))
+            rate = max(rate, min(rate * cluster.ranks_within(tier - 1) / concurrent, inside))
     return rate * here.efficiency * (num_bytes / (num_bytes + here.half_bytes) if num_bytes else 1.0)
 
 
 def all_gather_s(cluster: Cluster, group: Group, num_bytes: float, *, concurrent: int | None = None) -> float:
-    """Return the seconds until every rank of a group holds all `num_bytes`, of which each began with its part."""
-    degrees = _degrees(cluster, group)
+    """Return the seconds until every rank of a group holds all `num_bytes`, of which each began with its part.
+
+    This and the functions below raise `ClusterError` for a group that the cluster cannot hold.
+    """
+    degrees = _degrees(cluster, group, concurrent)
     if math.prod(degrees) == 1 or not num_bytes:
         return 0.0
     hierarchical = _hierarchical_s(cluster, degrees, num_bytes, concurrent)
@@ -72,7 +71,7 @@ def reduce_scatter_s(cluster: Cluster, group: Group, num_bytes: float, *, concur
 
 def all_reduce_s(cluster: Cluster, group: Group, num_bytes: float, *, concurrent: int | None = None) -> float:
     """Return the seconds until every rank of a group holds the sum of `num_bytes`."""
-    degrees = _degrees(cluster, group)
+    degrees = _degrees(cluster, group, concurrent)
     num_ranks = math.prod(degrees)
     if num_ranks == 1 or not num_bytes:
         return 0.0
@@ -90,7 +89,7 @@ def all_to_all_s(cluster: Cluster, group: Group, num_bytes: float, *, concurrent
     The part for peers that differ on tier i at the outermost crosses that tier: S (r_(i+1) - r_i) / n. Messages to
     peers start together, so a tier's latency counts once; tiers follow one another.
     """
-    degrees = _degrees(cluster, group)
+    degrees = _degrees(cluster, group, concurrent)
     num_ranks = math.prod(degrees)
     if num_ranks == 1 or not num_bytes:
         return 0.0
@@ -109,7 +108,7 @@ def send_s(cluster: Cluster, tier: int, num_bytes: float, *, concurrent: int | N
     if not num_bytes:
         return 0.0
     here = cluster.tiers[tier]
-    rate = rate_bytes_per_s(cluster, tier, num_bytes, degree=2, concurrent=_at(cluster, tier, concurrent))
+    rate = rate_bytes_per_s(cluster, tier, num_bytes, degree=2, concurrent=concurrent)
     return here.latency_s + num_bytes / rate + cluster.device.kernels.launch_s
 
 
@@ -120,6 +119,14 @@ def overlapped_s(compute_s: float, message_s: float, penalty: float, tail_s: flo
     at most 1, worse than both in turn. `tail_s` is what nothing can hide: a first gather, a last reduction.
     """
     return max(compute_s + penalty * min(compute_s, message_s), message_s) + tail_s
+
+
+def straggled_s(step_s: float, num_nodes: int, jitter: float) -> float:
+    """Return the seconds of a step in which everybody waits for the slowest: step (1 + jitter log2(nodes)).
+
+    `jitter` is what one doubling adds; it can only come from runs of several sizes, so no preset has one.
+    """
+    return step_s * (1 + jitter * math.log2(num_nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,23 +155,33 @@ def tensor_messages(cluster: Cluster, group: Group, work: Work) -> LayerMessages
         backward = forward + 2 * gather_s
     else:
         forward = backward = 2 * all_reduce_s(cluster, group, num_bytes)
-    return LayerMessages(
-        forward_s=forward, backward_s=backward, again_s=forward if work.recompute == "full" else 0.0
-    )
+    return LayerMessages(forward_s=forward, backward_s=backward, again_s=forward if work.recompute == "full" else 0.0)
 
 
-def _degrees(cluster: Cluster, group: Group) -> tuple[int, ...]:
+def _degrees(cluster: Cluster, group: Group, concurrent: int | None) -> tuple[int, ...]:
+    """Return the degrees of a group that exists; raises `ClusterError` for one that does not."""
     degrees = tuple(group)
     if len(degrees) > len(cluster.tiers):
         raise ClusterError(f"a group on {len(degrees)} tiers: cluster {cluster.name!r} has {len(cluster.tiers)}")
     for degree, tier in zip(degrees, cluster.tiers, strict=False):
         if not 1 <= degree <= tier.size:
             raise ClusterError(f"a group of degree {degree} on tier {tier.name!r}: give 1 to {tier.size}")
+    if concurrent is not None:
+        crossed = [tier for tier, degree in enumerate(degrees) if degree > 1]
+        _check_concurrent(cluster, max(crossed, default=0), concurrent)
     return degrees
 
 
+def _check_concurrent(cluster: Cluster, tier: int, concurrent: int) -> None:
+    ranks = cluster.ranks_within(tier - 1)
+    if not 1 <= concurrent <= ranks:
+        raise ClusterError(
+            f"{concurrent} ranks cannot share tier {cluster.tiers[tier].name!r}: a member holds 1 to {ranks} of them"
+        )
+
+
 def _at(cluster: Cluster, tier: int, concurrent: int | None) -> int | None:
-    """Return how many ranks share a tier, of which an inner member may hold fewer than send further out."""
+    """Return how many ranks share a tier: a member of an inner one may hold fewer than send further out."""
     return None if concurrent is None else min(concurrent, cluster.ranks_within(tier - 1))
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from terrace.cluster import Cluster, Tier
+from terrace.cluster import Cluster, Kernels, Tier
 from terrace.comm import Pacer, TierGroup
 from terrace.comm.collectives import DTYPES, all_gather
 from terrace.model.config import forward_flops
@@ -55,6 +55,8 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
         run.cluster.device,
         peak_flops_per_s={**run.cluster.device.peak_flops_per_s, run.plan.compute: mean[0]},
         memory_bandwidth_bytes_per_s=mean[1],
+        kernels=Kernels(),  # what was measured is what kernels reach, so nothing is left to scale
+        marks={f"peak_flops_per_s.{run.plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
     )
     constants = dict(zip((group.tier for group in groups), zip(mean[2:-1:2], mean[3:-1:2], strict=True), strict=True))
@@ -73,7 +75,16 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
         bandwidth_bytes_per_s = min(
             bandwidth_bytes_per_s, 1 / (pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0))
         )
-    return replace(tier, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s, source=_SOURCE)
+    return replace(
+        tier,
+        latency_s=latency_s,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        direct=False,  # what was measured is what messages of this run's groups reach
+        efficiency=1.0,
+        half_bytes=0.0,
+        marks={"latency_s": "measured", "bandwidth_bytes_per_s": "measured"},
+        source=_SOURCE,
+    )
 
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:

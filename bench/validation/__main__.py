@@ -1,0 +1,56 @@
+"""Write `docs/validation.md`; with `--check`, exit 1 when an error passes its limit."""
+
+import argparse
+from pathlib import Path
+
+from bench.validation import bandwidth, fsdp, megatron, passes
+from bench.validation.rows import Table, markdown_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
+
+_HEAD = """# The cost model against published figures
+
+Written by `python -m bench.validation`; `tests/test_validation.py` fails when an error passes its limit. The constants
+are those of the presets in `terrace/cluster/presets/`, which come from data sheets, from published measurements of
+single kernels and links, or are assumed: each file says which. **None was changed to match a table of this page.** An
+error is the modelled figure over the published one, minus one; the mean and the largest are of its absolute value,
+the bias keeps the sign.
+
+"""
+
+
+def tables() -> list[Table]:
+    """Return every table of the page."""
+    return [
+        megatron.table(),
+        *fsdp.tables(),
+        passes.table(),
+        bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),
+        bandwidth.table("frontier", mean_limit=0.60, max_limit=1.10),
+    ]
+
+
+def page() -> str:
+    """Return the text of `docs/validation.md`."""
+    every = tables()
+    heads = ("source", "rows", "mean error", "largest", "bias", "limits")
+    return _HEAD + "\n".join(
+        [markdown_table(heads, [table.summary() for table in every]), *(t.markdown() for t in every)]
+    )
+
+
+def main() -> int:
+    """Write the page and print its summary; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.validation", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 when an error passes its limit")
+    options = parser.parse_args()
+    PAGE.write_text(page(), encoding="utf-8")
+    missed = False
+    for table in tables():
+        print(": ".join((table.summary()[0], ", ".join(table.summary()[1:]))))
+        missed |= table.mean_error > table.mean_limit or table.max_error > table.max_limit
+    return int(options.check and missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,311 @@
+"""The price of kernels and blocks: closed answers on an ideal device, and what must hold on every device."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.validation.rows import gpt
+from terrace.base.errors import ClusterError, PlanError
+from terrace.cluster import Device, Kernels, load_cluster, preset_names
+from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
+from terrace.plan import preset
+from terrace.program import build
+from terrace.simulate import Work, simulate, step_costs
+from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
+from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s
+from terrace.simulate.links import rate_bytes_per_s
+from terrace.train.calibrate import _measured
+
+A100 = load_cluster("dgx-a100").device
+IDEAL = replace(A100, kernels=Kernels())
+COMPUTE_ONLY = replace(IDEAL, memory_bandwidth_bytes_per_s=1e30)
+MEMORY_ONLY = replace(IDEAL, peak_flops_per_s={"bf16": 1e30})
+
+GPT = gpt(4, 1024, 16, 512, 51200)
+NEOX = parse_model(
+    {
+        "model_type": "gpt_neox",
+        "vocab_size": 50432,
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    }
+)
+LLAMA = parse_model(
+    {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2816,
+    }
+)
+FAMILIES = pytest.mark.parametrize("model", [GPT, NEOX, LLAMA], ids=lambda model: model.family)
+sizes = st.integers(1, 5000)
+
+
+# Kernels
+
+
+@settings(deadline=None)
+@given(m=sizes, k=sizes, n=sizes, batch=st.integers(1, 64))
+def test_an_ideal_product_is_the_plain_roofline(m: int, k: int, n: int, batch: int) -> None:
+    compute_s = 2 * m * k * n * batch / 312e12
+    memory = 2 * batch * (m * k + k * n + m * n) / 2.039e12
+    assert gemm_s(IDEAL, m, k, n, batch) == pytest.approx(max(compute_s, memory))
+
+
+@settings(deadline=None)
+@given(m=sizes, k=sizes, n=sizes)
+def test_a_product_reaches_less_than_a_large_one(m: int, k: int, n: int) -> None:
+    share = gemm_share(A100, m, k, n)
+    assert 0 < share <= A100.kernels.gemm * k / (k + A100.kernels.gemm_half_depth)
+    assert gemm_s(A100, m, k, n) > gemm_s(IDEAL, m, k, n)
+    assert gemm_s(A100, 2 * m, k, n) >= gemm_s(A100, m, k, n) * (1 - 1e-12)
+    assert gemm_share(A100, m, k + 1, n) > share
+
+
+def test_tiles_and_waves_by_hand() -> None:
+    """108 cores: 108 tiles are one full wave, 109 fill 109 of 216 places; a narrow result fills half of a tile."""
+    device = replace(A100, kernels=Kernels(num_cores=108, tiles=((128, 128, 1.0),)))
+    assert gemm_share(device, 128 * 108, 4096, 128) == pytest.approx(1.0)
+    assert gemm_share(device, 128 * 109, 4096, 128) == pytest.approx(109 / 216)
+    assert gemm_share(device, 128 * 108, 4096, 64) == pytest.approx(0.5)
+    deep = replace(A100, kernels=Kernels(gemm=0.8, gemm_half_depth=250.0))
+    assert gemm_share(deep, 4096, 250, 4096) == pytest.approx(0.4)
+    two = replace(A100, kernels=Kernels(num_cores=108, tiles=((256, 128, 1.0), (128, 128, 0.9))))
+    assert gemm_share(two, 128, 4096, 128 * 108) == pytest.approx(0.9), "the better tile is taken"
+
+
+def test_flash_attention_by_hand() -> None:
+    shape = {"batch": 2, "heads": 3, "queries": 512, "keys": 512, "head_dim": 64}
+    full = 4 * 2 * 3 * 512 * 512 * 64 / 312e12
+    forward, backward = attention_s(IDEAL, **shape, flash=True, causal=False)
+    assert forward == pytest.approx(full)
+    assert backward == pytest.approx(2.5 * full)
+    assert attention_s(IDEAL, **shape, flash=True, causal=True)[0] == pytest.approx(full / 2)
+    half = replace(IDEAL, kernels=Kernels(attention=0.5))
+    assert attention_s(half, **shape, flash=True, causal=False)[0] == pytest.approx(2 * full)
+
+
+def test_unfused_attention_moves_the_scores() -> None:
+    """9 bytes a score forward and 11 backward with dropout, 4 and 6 without; the products take and leave the scores."""
+    scores = 2 * 3 * 512 * 512
+    operands = 2 * 3 * 512 * 64 * 2
+    for dropout, forward_bytes, backward_bytes in ((True, 9, 11), (False, 4, 6)):
+        forward, backward = attention_s(
+            MEMORY_ONLY, batch=2, heads=3, queries=512, keys=512, head_dim=64, flash=False, dropout=dropout
+        )
+        assert forward * 2.039e12 == pytest.approx(forward_bytes * scores + 2 * (2 * scores + 2 * operands))
+        assert backward * 2.039e12 == pytest.approx(backward_bytes * scores + 4 * (2 * scores + 2 * operands))
+
+
+def test_every_kernel_costs_its_launch() -> None:
+    device = replace(A100, kernels=Kernels(launch_s=1.0))
+    assert memory_s(device, 0, 3) == 3.0
+    assert gemm_s(device, 1, 1, 1) == pytest.approx(1.0)
+
+
+def test_a_dtype_without_a_peak_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"has no peak_flops_per_s\.fp8"):
+        peak_flops_per_s(A100, "fp8")
+
+
+# Blocks
+
+
+@FAMILIES
+def test_with_free_memory_a_forward_is_its_flops(model: ModelConfig) -> None:
+    work = Work(model=model, sequence=512, micro_batch=2, causal=False)
+    for block in range(model.num_blocks):
+        seconds = block_seconds(COMPUTE_ONLY, work, block)
+        flops = forward_flops(model, block, 2, 512)
+        core = 4 * 2 * 512**2 * model.num_heads * model.head_dim if 0 < block < model.num_blocks - 1 else 0
+        assert seconds.forward_s * 312e12 == pytest.approx(flops, abs=1e-3)
+        assert seconds.weight_s * 312e12 == pytest.approx(flops - core, abs=1e-3)
+        assert seconds.input_s * 312e12 == pytest.approx(flops - core + 2.5 * core, abs=1e-3)
+
+
+@FAMILIES
+def test_tensor_and_context_ranks_share_the_flops(model: ModelConfig) -> None:
+    whole = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2), 1)
+    cut = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2, tensor=4, context=2), 1)
+    assert cut.forward_s * 8 == pytest.approx(whole.forward_s)
+    assert cut.backward_s * 8 == pytest.approx(whole.backward_s)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_passes_of_a_gpt_layer_are_the_known_bytes(tensor: int) -> None:
+    """(22 + 28/t) and (34 + 44/t) bytes an element of the residual stream, beside scores and products."""
+    work = Work(model=GPT, sequence=512, tensor=tensor, sequence_parallel=False, flash=False, dropout=True)
+    seconds = block_seconds(MEMORY_ONLY, work, 1)
+    core = attention_s(
+        MEMORY_ONLY, batch=1, heads=16 // tensor, queries=512, keys=512, head_dim=64, flash=False, dropout=True
+    )
+    widths = [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)]
+    cuts = [(k, n // tensor) if n >= k and index != 1 else (k // tensor, n) for index, (k, n) in enumerate(widths)]
+    products = sum(512 * k + k * n + 512 * n for k, n in cuts) * 2 / 2.039e12
+    element = 512 * 1024 / 2.039e12
+    assert seconds.forward_s - core[0] - products == pytest.approx((22 + 28 / tensor) * element)
+    assert seconds.input_s - core[1] - products == pytest.approx((34 + 44 / tensor) * element)
+
+
+@FAMILIES
+@pytest.mark.parametrize("name", preset_names())
+def test_no_preset_is_faster_than_its_peaks(name: str, model: ModelConfig) -> None:
+    device = load_cluster(name).device
+    ideal = replace(device, kernels=Kernels())
+    for tensor in (1, 4):
+        work = Work(model=model, sequence=512, tensor=tensor)
+        for block in (0, 1, model.num_blocks - 1):
+            real, best = block_seconds(device, work, block), block_seconds(ideal, work, block)
+            for part in ("forward_s", "input_s", "weight_s"):
+                assert getattr(best, part) <= getattr(real, part) < math.inf
+            assert real.forward_s > best.forward_s or device.kernels == Kernels()
+
+
+def test_sequence_parallelism_cuts_what_stands_outside_the_products() -> None:
+    work = Work(model=GPT, sequence=512, tensor=4)
+    saved = block_seconds(MEMORY_ONLY, replace(work, sequence_parallel=False), 1).forward_s
+    saved -= block_seconds(MEMORY_ONLY, work, 1).forward_s
+    assert saved == pytest.approx((1 - 1 / 4) * 20 * 512 * 1024 / 2.039e12)
+
+
+@FAMILIES
+def test_what_is_recomputed_is_priced(model: ModelConfig) -> None:
+    work = Work(model=model, sequence=512, flash=False)
+    plain = block_seconds(A100, work, 1)
+    full = block_seconds(A100, replace(work, recompute="full"), 1)
+    selective = block_seconds(A100, replace(work, recompute="selective"), 1)
+    assert plain.again_s == 0
+    assert full.again_s == plain.forward_s
+    assert 0 < selective.again_s < full.again_s
+    assert full.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
+    assert block_seconds(A100, replace(work, flash=True, recompute="selective"), 1).again_s == 0
+
+
+def test_accumulating_reads_and_writes_the_gradient_once_more() -> None:
+    work = Work(model=GPT, sequence=512)
+    for block, weights in ((0, 51200 * 1024), (1, 12 * 1024**2), (5, 51200 * 1024)):
+        once, more = (block_seconds(MEMORY_ONLY, work, block, accumulate=again) for again in (False, True))
+        assert (more.weight_s - once.weight_s) * 2.039e12 == pytest.approx(6 * weights)
+        assert (more.forward_s, more.input_s) == (once.forward_s, once.input_s)
+
+
+def test_a_small_layer_waits_for_its_host() -> None:
+    slow = replace(A100, kernels=replace(A100.kernels, host_layer_s=1.0))
+    seconds = block_seconds(slow, Work(model=GPT, sequence=512), 1)
+    assert seconds.forward_s == 1.0
+    assert seconds.input_s + seconds.weight_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("block", [-1, 6])
+def test_a_block_that_does_not_exist(block: int) -> None:
+    with pytest.raises(IndexError, match=f"block {block} of a model with 6"):
+        block_seconds(A100, Work(model=GPT, sequence=512), block)
+
+
+def test_a_thousand_shapes_take_well_under_a_second() -> None:
+    begin = time.process_time()
+    for micro_batch in range(1, 1001):
+        block_seconds(A100, Work(model=LLAMA, sequence=512, micro_batch=micro_batch), 1)
+    assert time.process_time() - begin < 1.0
+
+
+def test_the_optimizer_moves_44_bytes_a_parameter() -> None:
+    assert optimizer_s(IDEAL, 1e9) * 2.039e12 == pytest.approx(44e9)
+    assert optimizer_s(A100, 0) == pytest.approx(A100.kernels.optimizer_s + A100.kernels.launch_s)
+
+
+# FLOPs
+
+
+def test_flops_are_the_published_formulas() -> None:
+    batch, sequence, layers, hidden, vocab = 8, 512, 4, 1024, 51200
+    unit = batch * sequence * layers * hidden**2
+    attention, head = sequence / hidden, vocab / (layers * hidden)
+    assert model_flops(GPT, sequence, batch) == pytest.approx(72 * unit * (1 + attention / 6 + head / 12))
+    work = Work(model=GPT, sequence=sequence, flash=False)
+    full = hardware_flops(replace(work, recompute="full"), batch)
+    assert full == pytest.approx(96 * unit * (1 + attention / 6 + head / 16))
+    assert hardware_flops(work, batch) == model_flops(GPT, sequence, batch)
+    selective = hardware_flops(replace(work, recompute="selective"), batch)
+    assert selective == pytest.approx(72 * unit * (1 + 2 * attention / 9 + head / 12))
+
+
+# Costs of a program
+
+
+def _program(num_micros: int = 2, **changes: object):  # type: ignore[no-untyped-def]
+    cluster = load_cluster("dgx-a100")
+    plan = replace(preset("zero3", cluster), compute="bf16", **changes)  # type: ignore[arg-type]
+    return build(cluster, plan, block_specs(LLAMA), num_micros)
+
+
+def test_step_costs_take_work() -> None:
+    program = _program()
+    costs = step_costs(program, Work(model=LLAMA, sequence=512))
+    layer = block_seconds(A100, Work(model=LLAMA, sequence=512), 1, accumulate=True)
+    assert costs.forward_s[1] == layer.forward_s
+    assert costs.backward_s[1] == layer.input_s + layer.weight_s
+    constants = A100.kernels.optimizer_s + len(program.blocks) * A100.kernels.launch_s
+    owned = sum(program.layout.padded(block.num_trainable) // 16 for block in program.blocks)
+    assert sum(costs.update_s) == pytest.approx(constants + owned * 44 / (0.8 * 2.039e12))
+    assert simulate(program, costs).step_s > 2 * sum(costs.forward_s) + 2 * sum(costs.backward_s)
+
+
+def test_work_that_is_not_the_plan_s_is_refused() -> None:
+    program = _program()
+    for work, message in (
+        (Work(model=LLAMA, sequence=512, micro_batch=3), "3 sequences in bf16"),
+        (Work(model=LLAMA, sequence=512, compute="fp32"), "1 sequences in fp32"),
+        (Work(model=LLAMA, sequence=512, recompute="full"), "the plan says what is recomputed"),
+        (Work(model=replace(LLAMA, num_layers=2), sequence=512), "a model of 4 blocks, and a program of 6"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            step_costs(program, work)
+
+
+def test_what_a_run_measures_is_not_scaled_again() -> None:
+    tier = load_cluster("perlmutter").tiers[0]
+    measured = _measured(tier, 2e-6, 5e9, None)
+    cluster = replace(load_cluster("perlmutter"), tiers=(measured,))
+    assert rate_bytes_per_s(cluster, 0, 1.0, degree=2) == 5e9
+    assert measured.marks == {"latency_s": "measured", "bandwidth_bytes_per_s": "measured"}
+
+
+def test_kernels_that_cannot_be_are_refused() -> None:
+    cluster = load_cluster("dgx-a100")
+    for kernels, message in (
+        (Kernels(gemm=1.5), r"kernels\.gemm = 1\.5 must be above 0"),
+        (Kernels(memory=0.0), r"kernels\.memory = 0\.0"),
+        (Kernels(attention=math.nan), r"kernels\.attention = nan"),
+        (Kernels(launch_s=-1.0), r"kernels\.launch_s = -1\.0"),
+        (Kernels(tiles=((0, 128, 1.0),)), "a tile of 0 x 128"),
+        (Kernels(tiles=((128, 128, 2.0),)), "share of a tile"),
+    ):
+        with pytest.raises(ClusterError, match=message):
+            replace(cluster, device=replace(A100, kernels=kernels))
+
+
+def test_marks_name_constants() -> None:
+    cluster = load_cluster("dgx-a100")
+
+    def marked(device: Device) -> None:
+        replace(cluster, device=device)
+
+    marked(replace(A100, marks={"kernels.gemm": "measured", "peak_flops_per_s.bf16": "fitted"}))
+    with pytest.raises(ClusterError, match=r"names 'kernels\.gem'.*did you mean 'kernels\.gemm'"):
+        marked(replace(A100, marks={"kernels.gem": "measured"}))
+    with pytest.raises(ClusterError, match="'guessed' is no mark"):
+        marked(replace(A100, marks={"kernels.gemm": "guessed"}))  # type: ignore[dict-item]
+    tier = replace(cluster.tiers[0], marks={"size_bytes": "measured"})
+    with pytest.raises(ClusterError, match=r"tiers\.node\.marks names 'size_bytes'"):
+        replace(cluster, tiers=(tier, *cluster.tiers[1:]))

@@ -1,0 +1,176 @@
+"""Messages on tiers: closed answers, bounds, and how ranks share a link."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.validation.bandwidth import nested
+from bench.validation.rows import gpt
+from terrace.base.errors import ClusterError
+from terrace.cluster import Cluster, Device, Tier, load_cluster
+from terrace.simulate.links import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    overlapped_s,
+    rate_bytes_per_s,
+    reduce_scatter_s,
+    send_s,
+    straggled_s,
+    tensor_messages,
+)
+from terrace.simulate.work import Work
+
+DEVICE = Device(name="device", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e12})
+
+
+def _tier(name: str, size: int, gigabytes: float, latency_s: float = 0.0, **more: float) -> Tier:
+    return Tier(name=name, size=size, bandwidth_bytes_per_s=gigabytes * 1e9, latency_s=latency_s, **more)  # type: ignore[arg-type]
+
+
+PLAIN = Cluster(name="plain", device=DEVICE, tiers=(_tier("node", 8, 300), _tier("system", 4, 25)))
+SHARED = replace(PLAIN, tiers=(PLAIN.tiers[0], replace(PLAIN.tiers[1], shared=True)))
+groups = st.tuples(st.integers(1, 8), st.integers(1, 4))
+sizes = st.floats(1, 1e10)
+presets = st.sampled_from(["dgx-a100", "frontier", "perlmutter", "ethernet", "gb200-nvl72"]).map(load_cluster)
+
+
+def test_a_ring_inside_a_tier() -> None:
+    assert all_gather_s(PLAIN, (8,), 300e9) == pytest.approx(7 / 8)
+    late = replace(PLAIN, tiers=(_tier("node", 8, 300, 1.0), PLAIN.tiers[1]))
+    assert all_gather_s(late, (8,), 300e9) == pytest.approx(7 + 7 / 8)
+    assert send_s(late, 0, 300e9) == pytest.approx(2.0)
+
+
+def test_two_tiers_are_hierarchical_or_flat() -> None:
+    """16 ranks on 2 nodes, one tier after the other or one ring that leaves a node over eight links."""
+    cluster = replace(PLAIN, tiers=(_tier("node", 8, 1), _tier("system", 4, 0.5)))
+    assert all_gather_s(cluster, (8, 2), 1e9) == pytest.approx(min(7 / 8 + 1 / 8, 15 / 16 / 1))
+    slow = replace(PLAIN, tiers=(_tier("node", 8, 100), _tier("system", 4, 0.5)))
+    hierarchical, flat = 7 / 8 / 100 + 1 / 2 / 8 / 0.5, 15 / 16 / 4
+    assert all_gather_s(slow, (8, 2), 1e9) == pytest.approx(min(hierarchical, flat))
+    late = replace(cluster, tiers=(_tier("node", 8, 1), _tier("system", 4, 0.5, 1.0)))
+    assert all_gather_s(late, (8, 2), 1e9) == pytest.approx(7 / 8 + 1 + 1 / 8), "one late step, not fifteen"
+
+
+def test_a_group_across_nodes_has_one_rank_a_node() -> None:
+    assert all_gather_s(PLAIN, (1, 4), 25e9) == pytest.approx(3 / 4)
+
+
+@settings(deadline=None, max_examples=50)
+@given(cluster=presets, inner=st.integers(1, 4), outer=st.integers(1, 2), num_bytes=sizes)
+def test_collectives_are_consistent(cluster: Cluster, inner: int, outer: int, num_bytes: float) -> None:
+    group = (min(inner, cluster.tiers[0].size), *[1] * (len(cluster.tiers) - 2), outer)
+    gather_s, sum_s = all_gather_s(cluster, group, num_bytes), all_reduce_s(cluster, group, num_bytes)
+    assert reduce_scatter_s(cluster, group, num_bytes) == gather_s
+    assert sum_s <= 2 * gather_s
+    if math.prod(group) == 1:
+        assert gather_s == sum_s == 0
+        return
+    assert sum_s >= gather_s * 0.5
+    assert all_gather_s(cluster, group, 2 * num_bytes) >= gather_s
+    outermost = max(tier for tier, degree in enumerate(group) if degree > 1)
+    num_ranks = math.prod(group)
+    fastest = cluster.tiers[0].bandwidth_bytes_per_s
+    assert gather_s >= (num_ranks - 1) / num_ranks * num_bytes / fastest
+    assert gather_s >= cluster.tiers[outermost].latency_s
+
+
+@settings(deadline=None)
+@given(group=groups, num_bytes=sizes)
+def test_small_sums_climb_a_tree(group: tuple[int, int], num_bytes: float) -> None:
+    late = replace(PLAIN, tiers=(_tier("node", 8, 300, 1.0), _tier("system", 4, 25, 1.0)))
+    num_ranks = math.prod(group)
+    steps = sum(2 * math.log2(degree) for degree in group)
+    tiny_s = all_reduce_s(late, group, 1.0)
+    assert tiny_s <= steps + 1e-6
+    if num_ranks > 8:
+        assert tiny_s < 2 * all_gather_s(late, group, 1.0)
+
+
+def test_an_all_to_all_sends_outside_what_lives_outside() -> None:
+    assert all_to_all_s(PLAIN, (8,), 300e9) == pytest.approx(7 / 8)
+    inside, outside = 7 / 32 * 32e9 / 300e9, 24 / 32 * 32e9 / 25e9
+    assert all_to_all_s(PLAIN, (8, 4), 32e9) == pytest.approx(inside + outside)
+
+
+def test_efficiency_and_half_size() -> None:
+    tier = replace(PLAIN.tiers[0], efficiency=0.8, half_bytes=1e6)
+    cluster = replace(PLAIN, tiers=(tier, PLAIN.tiers[1]))
+    assert rate_bytes_per_s(cluster, 0, 1e6) == pytest.approx(0.4 * 300e9)
+    assert rate_bytes_per_s(cluster, 0, 1e15) == pytest.approx(0.8 * 300e9)
+
+
+def test_members_wired_in_pairs() -> None:
+    direct = load_cluster("perlmutter")
+    whole, pair = (rate_bytes_per_s(direct, 0, 1e9, degree=degree) for degree in (4, 2))
+    assert whole == pytest.approx(3 * pair)
+    switched = load_cluster("dgx-a100")
+    assert rate_bytes_per_s(switched, 0, 1e9, degree=2) == rate_bytes_per_s(switched, 0, 1e9, degree=8)
+
+
+def test_ranks_share_an_outer_link() -> None:
+    """The figure is the share of a rank while all 8 send; alone it has 8 shares, up to what the node lets out."""
+    full_s = send_s(SHARED, 1, 25e9)
+    assert full_s == pytest.approx(1.0)
+    assert send_s(SHARED, 1, 25e9, concurrent=8) == pytest.approx(full_s)
+    assert send_s(SHARED, 1, 25e9, concurrent=4) == pytest.approx(full_s / 2)
+    assert send_s(SHARED, 1, 25e9, concurrent=1) == pytest.approx(full_s / 8)
+    fast = replace(SHARED, tiers=(SHARED.tiers[0], replace(SHARED.tiers[1], bandwidth_bytes_per_s=200e9)))
+    assert send_s(fast, 1, 300e9, concurrent=1) == pytest.approx(1.0), "no faster than the tier inside"
+    assert send_s(PLAIN, 1, 25e9, concurrent=1) == pytest.approx(1.0), "a link of its own has nothing to share"
+    assert all_gather_s(SHARED, (1, 4), 25e9, concurrent=2) == pytest.approx(3 / 4 / 4)
+    assert all_gather_s(SHARED, (8,), 300e9, concurrent=1) == all_gather_s(PLAIN, (8,), 300e9)
+
+
+@pytest.mark.parametrize("concurrent", [0, 9])
+def test_ranks_that_are_not_there_share_nothing(concurrent: int) -> None:
+    with pytest.raises(ClusterError, match=f"{concurrent} ranks cannot share tier 'system'"):
+        all_gather_s(SHARED, (1, 4), 1e6, concurrent=concurrent)
+    with pytest.raises(ClusterError, match="a member holds 1 to 8"):
+        send_s(SHARED, 1, 1e6, concurrent=concurrent)
+
+
+@pytest.mark.parametrize("group", [(9,), (0,), (1, 5), (1, 1, 2)])
+def test_groups_that_do_not_fit(group: tuple[int, ...]) -> None:
+    for collective in (all_gather_s, all_reduce_s, all_to_all_s):
+        with pytest.raises(ClusterError, match="a group"):
+            collective(PLAIN, group, 1e6)
+
+
+@settings(deadline=None)
+@given(*[st.floats(0, 1e3)] * 3, st.floats(0, 1))
+def test_overlap_lies_between_the_longer_and_both_in_turn(
+    compute_s: float, message_s: float, tail_s: float, penalty: float
+) -> None:
+    step_s = overlapped_s(compute_s, message_s, penalty, tail_s)
+    assert max(compute_s, message_s) + tail_s <= step_s <= (compute_s + message_s + tail_s) * (1 + 1e-9)
+
+
+def test_stragglers_cost_more_with_every_doubling() -> None:
+    assert straggled_s(10.0, 1, 0.01) == 10.0
+    assert straggled_s(10.0, 1024, 0.01) == pytest.approx(11.0)
+
+
+def test_tensor_messages() -> None:
+    work = Work(model=gpt(2, 1024, 16, 512, 1024), sequence=512, tensor=8, sequence_parallel=False)
+    sum_s = all_reduce_s(PLAIN, (8,), 512 * 1024 * 2)
+    plain = tensor_messages(PLAIN, (8, 1), work)
+    assert (plain.forward_s, plain.backward_s, plain.again_s) == (2 * sum_s, 2 * sum_s, 0)
+    assert tensor_messages(PLAIN, (8,), replace(work, recompute="full")).again_s == 2 * sum_s
+    gather_s = all_gather_s(PLAIN, (8,), 512 * 1024 * 2)
+    parallel = tensor_messages(PLAIN, (8,), replace(work, sequence_parallel=True))
+    assert (parallel.forward_s, parallel.backward_s) == pytest.approx((4 * gather_s, 6 * gather_s))
+    with pytest.raises(ClusterError, match="a group of 4 ranks for tensor = 8"):
+        tensor_messages(PLAIN, (4,), work)
+
+
+def test_nested_groups() -> None:
+    frontier = load_cluster("frontier").resized(8)
+    assert nested(frontier, 1, 8) == (2, 4, 1)
+    assert nested(frontier, 2, 8) == (1, 4, 2)
+    assert nested(frontier, 4, 8) == (1, 2, 4)
+    assert nested(frontier, 8, 8) == (1, 1, 8)

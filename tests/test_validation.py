@@ -1,0 +1,78 @@
+"""The cost model against published figures: errors within their limits, and the page as it would be written."""
+
+import functools
+
+import pytest
+
+from bench.validation import fsdp
+from bench.validation.__main__ import PAGE, page, tables
+from bench.validation.rows import Row, Table, gpt, read_rows
+from terrace.cluster import load_cluster, preset_names
+from terrace.model.config import num_params
+from terrace.simulate import Work
+
+TITLES = [
+    "Megatron-LM, Table 1",
+    "MosaicML, MPT with FSDP on A100",
+    "MosaicML, MPT with FSDP on H100",
+    "Zero bubble, passes of a stage",
+    "AxoNN, nested groups on Perlmutter",
+    "AxoNN, nested groups on Frontier",
+]
+
+
+@functools.cache
+def _tables() -> dict[str, Table]:
+    return {table.title: table for table in tables()}
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_errors_are_within_their_limits(title: str) -> None:
+    table = _tables()[title]
+    assert table.mean_error <= table.mean_limit
+    assert table.max_error <= table.max_limit
+
+
+def test_no_table_is_left_out() -> None:
+    assert list(_tables()) == TITLES
+    assert [len(table.rows) for table in _tables().values()] == [10, 139, 64, 6, 6, 10]
+
+
+def test_the_page_is_up_to_date() -> None:
+    """`python -m bench.validation` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_errors_by_hand() -> None:
+    rows = [Row(cells=("a",), published=2.0, modelled=3.0), Row(cells=("b",), published=4.0, modelled=3.0)]
+    table = Table(title="t", text="", heads=("h",), unit="s", rows=rows, mean_limit=0, max_limit=0)
+    assert (table.mean_error, table.max_error, table.bias) == pytest.approx((0.375, 0.5, 0.125))
+
+
+def test_published_iteration_times_of_table_1() -> None:
+    """From the formula 96 B S L H^2 (1 + S / 6H + V / 16LH), here of the 1T row."""
+    flops = 96 * 3072 * 2048 * 128 * 25600**2 * (1 + 2048 / (6 * 25600) + 51200 / (16 * 128 * 25600))
+    row = _tables()[TITLES[0]].rows[-1]
+    assert row.cells[0] == "1T"
+    assert row.published == pytest.approx(flops / 502.0e15)
+
+
+def test_mpt_shapes_have_the_published_parameters() -> None:
+    for line in read_rows("mosaicml_fsdp.csv"):
+        work = fsdp.work_of(line)
+        assert num_params(work.model) == int(line["num_params"]), line
+
+
+def test_mpt_rows_are_counted_by_all_parameters() -> None:
+    """Their README: 6 FLOPs a parameter and token, and 12 L H S^2 of attention a sequence."""
+    work = Work(model=gpt(*fsdp.SHAPES["7b"], 2048, fsdp.VOCAB), sequence=2048)
+    params = num_params(work.model)
+    assert fsdp.counted_flops(work, 3) == 3 * (6 * params * 2048 + 12 * 32 * 4096 * 2048**2)
+
+
+def test_presets_mark_nothing_as_measured_or_fitted() -> None:
+    """A constant of a preset that was matched to a row of the page would have to say so."""
+    for name in preset_names():
+        cluster = load_cluster(name)
+        assert not cluster.device.marks
+        assert not any(tier.marks for tier in cluster.tiers)
