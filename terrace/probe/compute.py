@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
-from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, PassSample
+from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, OptimizerSample, PassSample
 from terrace.probe.grid import (
     LayerShape,
     Shape,
@@ -22,7 +22,6 @@ from terrace.probe.grid import (
     orientations,
     smallest_layer,
 )
-from terrace.probe.samples import OptimizerSample
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.executor import squared_norm
@@ -90,16 +89,19 @@ def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say
         forward_s, backward_s = _both_ways(watch, lambda parts=parts: _attend(*parts), parts, each_s)  # type: ignore[misc]
         samples.append(
             AttentionSample(
-                dtype="fp32", batch=batch, heads=heads, head_dim=head_dim, sequence=length,
-                forward_s=forward_s, backward_s=backward_s,
+                dtype="fp32",
+                batch=batch,
+                heads=heads,
+                head_dim=head_dim,
+                sequence=length,
+                forward_s=forward_s,
+                backward_s=backward_s,
             )
         )
     return samples
 
 
-def measure_layers(
-    watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say
-) -> tuple[list[LayerSample], float]:
+def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> tuple[list[LayerSample], float]:
     """Time whole decoder layers both ways, and the host launching the smallest one."""
     say("layers")
     shapes = layer_shapes(flops_per_s * budget_s / (6 * 3 * _CALLS_A_LOOP))

@@ -13,16 +13,17 @@ from dataclasses import dataclass, replace
 from terrace.base.errors import ProbeError
 from terrace.cluster import Device, Kernels
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s
-from terrace.simulate.layers import block_seconds
+from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
 
 _TOLERATED = 0.2  # relative deviations beyond this count by their size, not by its square
-_ROUNDS = 40  # of reweighting
+_NOTHING = 1e-3  # an intercept of so little of the shortest time is none
+_NO_RISE = 0.05  # a line that rises by less than that part of its intercept is noise
 _SMALLEST_SHARE = 1e-3
 _DEEPEST = 4.0  # largest half depth, in the largest inner size measured: beyond, it cannot be told from the share
 _MOST_LAUNCH = 100.0  # a kernel of a layer may take so many times what the smallest operation took to launch
-_PRIOR = 0.05  # weight of the measured value in the fit of layers, beside that of one measured layer
-_GRID, _FINEST = 9, 1e-4
+_PRIOR = 0.005  # weight of the measured value in the fit of layers, beside that of one measured layer
+_GRID, _FINEST = 13, 5e-5
 
 Loss = Callable[[float, float], float]
 
@@ -74,6 +75,15 @@ class LayerSample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerSample:
+    """Seconds of one optimizer step over `num_shards` shards of `numel` parameters each."""
+
+    num_shards: int
+    numel: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkSample:
     """Seconds of a collective among `degree` ranks in which each sends `sent_bytes`."""
 
@@ -112,7 +122,9 @@ def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, floa
     deepest = _DEEPEST * max(depths)
     # The half depth is searched as its share of itself and the deepest, which spreads small ones out.
     share, spread = _minimise(
-        lambda share, spread: _loss(priced(share, _depth(spread, deepest)), measured), (_SMALLEST_SHARE, 1.0), (0.0, 1.0)
+        lambda share, spread: _loss(priced(share, _depth(spread, deepest)), measured),
+        (_SMALLEST_SHARE, 1.0),
+        (0.0, 1.0),
     )
     return share, _depth(spread, deepest), mean_error(priced(share, _depth(spread, deepest)), measured)
 
@@ -166,7 +178,9 @@ def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, f
     _check(measured, "layers")
     least_s = device.kernels.launch_s
     if not least_s > 0:
-        raise ProbeError(f"the launch of a kernel was measured as {least_s} s: it must be positive before layers are fitted")
+        raise ProbeError(
+            f"the launch of a kernel was measured as {least_s} s: it must be positive before layers are fitted"
+        )
     before = math.log(device.kernels.memory)
 
     def loss(share: float, launches: float) -> float:
@@ -176,6 +190,21 @@ def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, f
     share, launches = _minimise(loss, (_SMALLEST_SHARE, 1.0), (0.0, math.log(_MOST_LAUNCH)))
     fitted = _layered(device, share, launches)
     return share, fitted.kernels.launch_s, mean_error(price_layers(fitted, samples), measured)
+
+
+def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[float, float]:
+    """Return (seconds of an optimizer step beyond its bytes, mean relative error)."""
+    measured = [sample.seconds for sample in samples]
+    _check(measured, "optimizer steps")
+
+    def priced(constant_s: float) -> list[float]:
+        tried = _with(device, optimizer_s=0.0)
+        return [constant_s + optimizer_s(tried, sample.num_shards * sample.numel) for sample in samples]
+
+    constant_s = _minimise(lambda constant_s, _: _loss(priced(constant_s), measured), (0.0, max(measured)), (0.0, 0.0))[
+        0
+    ]
+    return constant_s, mean_error(priced(constant_s), measured)
 
 
 def price_layers(device: Device, samples: Sequence[LayerSample]) -> list[float]:
@@ -198,13 +227,8 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
         raise ProbeError(f"messages among {sorted({each.degree for each in samples})} ranks: give one degree above 1")
     if len({sample.sent_bytes for sample in samples}) < 2:
         raise ProbeError("the messages all have one size: measure two at least to tell latency from bandwidth")
-    weights = [1.0] * len(samples)
-    intercept = rise = 0.0
-    for _ in range(_ROUNDS):
-        intercept, rise = _line(samples, weights)
-        ratios = [(intercept + rise * each.sent_bytes) / each.seconds for each in samples]
-        weights = [min(1.0, _TOLERATED / max(abs(ratio - 1.0), 1e-12)) for ratio in ratios]
-    if not rise > 0:
+    intercept, rise = _line(samples)
+    if rise * max(each.sent_bytes for each in samples) < _NO_RISE * intercept:
         raise ProbeError("larger messages took no longer than small ones: give the probe more --seconds")
     least = min(samples, key=lambda each: each.sent_bytes).sent_bytes
     smallest_s = _median([each.seconds for each in samples if each.sent_bytes == least])
@@ -238,7 +262,9 @@ def _check(seconds: Sequence[float], what: str) -> None:
         raise ProbeError(f"no {what} were measured: there is nothing to fit")
     for value in seconds:
         if not (math.isfinite(value) and value > 0):
-            raise ProbeError(f"{what} were measured to take {value} s: times are positive; give the probe more --seconds")
+            raise ProbeError(
+                f"{what} were measured to take {value} s: times are positive; give the probe more --seconds"
+            )
 
 
 def _with(device: Device, **constants: float) -> Device:
@@ -263,18 +289,18 @@ def _loss(priced: Sequence[float], measured: Sequence[float]) -> float:
     return total
 
 
-def _line(samples: Sequence[LinkSample], weights: Sequence[float]) -> tuple[float, float]:
-    """Return (intercept, rise), neither below 0, with the least squares of relative deviations."""
-    s0 = s1 = s2 = y0 = y1 = 0.0
-    for each, weight in zip(samples, weights, strict=True):
-        scale = weight / each.seconds**2
-        s0, s1, s2 = s0 + scale, s1 + scale * each.sent_bytes, s2 + scale * each.sent_bytes**2
-        y0, y1 = y0 + scale * each.seconds, y1 + scale * each.seconds * each.sent_bytes
-    determinant = s0 * s2 - s1 * s1
-    intercept, rise = (y0 * s2 - y1 * s1) / determinant, (s0 * y1 - s1 * y0) / determinant
-    if intercept < 0:
-        return 0.0, y1 / s2
-    return (intercept, rise) if rise > 0 else (y0 / s0, 0.0)
+def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
+    """Return (intercept, rise) of the line in what is sent that matches the seconds of samples by their ratio."""
+    measured = [sample.seconds for sample in samples]
+    largest = max(sample.sent_bytes for sample in samples)
+    # Logarithms: of the intercept, down to a nothing beside the shortest time, and of what the largest adds to it.
+    bounds = math.log(_NOTHING * min(measured)), math.log(2 * max(measured))
+
+    def priced(intercept: float, rise: float) -> list[float]:
+        return [math.exp(intercept) + math.exp(rise) / largest * each.sent_bytes for each in samples]
+
+    intercept, rise = _minimise(lambda a, b: _loss(priced(a, b), measured), bounds, bounds)
+    return math.exp(intercept), math.exp(rise) / largest
 
 
 def _minimise(loss: Loss, first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:

@@ -66,13 +66,18 @@ def smallest_layer() -> LayerShape:
     return _layer(16), 8, 1
 
 
+def overlap_layer(device: str) -> LayerShape:
+    """Return the layer that computes while messages travel: milliseconds of work on such a device."""
+    return (_layer(128), 128, 1) if device == "cpu" else (_layer(2048), 2048, 2)
+
+
 def message_sizes(largest_bytes: float, degree: int, count: int) -> list[int]:
     """Return `count` sizes that a whole group holds, evenly spread from 4 KiB a rank to `largest_bytes`, ascending.
 
-    Each is a multiple of what `degree` ranks can share evenly.
+    Each is a multiple of what `degree` ranks can share evenly, and the largest at least 1 MiB a rank.
     """
     unit = degree * _MESSAGE_ALIGNMENT
-    smallest, largest = 4096.0 * degree, max(largest_bytes, 2.0 ** (count - 1) * 4096 * degree)
+    smallest, largest = 4096.0 * degree, max(largest_bytes, float(degree << 20))
     ratio = (largest / smallest) ** (1 / (count - 1))
     return [max(1, round(smallest * ratio**step / unit)) * unit for step in range(count)]
 

@@ -2,16 +2,7 @@
 
 from dataclasses import dataclass
 
-from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, PassSample
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSample:
-    """Seconds of one optimizer step over `num_shards` shards of `numel` parameters each."""
-
-    num_shards: int
-    numel: int
-    seconds: float
+from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, OptimizerSample, PassSample
 
 
 @dataclass(frozen=True, kw_only=True)
