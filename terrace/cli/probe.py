@@ -124,6 +124,7 @@ def _show(probed: Probed, path: Path) -> None:
     Terminal().print(table)
     print(
         "fit error: mean deviation of the times measured from those that the constants give\n"
+        f"optimizer steps on large shards moved {quantity(probed.optimizer_bytes_per_s, 'B/s')} a rank\n"
         f"wrote {os.fspath(path)}: use it as --cluster {os.fspath(path)}"
     )
     sys.stdout.flush()

@@ -22,6 +22,7 @@ from terrace.probe.fit import (
 from terrace.probe.samples import Samples, TierSamples
 
 _SOURCE = "terrace probe"
+_OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Adam step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Probed:
 
     cluster: Cluster
     rows: tuple[Row, ...]
+    optimizer_bytes_per_s: float  # that a step on the largest shards reached, 44 bytes a parameter
 
 
 def assemble(start: Cluster, samples: Samples) -> Probed:
@@ -60,7 +62,12 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         probed, of_tier = _tier(tier, found[tier.name])
         tiers.append(probed)
         rows += of_tier
-    return Probed(cluster=replace(start, device=device, tiers=tuple(tiers)), rows=tuple(rows))
+    largest = max(samples.optimizer, key=lambda each: each.numel)
+    return Probed(
+        cluster=replace(start, device=device, tiers=tuple(tiers)),
+        rows=tuple(rows),
+        optimizer_bytes_per_s=_OPTIMIZER_BYTES * largest.num_shards * largest.numel / largest.seconds,
+    )
 
 
 def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
