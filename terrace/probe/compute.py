@@ -3,7 +3,8 @@
 Shape legend: B batch, S sequence, H hidden, N heads, D head_dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,11 @@ from terrace.simulate.work import Work
 
 COMPUTE = ("fp32", "bf16")  # the dtypes that training computes in
 
-_FIRST_SHAPE = (256, 256, 256)  # small enough for any device; its speed says how large the others may be
+# The dtype of layers and attention: flash kernels on CUDA have no fp32.
+TRAINS_IN: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
+
+_FIRST_CUBE, _LAST_CUBE = 256, 8192  # grown until it takes a while: its speed says how large the shapes may be
+_QUICK = 1 / 8  # of what the largest shape may take: a cube so quick is mostly launch
 _CALLS_A_LOOP = 8  # the largest shape is so large that a loop holds about so many
 _NUM_SHAPES = 8  # of each dtype, in three orientations
 _LARGE_BYTES = {"cpu": (8 << 20, 32 << 20), "cuda": (256 << 20, 1 << 30)}  # beyond the caches
@@ -48,9 +53,14 @@ def measure_gemms(watch: Stopwatch, budget_s: float, say: Say) -> list[GemmSampl
     samples = []
     for dtype in COMPUTE:
         say(f"matrix products in {dtype}")
-        first = _gemm(watch, dtype, _FIRST_SHAPE, 0, each_s)
+        limit_s = each_s / _CALLS_A_LOOP
+        cube = _FIRST_CUBE
+        first = _gemm(watch, dtype, (cube, cube, cube), 0, each_s)
+        while first.seconds < _QUICK * limit_s and cube < _LAST_CUBE:
+            cube *= 2
+            first = _gemm(watch, dtype, (cube, cube, cube), 0, each_s)
         samples.append(first)
-        limit = first.flops_per_s * each_s / _CALLS_A_LOOP
+        limit = first.flops_per_s * limit_s
         for shape in gemm_shapes(limit, _NUM_SHAPES):
             samples += [_gemm(watch, dtype, each, way, each_s) for way, each in enumerate(orientations(shape))]
     return samples
@@ -78,18 +88,19 @@ def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[Pa
 def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> list[AttentionSample]:
     """Time causal attention, forward and backward, over growing sequences."""
     say("attention")
-    batch, heads, head_dim = 1, 4, 64
+    name = TRAINS_IN[watch.device.type]
+    batch, heads, head_dim = (1, 4, 64) if watch.device.type == "cpu" else (4, 16, 128)
     limit = flops_per_s * budget_s / (6 * 3 * _CALLS_A_LOOP)
     lengths = attention_sequences(limit, batch, heads, head_dim)
     each_s = budget_s / (2 * len(lengths))
     samples = []
     for length in lengths:
         sizes = (batch, heads, length, head_dim)  # (B, N, S, D)
-        parts = [torch.randn(sizes, device=watch.device, requires_grad=True) for _ in range(3)]
-        forward_s, backward_s = _both_ways(watch, lambda parts=parts: _attend(*parts), parts, each_s)  # type: ignore[misc]
+        parts = [torch.randn(sizes, device=watch.device, dtype=DTYPES[name], requires_grad=True) for _ in range(3)]
+        forward_s, backward_s = _both_ways(watch, lambda parts=parts: _attend(*parts), each_s)  # type: ignore[misc]
         samples.append(
             AttentionSample(
-                dtype="fp32",
+                dtype=name,
                 batch=batch,
                 heads=heads,
                 head_dim=head_dim,
@@ -109,8 +120,8 @@ def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: S
     samples = []
     for config, sequence, micro_batch in shapes:
         layer, x = _layer(watch.device, (config, sequence, micro_batch))
-        forward_s, backward_s = _both_ways(watch, lambda layer=layer, x=x: layer(x), [x], each_s)  # type: ignore[misc]
-        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute="fp32")
+        forward_s, backward_s = _both_ways(watch, lambda layer=layer, x=x: layer(x), each_s)  # type: ignore[misc]
+        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
         samples.append(LayerSample(work=work, forward_s=forward_s, backward_s=backward_s))
     layer, x = _layer(watch.device, smallest_layer())
     return samples, watch.host_seconds(lambda: layer(x))
@@ -165,9 +176,7 @@ def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) 
     return GemmSample(dtype=name, m=m, k=k, n=n, seconds=seconds)
 
 
-def _both_ways(
-    watch: Stopwatch, forward: Callable[[], Tensor], leaves: Sequence[Tensor], budget_s: float
-) -> tuple[float, float]:
+def _both_ways(watch: Stopwatch, forward: Callable[[], Tensor], budget_s: float) -> tuple[float, float]:
     """Return (forward, backward) seconds: of a forward, and of both less that."""
     gradient = torch.ones_like(forward())
 
@@ -181,8 +190,9 @@ def _both_ways(
 def _layer(device: torch.device, shape: LayerShape) -> tuple[nn.Module, Tensor]:
     config, sequence, micro_batch = shape
     blocks = build_blocks(config)
-    initialise(blocks, config, 0, torch.float32, device)
-    x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, requires_grad=True)
+    dtype = DTYPES[TRAINS_IN[device.type]]
+    initialise(blocks, config, 0, dtype, device)
+    x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, dtype=dtype, requires_grad=True)
     return blocks[1], x
 
 

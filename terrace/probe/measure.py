@@ -10,6 +10,7 @@ from terrace.base.errors import ConfigError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
 from terrace.probe.compute import (
+    TRAINS_IN,
     layer_passes,
     measure_attention,
     measure_gemms,
@@ -71,7 +72,7 @@ def _measure(
     budget = {part: share * seconds for part, share in _PARTS.items()}
     copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
-    peak = max(sample.flops_per_s for sample in gemms if sample.dtype == "fp32")
+    peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
