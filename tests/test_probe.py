@@ -234,6 +234,12 @@ def test_message_sizes_grow_and_divide(largest: float, degree: int) -> None:
     assert all(size % (64 * degree) == 0 for size in sizes)
 
 
+def test_what_a_message_loses_beside_computing_is_late_per_neighbour() -> None:
+    overlap = Overlap(compute_s=2.0, message_s=1.0, together_s=3.6, num_messages=2, degree=4)
+    assert overlap.late_s == pytest.approx(0.1)
+    assert replace(overlap, together_s=2.9).late_s == 0.0
+
+
 def synthetic(true: Cluster) -> Samples:
     """What a machine with the constants of `true` would show."""
     step = [OptimizerSample(num_shards=6, numel=n, seconds=optimizer_s(true.device, 6 * n)) for n in (10**5, 10**7)]
@@ -262,7 +268,7 @@ def synthetic(true: Cluster) -> Samples:
             )
             for tier in true.tiers
         ),
-        overlap=Overlap(compute_s=2.0, message_s=1.0, together_s=2.3),
+        overlap=Overlap(compute_s=2.0, message_s=1.0, together_s=2.3, num_messages=4, degree=2),
     )
 
 

@@ -59,7 +59,7 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         if tier.name not in found:
             tiers.append(replace(tier, marks=_tier_marks(tier.marks, {})))
             continue
-        probed, of_tier = _tier(tier, found[tier.name])
+        probed, of_tier = _tier(tier, found[tier.name], 0.0 if samples.overlap is None else samples.overlap.late_s)
         tiers.append(probed)
         rows += of_tier
     largest = max(samples.optimizer, key=lambda each: each.numel)
@@ -127,9 +127,10 @@ def _peak(name: str, unit: str, before: float | None, best: float, kind: str) ->
     return Row(name=name, unit=unit, before=before, now=before, mark="preset")
 
 
-def _tier(start: Tier, samples: TierSamples) -> tuple[Tier, list[Row]]:
+def _tier(start: Tier, samples: TierSamples, late_s: float) -> tuple[Tier, list[Row]]:
+    """Return the tier; its latency is that of a message in a step, which waits for neighbours or for a core."""
     fit = fit_link(samples.messages)
-    latency_s = fit.latency_s + samples.skew_s
+    latency_s = fit.latency_s + max(samples.skew_s, late_s)
     rows = [
         Row(name=f"{start.name}.latency_s", unit="s", before=start.latency_s, now=latency_s, mark="measured"),
         Row(

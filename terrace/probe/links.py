@@ -119,7 +119,13 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
             wait()
 
     alone = [watch.seconds(work, each_s, agreed=True) for work in (only_compute, only_messages)]
-    return Overlap(compute_s=alone[0], message_s=alone[1], together_s=watch.seconds(both, each_s, agreed=True))
+    return Overlap(
+        compute_s=alone[0],
+        message_s=alone[1],
+        together_s=watch.seconds(both, each_s, agreed=True),
+        num_messages=num_messages,
+        degree=links.degree,
+    )
 
 
 def _skew_s(watch: Stopwatch, links: TierLinks, compute: Work, each_s: float) -> float:

@@ -19,11 +19,18 @@ class TierSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds of computing alone, of messages alone, and of both side by side."""
+    """Seconds of computing alone, of `num_messages` messages among `degree` ranks alone, and of both side by side."""
 
     compute_s: float
     message_s: float
     together_s: float
+    num_messages: int
+    degree: int
+
+    @property
+    def late_s(self) -> float:
+        """What a message beside computing takes longer than both in turn, per neighbour: it waits for a core."""
+        return max(0.0, self.together_s - self.compute_s - self.message_s) / self.num_messages / (self.degree - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
