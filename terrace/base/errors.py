@@ -45,6 +45,10 @@ class TrainingError(TerraceError):
     """A run that cannot go on, or that did not reach what it was to reach."""
 
 
+class ProbeError(TerraceError):
+    """Measurements from which no constant can be told."""
+
+
 class HangError(TerraceError):
     """A step that stopped; the message names the rank that stopped it."""
 

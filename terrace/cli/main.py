@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from terrace import __version__
-from terrace.base.errors import ConfigError, HangError, TerraceError, TrainingError
-from terrace.cli import explain, generate, plan, rehearse, scale, simulate, train
+from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
+from terrace.cli import explain, generate, plan, probe, rehearse, scale, simulate, train
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CLOSED
     except TerraceError as error:
         print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return EXIT_FAILED if isinstance(error, (HangError, TrainingError)) else EXIT_BAD_INPUT
+        return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("terrace: interrupted; what was saved is complete", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="terrace", description="Train large language models on clusters whose links are unequal.")
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (plan, scale, train, explain, simulate, generate, rehearse):
+    for module in (plan, scale, simulate, explain, train, generate, probe, rehearse):
         module.add_parser(commands)
     return parser
 

@@ -16,6 +16,7 @@ from terrace.base.errors import CheckpointError, ConfigError, DataError, Terrace
 from terrace.cli.output import drop_stdout, replace_unprintable, sigterm_raises
 from terrace.cli.prepare import prepare
 from terrace.cli.screen import Screen, show_plan
+from terrace.cluster import Cluster
 from terrace.runtime.launch import detect, join, launch_local, pace
 from terrace.runtime.world import World
 from terrace.train.config import RunConfig
@@ -23,7 +24,7 @@ from terrace.train.data import TokenFile, load_tokenizer, prepare_tokens
 from terrace.train.loop import Job, train
 from terrace.train.metrics import Silent
 
-_JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
+JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
 _PREPARE_TIMEOUT = timedelta(days=1)  # a large corpus takes hours to tokenise; a rank that dies ends the job
 _HEARD_S = 10.0  # for ranks that only read a key
 _MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely not meant
@@ -37,16 +38,31 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None) -> None:
     if detect():
         _run_joined(config, folder, resume)
         return
-    if config.cluster.world_size > _MAX_LOCAL_RANKS:
-        raise ConfigError(
-            f"cluster {config.cluster.name!r} has {config.cluster.world_size} ranks, and one machine starts at most "
-            f"{_MAX_LOCAL_RANKS} as local processes: use torchrun or srun, or resize a tier, for example "
-            f"--cluster.tiers.{config.cluster.tiers[-1].name}.size 1"
-        )
+    check_local(config.cluster)
     job = prepare(config, folder, resume)
     show_plan(job)
     with sigterm_raises():
         launch_local(config.cluster.world_size, run_rank, (job,))
+
+
+def check_local(cluster: Cluster) -> None:
+    """Raise `ConfigError` for a cluster of more ranks than are started on one machine."""
+    if cluster.world_size > _MAX_LOCAL_RANKS:
+        raise ConfigError(
+            f"cluster {cluster.name!r} has {cluster.world_size} ranks, and one machine starts at most "
+            f"{_MAX_LOCAL_RANKS} as local processes: use torchrun or srun, or resize a tier, for example "
+            f"--cluster.tiers.{cluster.tiers[-1].name}.size 1"
+        )
+
+
+def check_world(world: World, cluster: Cluster) -> None:
+    """Raise `ConfigError` unless the launcher started as many ranks as the cluster has."""
+    if world.world_size != cluster.world_size:
+        raise ConfigError(
+            f"{world.world_size} ranks were started, but cluster {cluster.name!r} has "
+            f"{cluster.world_size}: start {cluster.world_size}, or resize a tier, for example "
+            f"--cluster.tiers.{cluster.tiers[-1].name}.size N"
+        )
 
 
 def run_rank(world: World, job: Job) -> None:
@@ -63,27 +79,22 @@ def run_rank(world: World, job: Job) -> None:
 
 
 def _run_joined(config: RunConfig, folder: Path | None, resume: Path | None) -> None:
-    world = join(timeout_s=_JOIN_TIMEOUT_S)
+    world = join(timeout_s=JOIN_TIMEOUT_S)
 
     def prepare_here() -> Job:
-        if world.world_size != config.cluster.world_size:
-            raise ConfigError(
-                f"{world.world_size} ranks were started, but cluster {config.cluster.name!r} has "
-                f"{config.cluster.world_size}: start {config.cluster.world_size}, or resize a tier, for example "
-                f"--cluster.tiers.{config.cluster.tiers[-1].name}.size N"
-            )
+        check_world(world, config.cluster)
         return prepare(config, folder, resume)
 
-    job = _one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
+    job = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
     if world.rank == 0:
         show_plan(job)
     here = f"tokens/{socket.gethostname()}"
-    tokens = _one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _tokens_here(job))
+    tokens = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _tokens_here(job))
     run_rank(world, replace(job, tokens=tokens))
     dist.destroy_process_group()
 
 
-def _one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
+def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
     """Return what the rank whose turn it is makes; when it cannot, it alone says why, and the others end."""
     if not mine:
         world.store.wait([key], _PREPARE_TIMEOUT)

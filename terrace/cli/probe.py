@@ -1,0 +1,136 @@
+"""`terrace probe`: measure this machine, or the ranks of this job, and write a cluster file with what it reaches.
+
+Without a launcher the ranks are local processes, as in `terrace train`; under torchrun this process is one of them.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import tomli_w
+from rich import box
+from rich.table import Table
+
+from terrace.base.errors import ConfigError
+from terrace.base.files import write_atomic
+from terrace.base.schema import dump, merge
+from terrace.cli.options import parse_overrides
+from terrace.cli.output import Terminal
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.probe.assemble import Probed, Row, assemble
+from terrace.report.tables import quantity, seconds
+
+_HEADER = """\
+# Written by `terrace probe`. Figures marked "measured" or "fitted" are what {ranks} ranks reached here, all at work at
+# once; those marked "preset" are the starting cluster's. Use it as --cluster {name}.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "probe",
+        help="measure this machine or job and write a cluster file",
+        epilog="Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4.",
+    )
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", default="local", help="names, sizes and peaks to start from (default: local)"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("cluster.toml"), help="default: cluster.toml")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="time for all measurements together (default: 60)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Probe; returns 0, or raises what went wrong."""
+    cluster = _cluster(options.cluster, rest)
+    if not (math.isfinite(options.seconds) and options.seconds > 0):
+        raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
+    try:
+        from terrace.cli import probing
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"probing needs the package {error.name!r}: pip install 'terrace[train]'") from error
+
+    def check() -> None:
+        check_out(options.out, options.force)
+
+    samples = probing.run(cluster, options.seconds, check)
+    if samples is not None:  # on the one rank that writes
+        probed = assemble(cluster, samples)
+        _write(options.out, probed.cluster)
+        _show(probed, options.out)
+    return 0
+
+
+def check_out(path: Path, force: bool) -> None:
+    """Raise `ConfigError` unless a file can be written there, or if one is there and `force` is not given."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no regular file")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if path.suffix != ".toml":
+        raise ConfigError(f"--out {path} must end in .toml: a cluster is found by that")
+    if path.exists() and not force:
+        raise ConfigError(f"--out {path} is there already: name another file, or replace it with --force")
+
+
+def _cluster(name: str, rest: Sequence[str]) -> Cluster:
+    overrides = parse_overrides(rest)
+    for section in overrides:
+        if section != "cluster":
+            raise ConfigError(f"--{section}.… is no key of a cluster: a probe takes only --cluster.key VALUE")
+    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
+
+
+def _write(path: Path, cluster: Cluster) -> None:
+    header = _HEADER.format(ranks=cluster.world_size, name=path)
+    try:
+        write_atomic(path, f"{header}{tomli_w.dumps(dump(cluster))}")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {path} cannot be written ({error.strerror}): name a file in a folder that can")
+
+
+def _show(probed: Probed, path: Path) -> None:
+    title = f"cluster {probed.cluster.name}, probed with {probed.cluster.world_size} ranks at once"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("constant", no_wrap=True)
+    for heading in ("before", "now"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("mark")
+    table.add_column("fit error", justify="right")
+    for row in probed.rows:
+        error = "" if row.error is None else f"{100 * row.error:.0f} %"
+        before = "-" if row.before is None else _words(row, row.before)
+        table.add_row(row.name, before, _words(row, row.now), row.mark, error)
+    Terminal().print(table)
+    print(
+        "fit error: mean deviation of the times measured from those that the constants give\n"
+        f"optimizer steps on large shards moved {quantity(probed.optimizer_bytes_per_s, 'B/s')} a rank\n"
+        f"wrote {os.fspath(path)}: use it as --cluster {os.fspath(path)}"
+    )
+    sys.stdout.flush()
+
+
+def _words(row: Row, value: float) -> str:
+    if row.unit == "s":
+        return seconds(value)
+    return quantity(value, row.unit) if row.unit and row.unit != "elements" else f"{value:.3g}"

@@ -1,0 +1,176 @@
+"""From samples to a cluster: every constant with its mark, and beside the one it replaces.
+
+On a CPU nothing states a peak, so the best product and the best pass over memory are the peaks. On a device the
+starting cluster's peaks stay, unless something measured went faster: then they belong to another device.
+Constants are fitted in an order in which each needs only those before: memory, products, attention, layers, optimizer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from terrace.cluster import Cluster, Device, Kernels, Tier
+from terrace.cluster.cluster import Mark
+from terrace.probe.fit import (
+    fit_attention,
+    fit_gemm,
+    fit_layers,
+    fit_link,
+    fit_memory,
+    fit_optimizer,
+    overlap_penalty,
+)
+from terrace.probe.samples import Samples, TierSamples
+
+_SOURCE = "terrace probe"
+_OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Adam step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One constant: what the starting cluster says and what the probe found.
+
+    `unit` is that of both values, empty for a share. `error` is the mean relative error of the times that were
+    measured, given this constant and those before it; None where nothing was fitted.
+    """
+
+    name: str
+    unit: str
+    before: float | None
+    now: float
+    mark: Mark
+    error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """The cluster with measured constants, and the table of them."""
+
+    cluster: Cluster
+    rows: tuple[Row, ...]
+    optimizer_bytes_per_s: float  # that a step on the largest shards reached, 44 bytes a parameter
+
+
+def assemble(start: Cluster, samples: Samples) -> Probed:
+    """Return `start` with the constants that the samples show. Raises `ProbeError` where they show none."""
+    device, rows = _device(start.device, samples)
+    found = {each.tier: each for each in samples.tiers}
+    tiers = []
+    for tier in start.tiers:
+        if tier.name not in found:
+            tiers.append(replace(tier, marks=_tier_marks(tier.marks, {})))
+            continue
+        probed, of_tier = _tier(tier, found[tier.name], 0.0 if samples.overlap is None else samples.overlap.late_s)
+        tiers.append(probed)
+        rows += of_tier
+    largest = max(samples.optimizer, key=lambda each: each.numel)
+    return Probed(
+        cluster=replace(start, device=device, tiers=tuple(tiers)),
+        rows=tuple(rows),
+        optimizer_bytes_per_s=_OPTIMIZER_BYTES * largest.num_shards * largest.numel / largest.seconds,
+    )
+
+
+def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
+    device, rows = _peaks(start, samples)
+    before = start.kernels
+
+    def learn(errors: float | None, mark: Mark, **constants: float) -> None:
+        nonlocal device
+        kernels: Kernels = replace(device.kernels, **constants)  # type: ignore[arg-type]  # all of these are floats
+        device = replace(device, kernels=kernels)
+        for name, value in constants.items():
+            unit = "s" if name.endswith("_s") else "elements" if name == "gemm_half_depth" else ""
+            rows.append(
+                Row(name=f"kernels.{name}", unit=unit, before=getattr(before, name), now=value, mark=mark, error=errors)
+            )
+
+    on_cpu = samples.device == "cpu"
+    tiles, num_cores = ((), 0) if on_cpu else (before.tiles, samples.num_cores)
+    # Codecs are not measured, so what is said of them stays.
+    blank = Kernels(tiles=tiles, num_cores=num_cores, source=_SOURCE, launch_s=samples.launch_s, codec=before.codec)
+    device = replace(device, kernels=blank, backend="cpu" if on_cpu else "cuda")
+    memory, _ = fit_memory(device, [*samples.norms, *(() if on_cpu else samples.copies)])
+    device = replace(device, kernels=replace(blank, memory=memory))
+    share, half_depth, error = fit_gemm(device, samples.gemms)
+    learn(error, "fitted", gemm=share, gemm_half_depth=half_depth)
+    share, error = fit_attention(device, samples.attention)
+    learn(error, "fitted", attention=share)
+    learn(None, "measured", host_layer_s=samples.host_layer_s)
+    memory, launch_s, error = fit_layers(device, samples.layers)
+    learn(error, "fitted", memory=memory, launch_s=launch_s)
+    constant_s, error = fit_optimizer(device, samples.optimizer)
+    learn(error, "fitted", optimizer_s=constant_s)
+    if samples.overlap is not None:
+        took = samples.overlap
+        penalty = overlap_penalty(took.compute_s, took.message_s, took.together_s)
+        rows.append(Row(name="overlap_penalty", unit="", before=start.overlap_penalty, now=penalty, mark="measured"))
+        device = replace(device, overlap_penalty=penalty)
+    marks = {row.name: row.mark for row in rows}
+    marks |= {"kernels.num_cores": "measured", "kernels.tiles": "measured" if on_cpu else "preset"}
+    return replace(device, marks=_device_marks(device, start.marks, marks), source=_SOURCE), rows
+
+
+def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
+    """Return the device with the peaks to which shares refer."""
+    rows, peaks = [], dict(start.peak_flops_per_s)
+    for dtype in sorted({sample.dtype for sample in samples.gemms}):
+        best = max(sample.flops_per_s for sample in samples.gemms if sample.dtype == dtype)
+        rows.append(_peak(f"peak_flops_per_s.{dtype}", "FLOP/s", peaks.get(dtype), best, samples.device))
+        peaks[dtype] = rows[-1].now
+    best = max(sample.num_bytes / sample.seconds for sample in samples.copies)
+    rows.append(_peak("memory_bandwidth_bytes_per_s", "B/s", start.memory_bandwidth_bytes_per_s, best, samples.device))
+    return replace(start, peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=rows[-1].now), rows
+
+
+def _peak(name: str, unit: str, before: float | None, best: float, kind: str) -> Row:
+    if kind == "cpu" or before is None or best > before:
+        return Row(name=name, unit=unit, before=before, now=best, mark="measured")
+    return Row(name=name, unit=unit, before=before, now=before, mark="preset")
+
+
+def _tier(start: Tier, samples: TierSamples, late_s: float) -> tuple[Tier, list[Row]]:
+    """Return the tier; its latency is that of a message in a step, which waits for neighbours or for a core."""
+    fit = fit_link(samples.messages)
+    latency_s = fit.latency_s + max(samples.skew_s, late_s)
+    rows = [
+        Row(name=f"{start.name}.latency_s", unit="s", before=start.latency_s, now=latency_s, mark="measured"),
+        Row(
+            name=f"{start.name}.bandwidth_bytes_per_s",
+            unit="B/s",
+            before=start.bandwidth_bytes_per_s * start.efficiency,
+            now=fit.bandwidth_bytes_per_s,
+            mark="fitted",
+            error=fit.error,
+        ),
+        Row(
+            name=f"{start.name}.half_bytes",
+            unit="B",
+            before=start.half_bytes,
+            now=fit.half_bytes,
+            mark="fitted",
+            error=fit.error,
+        ),
+    ]
+    marks: dict[str, Mark] = {row.name.removeprefix(f"{start.name}."): row.mark for row in rows}
+    tier = replace(
+        start,
+        latency_s=latency_s,
+        bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
+        half_bytes=fit.half_bytes,
+        efficiency=1.0,  # the bandwidth is what messages reach
+        direct=False,  # and that of all members together, however they are wired
+        source=_SOURCE,
+    )
+    return replace(tier, marks=_tier_marks(start.marks, marks | {"efficiency": "fitted"})), rows
+
+
+def _device_marks(device: Device, before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:
+    names = ["memory_bytes", "memory_bandwidth_bytes_per_s", "overlap_penalty"]
+    names += [f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s]
+    names += [f"kernels.{each.name}" for each in fields(Kernels) if each.name != "source"]
+    return {name: found.get(name, before.get(name, "preset")) for name in names}
+
+
+def _tier_marks(before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:
+    names = ["bandwidth_bytes_per_s", "latency_s", "efficiency", "half_bytes"]
+    return {name: found.get(name, before.get(name, "preset")) for name in names}

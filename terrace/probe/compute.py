@@ -1,0 +1,212 @@
+"""What a rank computes: products, passes over memory, attention, whole layers, the optimizer.
+
+Shape legend: B batch, S sequence, H hidden, N heads, D head_dim.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.comm.collectives import DTYPES
+from terrace.model.decoder import build_blocks
+from terrace.model.init import initialise
+from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, OptimizerSample, PassSample
+from terrace.probe.grid import (
+    LayerShape,
+    Shape,
+    attention_sequences,
+    gemm_shapes,
+    layer_shapes,
+    orientations,
+    smallest_layer,
+)
+from terrace.probe.timing import Stopwatch
+from terrace.runtime.adamw import ShardedAdamW
+from terrace.runtime.executor import squared_norm
+from terrace.runtime.settings import AdamWConfig
+from terrace.simulate.work import Work
+
+COMPUTE = ("fp32", "bf16")  # the dtypes that training computes in
+
+# The dtype of layers and attention: flash kernels on CUDA have no fp32.
+TRAINS_IN: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
+
+_FIRST_CUBE, _LAST_CUBE = 256, 8192  # grown until it takes a while: its speed says how large the shapes may be
+_QUICK = 1 / 8  # of what the largest shape may take: a cube so quick is mostly launch
+_CALLS_A_LOOP = 8  # the largest shape is so large that a loop holds about so many
+_NUM_SHAPES = 8  # of each dtype, in three orientations
+_LARGE_BYTES = {"cpu": (8 << 20, 32 << 20), "cuda": (256 << 20, 1 << 30)}  # beyond the caches
+_NORM_ROWS = {"cpu": (256, 1024, 4096), "cuda": (4096, 16384, 65536)}
+_NORM_WIDTH = {"cpu": 256, "cuda": 4096}
+_NUM_SHARDS = 6  # an optimizer step updates one shard a block
+_SHARD_NUMELS = {"cpu": (4096, 65536, 524288), "cuda": (1 << 20, 1 << 24, 1 << 26)}
+
+Say = Callable[[str], None]
+
+
+def measure_gemms(watch: Stopwatch, budget_s: float, say: Say) -> list[GemmSample]:
+    """Time matrix products of layers' shapes in every dtype and orientation, as large as the device's speed allows."""
+    each_s = budget_s / (len(COMPUTE) * 3 * _NUM_SHAPES + len(COMPUTE))
+    samples = []
+    for dtype in COMPUTE:
+        say(f"matrix products in {dtype}")
+        limit_s = each_s / _CALLS_A_LOOP
+        cube = _FIRST_CUBE
+        first = _gemm(watch, dtype, (cube, cube, cube), 0, each_s)
+        while first.seconds < _QUICK * limit_s and cube < _LAST_CUBE:
+            cube *= 2
+            first = _gemm(watch, dtype, (cube, cube, cube), 0, each_s)
+        samples.append(first)
+        limit = first.flops_per_s * limit_s
+        for shape in gemm_shapes(limit, _NUM_SHAPES):
+            samples += [_gemm(watch, dtype, each, way, each_s) for way, each in enumerate(orientations(shape))]
+    return samples
+
+
+def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[PassSample], list[PassSample], float]:
+    """Time copies and additions beyond the caches; norms; and the smallest operation there is."""
+    say("memory")
+    kind, device = watch.device.type, watch.device
+    each_s = budget_s / (2 * len(_LARGE_BYTES[kind]) + len(_NORM_ROWS[kind]) + 1)
+    copies, norms = [], []
+    for size in _LARGE_BYTES[kind]:
+        a, b = (torch.zeros(size // 4, device=device) for _ in range(2))
+        copies.append(PassSample(num_bytes=2 * size, seconds=watch.seconds(_copy(a, b), each_s)))
+        copies.append(PassSample(num_bytes=3 * size, seconds=watch.seconds(_add(a, b), each_s)))
+    width = _NORM_WIDTH[kind]
+    weight = torch.ones(width, device=device)
+    for rows in _NORM_ROWS[kind]:
+        x = torch.randn(rows, width, device=device)
+        norms.append(PassSample(num_bytes=2 * x.nbytes, seconds=watch.seconds(_norm(x, weight), each_s)))
+    one = torch.zeros(1, device=device)
+    return copies, norms, watch.seconds(_add(one, one), each_s)
+
+
+def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> list[AttentionSample]:
+    """Time causal attention, forward and backward, over growing sequences."""
+    say("attention")
+    name = TRAINS_IN[watch.device.type]
+    batch, heads, head_dim = (1, 4, 64) if watch.device.type == "cpu" else (4, 16, 128)
+    limit = flops_per_s * budget_s / (6 * 3 * _CALLS_A_LOOP)
+    lengths = attention_sequences(limit, batch, heads, head_dim)
+    each_s = budget_s / (2 * len(lengths))
+    samples = []
+    for length in lengths:
+        sizes = (batch, heads, length, head_dim)  # (B, N, S, D)
+        parts = [torch.randn(sizes, device=watch.device, dtype=DTYPES[name], requires_grad=True) for _ in range(3)]
+        forward_s, backward_s = _both_ways(watch, lambda parts=parts: _attend(*parts), each_s)  # type: ignore[misc]
+        samples.append(
+            AttentionSample(
+                dtype=name,
+                batch=batch,
+                heads=heads,
+                head_dim=head_dim,
+                sequence=length,
+                forward_s=forward_s,
+                backward_s=backward_s,
+            )
+        )
+    return samples
+
+
+def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> tuple[list[LayerSample], float]:
+    """Time whole decoder layers both ways, and the host launching the smallest one."""
+    say("layers")
+    shapes = layer_shapes(flops_per_s * budget_s / (6 * 3 * _CALLS_A_LOOP))
+    each_s = budget_s / (2 * len(shapes))
+    samples = []
+    for config, sequence, micro_batch in shapes:
+        layer, x = _layer(watch.device, (config, sequence, micro_batch))
+        forward_s, backward_s = _both_ways(watch, lambda layer=layer, x=x: layer(x), each_s)  # type: ignore[misc]
+        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
+        samples.append(LayerSample(work=work, forward_s=forward_s, backward_s=backward_s))
+    layer, x = _layer(watch.device, smallest_layer())
+    return samples, watch.host_seconds(lambda: layer(x))
+
+
+def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[OptimizerSample]:
+    """Time the runtime's optimizer step: norm, clipping scale and AdamW over the shards of a few blocks."""
+    say("the optimizer")
+    numels = _SHARD_NUMELS[watch.device.type]
+    samples = []
+    for numel in numels:
+        gradients = [torch.full((numel,), 1e-3, device=watch.device) for _ in range(_NUM_SHARDS)]
+        masters = [torch.zeros(numel, device=watch.device) for _ in range(_NUM_SHARDS)]
+        updates = [
+            ShardedAdamW(master, gradient, numel, AdamWConfig())
+            for master, gradient in zip(masters, gradients, strict=True)
+        ]
+
+        def step(gradients: list[Tensor] = gradients, updates: list[ShardedAdamW] = updates) -> None:
+            norm = torch.stack([squared_norm(gradient) for gradient in gradients]).sum().sqrt()
+            scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+            for gradient, update in zip(gradients, updates, strict=True):
+                gradient.mul_(scale.to(gradient.dtype))
+                update.update(1e-6)
+
+        seconds = watch.seconds(step, budget_s / len(numels))
+        samples.append(OptimizerSample(num_shards=_NUM_SHARDS, numel=numel, seconds=seconds))
+    return samples
+
+
+def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
+    """Return a call that runs one layer forward and backward."""
+    layer, x = _layer(watch.device, shape)
+
+    def both() -> None:
+        output = layer(x)
+        torch.autograd.backward(output, torch.ones_like(output))
+
+    return both
+
+
+def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) -> GemmSample:
+    """Time one product; `way` tells whether it is a forward, or the gradient of the input or of the weight.
+
+    Operands lie as autograd hands them over: a weight is (out, in), and each gradient reads one of them transposed.
+    """
+    m, k, n = shape
+    sizes: tuple[tuple[int, int], tuple[int, int]] = (((m, k), (n, k)), ((m, k), (k, n)), ((k, m), (k, n)))[way]
+    a, b = (torch.randn(size, device=watch.device, dtype=DTYPES[name]) for size in sizes)
+    left, right = (a.t() if way == 2 else a), (b.t() if way == 0 else b)
+    seconds = watch.seconds(lambda: torch.mm(left, right), budget_s)
+    return GemmSample(dtype=name, m=m, k=k, n=n, seconds=seconds)
+
+
+def _both_ways(watch: Stopwatch, forward: Callable[[], Tensor], budget_s: float) -> tuple[float, float]:
+    """Return (forward, backward) seconds: of a forward, and of both less that."""
+    gradient = torch.ones_like(forward())
+
+    def both() -> None:
+        torch.autograd.backward(forward(), gradient)
+
+    forward_s, both_s = watch.seconds(forward, budget_s / 2), watch.seconds(both, budget_s)
+    return forward_s, max(both_s - forward_s, forward_s / 10)  # noise can hide a short backward, not make it vanish
+
+
+def _layer(device: torch.device, shape: LayerShape) -> tuple[nn.Module, Tensor]:
+    config, sequence, micro_batch = shape
+    blocks = build_blocks(config)
+    dtype = DTYPES[TRAINS_IN[device.type]]
+    initialise(blocks, config, 0, dtype, device)
+    x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, dtype=dtype, requires_grad=True)
+    return blocks[1], x
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _copy(a: Tensor, b: Tensor) -> Callable[[], object]:
+    return lambda: a.copy_(b)
+
+
+def _add(a: Tensor, b: Tensor) -> Callable[[], object]:
+    return lambda: a.add_(b)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Callable[[], object]:
+    return lambda: F.rms_norm(x, weight.shape, weight, 1e-5)

@@ -1,0 +1,331 @@
+"""Constants from measurements: pure fitting, no torch.
+
+Every fit is relative: an error of 10 % counts alike for a message of a kilobyte and one of a gigabyte. Large
+deviations count by their size rather than by its square, so that one disturbed measurement bends no constant.
+Constants have hard bounds: a fit that would be better outside them shows as a larger error, and nothing else.
+Kernels and layers are priced by the simulator's own functions (`terrace.simulate`), so what is fitted is what predicts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from terrace.base.errors import ProbeError
+from terrace.cluster import Device, Kernels
+from terrace.simulate.kernels import attention_s, gemm_s, memory_s
+from terrace.simulate.layers import block_seconds, optimizer_s
+from terrace.simulate.work import Work
+
+_TOLERATED = 0.2  # relative deviations beyond this count by their size, not by its square
+_NOTHING = 1e-3  # an intercept of so little of the shortest time is none
+_NO_RISE = 0.05  # a line that rises by less than that part of its intercept is noise
+_SMALLEST_SHARE = 1e-3
+_DEEPEST = 4.0  # largest half depth, in the largest inner size measured: beyond, it cannot be told from the share
+_MOST_LAUNCH = 100.0  # a kernel of a layer may take so many times what the smallest operation took to launch
+_PRIOR = 0.005  # weight of the measured value in the fit of layers, beside that of one measured layer
+_GRID, _FINEST = 13, 5e-5
+
+Loss = Callable[[float, float], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSample:
+    """Seconds of a product of (m, k) and (k, n)."""
+
+    dtype: str
+    m: int
+    k: int
+    n: int
+    seconds: float
+
+    @property
+    def flops_per_s(self) -> float:
+        """What it reached."""
+        return 2.0 * self.m * self.k * self.n / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSample:
+    """Seconds of one kernel that reads and writes `num_bytes` and computes little."""
+
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSample:
+    """Seconds of causal attention over `sequence` positions, forward and backward."""
+
+    dtype: str
+    batch: int
+    heads: int
+    head_dim: int
+    sequence: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSample:
+    """Seconds of one decoder layer, forward and backward (which adds to gradients that are there)."""
+
+    work: Work
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSample:
+    """Seconds of one optimizer step over `num_shards` shards of `numel` parameters each."""
+
+    num_shards: int
+    numel: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSample:
+    """Seconds of a collective among `degree` ranks in which each sends `sent_bytes`."""
+
+    kind: str
+    degree: int
+    sent_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """Constants of a tier, and the mean relative error of the times they give."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    half_bytes: float
+    error: float
+
+
+def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, float, float]:
+    """Return (share of the peak, half depth, mean relative error) of the products' seconds.
+
+    All else is the device's: peaks, memory, launch, tiles. The share lies in (0, 1], the half depth between 0 and
+    four times the largest inner size. Raises `ProbeError` when the inner size does not vary.
+    """
+    _check([sample.seconds for sample in samples], "matrix products")
+    depths = {sample.k for sample in samples}
+    if len(depths) < 2:
+        raise ProbeError("the matrix products all have one inner size: measure two at least to tell share from depth")
+
+    def priced(share: float, half_depth: float) -> list[float]:
+        tried = _with(device, gemm=share, gemm_half_depth=half_depth)
+        return [gemm_s(tried, each.m, each.k, each.n, dtype=each.dtype) for each in samples]
+
+    measured = [sample.seconds for sample in samples]
+    deepest = _DEEPEST * max(depths)
+    # The half depth is searched as its share of itself and the deepest, which spreads small ones out.
+    share, spread = _minimise(
+        lambda share, spread: _loss(priced(share, _depth(spread, deepest)), measured),
+        (_SMALLEST_SHARE, 1.0),
+        (0.0, 1.0),
+    )
+    return share, _depth(spread, deepest), mean_error(priced(share, _depth(spread, deepest)), measured)
+
+
+def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
+    """Return (share of the memory bandwidth, mean relative error) of passes over memory."""
+    measured = [sample.seconds for sample in samples]
+    _check(measured, "passes over memory")
+
+    def priced(share: float) -> list[float]:
+        tried = _with(device, memory=share)
+        return [memory_s(tried, sample.num_bytes) for sample in samples]
+
+    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
+    return share, mean_error(priced(share), measured)
+
+
+def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float]:
+    """Return (share of the peak that attention reaches, mean relative error), both directions counted."""
+    measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
+    _check(measured, "attention")
+
+    def priced(share: float) -> list[float]:
+        tried = _with(device, attention=share)
+        return [
+            seconds
+            for each in samples
+            for seconds in attention_s(
+                tried,
+                batch=each.batch,
+                heads=each.heads,
+                queries=each.sequence,
+                keys=each.sequence,
+                head_dim=each.head_dim,
+                dtype=each.dtype,
+            )
+        ]
+
+    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
+    return share, mean_error(priced(share), measured)
+
+
+def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:
+    """Return (share of the memory bandwidth, launch seconds, mean relative error) that whole layers show.
+
+    A layer runs more kernels than the model counts, and what they hand on may stay in a cache: its two constants of
+    the kernels between the products are those that match layers best, bound by (0, 1] and by 1 to 100 times the
+    launch measured alone, and drawn a little towards the values the device has.
+    """
+    measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
+    _check(measured, "layers")
+    least_s = device.kernels.launch_s
+    if not least_s > 0:
+        raise ProbeError(
+            f"the launch of a kernel was measured as {least_s} s: it must be positive before layers are fitted"
+        )
+    before = math.log(device.kernels.memory)
+
+    def loss(share: float, launches: float) -> float:
+        prior = (math.log(share) - before) ** 2 + launches**2
+        return _loss(price_layers(_layered(device, share, launches), samples), measured) + _PRIOR * prior
+
+    share, launches = _minimise(loss, (_SMALLEST_SHARE, 1.0), (0.0, math.log(_MOST_LAUNCH)))
+    fitted = _layered(device, share, launches)
+    return share, fitted.kernels.launch_s, mean_error(price_layers(fitted, samples), measured)
+
+
+def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[float, float]:
+    """Return (seconds of an optimizer step beyond its bytes, mean relative error)."""
+    measured = [sample.seconds for sample in samples]
+    _check(measured, "optimizer steps")
+
+    def priced(constant_s: float) -> list[float]:
+        tried = _with(device, optimizer_s=0.0)
+        return [constant_s + optimizer_s(tried, sample.num_shards * sample.numel) for sample in samples]
+
+    constant_s = _minimise(lambda constant_s, _: _loss(priced(constant_s), measured), (0.0, max(measured)), (0.0, 0.0))[
+        0
+    ]
+    return constant_s, mean_error(priced(constant_s), measured)
+
+
+def price_layers(device: Device, samples: Sequence[LayerSample]) -> list[float]:
+    """Return the seconds the cost model gives these layers: forward and backward of each, in turn."""
+    seconds = (block_seconds(device, sample.work, 1, accumulate=True) for sample in samples)
+    return [way for each in seconds for way in (each.forward_s, each.backward_s)]
+
+
+def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
+    """Return latency, bandwidth and half size of a tier from its collectives.
+
+    The cost of sending B bytes among n is (n - 1) latency + (B + half (n - 1) / n) / bandwidth: a line in B, of
+    which a fit sees the rise and the intercept. The part of the intercept that the smallest message shows is
+    latency; what larger ones lose beyond it is the half size.
+    Raises `ProbeError` when sizes do not vary, or times do not grow with them.
+    """
+    _check([sample.seconds for sample in samples], "messages")
+    degree = samples[0].degree
+    if degree < 2 or any(sample.degree != degree for sample in samples):
+        raise ProbeError(f"messages among {sorted({each.degree for each in samples})} ranks: give one degree above 1")
+    if len({sample.sent_bytes for sample in samples}) < 2:
+        raise ProbeError("the messages all have one size: measure two at least to tell latency from bandwidth")
+    intercept, rise = _line(samples)
+    if rise * max(each.sent_bytes for each in samples) < _NO_RISE * intercept:
+        raise ProbeError("larger messages took no longer than small ones: give the probe more --seconds")
+    least = min(samples, key=lambda each: each.sent_bytes).sent_bytes
+    smallest_s = _median([each.seconds for each in samples if each.sent_bytes == least])
+    first_s = min(intercept, smallest_s)
+    neighbours = degree - 1
+    priced = [intercept + rise * each.sent_bytes for each in samples]
+    return LinkFit(
+        latency_s=first_s / neighbours,
+        bandwidth_bytes_per_s=1.0 / rise,
+        half_bytes=(intercept - first_s) / rise * degree / neighbours,
+        error=mean_error(priced, [each.seconds for each in samples]),
+    )
+
+
+def overlap_penalty(compute_s: float, message_s: float, together_s: float) -> float:
+    """Return by which part of the messages' time computing slowed while they travelled, between 0 and 1.
+
+    From T = max(C (1 + penalty min(1, N / C)), N): the part of the shorter of C and N that was not hidden.
+    """
+    _check([compute_s, message_s, together_s], "computing and messages")
+    return min(1.0, max(0.0, (together_s - max(compute_s, message_s)) / min(compute_s, message_s)))
+
+
+def mean_error(priced: Sequence[float], measured: Sequence[float]) -> float:
+    """Return the mean of |priced - measured| / measured."""
+    return sum(abs(a - b) / b for a, b in zip(priced, measured, strict=True)) / len(measured)
+
+
+def _check(seconds: Sequence[float], what: str) -> None:
+    if not seconds:
+        raise ProbeError(f"no {what} were measured: there is nothing to fit")
+    for value in seconds:
+        if not (math.isfinite(value) and value > 0):
+            raise ProbeError(
+                f"{what} were measured to take {value} s: times are positive; give the probe more --seconds"
+            )
+
+
+def _with(device: Device, **constants: float) -> Device:
+    kernels: Kernels = replace(device.kernels, **constants)  # type: ignore[arg-type]  # every constant here is a float
+    return replace(device, kernels=kernels)
+
+
+def _layered(device: Device, share: float, launches: float) -> Device:
+    return _with(device, memory=share, launch_s=device.kernels.launch_s * math.exp(launches))
+
+
+def _depth(spread: float, deepest: float) -> float:
+    return deepest * spread**3
+
+
+def _loss(priced: Sequence[float], measured: Sequence[float]) -> float:
+    """Sum of squared log ratios, of which those beyond the tolerated deviation grow linearly (Huber)."""
+    total = 0.0
+    for a, b in zip(priced, measured, strict=True):
+        off = abs(math.log(a / b))
+        total += off * off if off <= _TOLERATED else _TOLERATED * (2 * off - _TOLERATED)
+    return total
+
+
+def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
+    """Return (intercept, rise) of the line in what is sent that matches the seconds of samples by their ratio."""
+    measured = [sample.seconds for sample in samples]
+    largest = max(sample.sent_bytes for sample in samples)
+    # Logarithms: of the intercept, down to a nothing beside the shortest time, and of what the largest adds to it.
+    bounds = math.log(_NOTHING * min(measured)), math.log(2 * max(measured))
+
+    def priced(intercept: float, rise: float) -> list[float]:
+        return [math.exp(intercept) + math.exp(rise) / largest * each.sent_bytes for each in samples]
+
+    intercept, rise = _minimise(lambda a, b: _loss(priced(a, b), measured), bounds, bounds)
+    return math.exp(intercept), math.exp(rise) / largest
+
+
+def _minimise(loss: Loss, first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    """Return where `loss` is least inside the bounds: the best point of a grid, then ever smaller steps from it."""
+    grids = [[low + (high - low) * step / (_GRID - 1) for step in range(_GRID)] for low, high in (first, second)]
+    best = min((loss(a, b), a, b) for a in grids[0] for b in grids[1])
+    step = 1.0 / (_GRID - 1)
+    while step > _FINEST:
+        moves = [(da, db) for da in (-step, 0.0, step) for db in (-step, 0.0, step) if da or db]
+        tried = [_inside(best[1], da, first, best[2], db, second) for da, db in moves]
+        found = min((loss(a, b), a, b) for a, b in tried)
+        if found < best:
+            best = found
+        else:
+            step /= 2
+    return best[1], best[2]
+
+
+def _inside(
+    a: float, da: float, first: tuple[float, float], b: float, db: float, second: tuple[float, float]
+) -> tuple[float, float]:
+    a = min(first[1], max(first[0], a + da * (first[1] - first[0])))
+    return a, min(second[1], max(second[0], b + db * (second[1] - second[0])))
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

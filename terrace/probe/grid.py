@@ -1,0 +1,111 @@
+"""Which shapes and sizes are measured: as large as the time for one of them allows, and spread evenly in size."""
+
+import math
+from typing import TypeVar
+
+from terrace.model.config import ModelConfig, forward_flops, parse_model
+
+_TOKENS = (64, 256, 1024, 4096, 8192)
+_WIDTHS = (64, 160, 256, 512, 1024, 2048, 4096, 8192)
+_WIDENINGS = (1, 3, 4)  # of a width: an output, query-key-value, an MLP
+_FLOPS_RANGE = 256.0  # the smallest shape has so many times fewer FLOPs than the largest
+_DEEPEST_TO_WIDEST = 64  # shapes flatter than that are of no layer
+_MESSAGE_ALIGNMENT = 64
+
+T = TypeVar("T")
+Shape = tuple[int, int, int]  # m, k, n
+LayerShape = tuple[ModelConfig, int, int]  # one layer, sequence, micro-batch
+
+
+def gemm_shapes(largest_flops: float, count: int) -> list[Shape]:
+    """Return up to `count` shapes (m, k, n) of layers' products, of at most `largest_flops` each.
+
+    Never empty: the smallest shape is there whatever the limit.
+    """
+    shapes = {
+        shape
+        for tokens in _TOKENS
+        for width in _WIDTHS
+        for times in _WIDENINGS
+        for shape in ((tokens, width, times * width), (tokens, times * width, width))
+        if max(shape) <= _DEEPEST_TO_WIDEST * min(shape)
+    }
+    ordered = sorted(shapes, key=lambda shape: (_flops(shape), shape))
+    fitting = [each for each in ordered if largest_flops / _FLOPS_RANGE <= _flops(each) <= largest_flops]
+    return _spread(fitting or ordered[:1], count)
+
+
+def orientations(shape: Shape) -> list[Shape]:
+    """Return the products of a linear layer of this forward shape: forward, gradient of the input, of the weight."""
+    m, k, n = shape
+    return [(m, k, n), (m, n, k), (k, m, n)]
+
+
+def attention_sequences(largest_flops: float, batch: int, heads: int, head_dim: int) -> list[int]:
+    """Return the sequence lengths measured, at least two: 128, and its doubles while the limit allows."""
+    lengths = [128, 256]
+    while lengths[-1] < 8192 and 4.0 * batch * heads * head_dim * (2 * lengths[-1]) ** 2 / 2 <= largest_flops:
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
+def layer_shapes(largest_flops: float) -> list[LayerShape]:
+    """Return the decoder layers measured: widths from 128 on while the limit allows, with two lengths each."""
+    found: list[LayerShape] = []
+    for hidden in (128, 256, 512, 1024, 2048, 4096):
+        config = _layer(hidden)
+        for sequence, micro_batch in ((128, 1), (128, 4), (1024, 2)):
+            fits = forward_flops(config, 1, micro_batch, sequence) <= largest_flops
+            if fits or (hidden, micro_batch) == (128, 1):
+                found.append((config, sequence, micro_batch))
+    return _spread(found, 6)
+
+
+def smallest_layer() -> LayerShape:
+    """Return a layer whose work is next to nothing: its time is what launching its kernels takes."""
+    return _layer(16), 8, 1
+
+
+def overlap_layer(device: str) -> LayerShape:
+    """Return the layer that computes while messages travel: milliseconds of work on such a device."""
+    return (_layer(128), 128, 1) if device == "cpu" else (_layer(2048), 2048, 2)
+
+
+def message_sizes(largest_bytes: float, degree: int, count: int) -> list[int]:
+    """Return `count` sizes that a whole group holds, evenly spread from 4 KiB a rank to `largest_bytes`, ascending.
+
+    Each is a multiple of what `degree` ranks can share evenly, and the largest at least 1 MiB a rank.
+    """
+    unit = degree * _MESSAGE_ALIGNMENT
+    smallest, largest = 4096.0 * degree, max(largest_bytes, float(degree << 20))
+    ratio = (largest / smallest) ** (1 / (count - 1))
+    return [max(1, round(smallest * ratio**step / unit)) * unit for step in range(count)]
+
+
+def _layer(hidden: int) -> ModelConfig:
+    heads = max(1, hidden // 64)
+    return parse_model(
+        {
+            "model_type": "llama",
+            "vocab_size": 1,
+            "hidden_size": hidden,
+            "intermediate_size": round(hidden * 8 / 3 / 16) * 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        }
+    )
+
+
+def _flops(shape: Shape) -> float:
+    return 2.0 * math.prod(shape)
+
+
+def _spread(items: list[T], count: int) -> list[T]:
+    """Return up to `count` items, the first and the last among them."""
+    if len(items) <= count:
+        return items
+    return [items[round(step * (len(items) - 1) / (count - 1))] for step in range(count)]

@@ -1,0 +1,146 @@
+"""Collectives of each tier, through the runtime's own groups, lanes and collectives.
+
+For each tier a layout of its own, in which only that tier has data ranks: a gather and a reduction then cross this
+tier and no other, while all groups of the tier work at once, as in a step.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from terrace.cluster import Cluster
+from terrace.comm import Collectives, Ledger, Meter, Origin, Pacer, TierGroups, make_lane
+from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.layout import DEVICE
+from terrace.probe.fit import LinkSample
+from terrace.probe.grid import message_sizes
+from terrace.probe.samples import Overlap, TierSamples
+from terrace.probe.timing import Stopwatch, Work
+
+_NUM_SIZES = 7
+_FIRST_BYTES = 256 << 10  # of a group; its time says how large the other messages may be
+_LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_CALLS_A_LOOP = 4  # of the largest message
+_SKEW_BYTES = 64 << 10  # of a group, around the messages of a small model
+_ELEMENT_BYTES = 4
+_KINDS = ("gather", "reduce")
+
+
+class TierLinks:
+    """One rank's collectives over one tier, on a lane of its own. Every rank makes it at the same point."""
+
+    def __init__(
+        self, cluster: Cluster, tier: int, rank: int, device: torch.device, timeout: timedelta, pacer: Pacer | None
+    ) -> None:
+        name = cluster.tiers[tier].name
+        alone: dict[str, dict[str, int]] = {each.name: {} for each in cluster.tiers if each.name != name}
+        plan = Plan(params=name, grads=name, optimizer=name, mapping=alone)
+        self.name, self.degree, self._tier = name, cluster.tiers[tier].size, tier
+        self._layout = Layout.of(cluster, plan)
+        self._coordinates = cluster.coordinates(rank)
+        self._device, meter = device, Meter()
+        groups = TierGroups(cluster, self._layout, rank, timeout)
+        self._collectives = Collectives(groups, self._layout, plan, Ledger(), meter, device, pacer)
+        self._origin = Origin("probe", device, meter)
+        self._lane = make_lane(device)
+
+    def call(self, kind: str, whole_bytes: int) -> Work:
+        """Return a call that gathers or reduces `whole_bytes` of the group, and waits until it is done."""
+        submit = self.start(kind, whole_bytes)
+        return lambda: submit()()
+
+    def start(self, kind: str, whole_bytes: int) -> Callable[[], Callable[[], None]]:
+        """Return a call that submits such a collective to the lane, and returns what waits for it."""
+        full = torch.zeros(whole_bytes // _ELEMENT_BYTES, device=self._device)
+
+        def piece(tier: int) -> Tensor:
+            return full[self._layout.slice(tier, self._coordinates, full.numel())]
+
+        def gather() -> None:
+            self._collectives.gather(MessageClass.GATHER, piece, self._tier, DEVICE, self._origin)
+
+        def reduce() -> None:
+            self._collectives.reduce(MessageClass.REDUCE, full, DEVICE, self._tier, self._origin)
+
+        work = {"gather": gather, "reduce": reduce}[kind]
+        return lambda: self._lane.submit(work).wait
+
+    def sent_bytes(self, whole_bytes: int) -> float:
+        """Return what one rank sends of `whole_bytes`."""
+        return whole_bytes * (self.degree - 1) / self.degree
+
+    def close(self) -> None:
+        """Stop the lane; the groups stay with the world."""
+        self._lane.close()
+
+
+def measure_tier(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> TierSamples:
+    """Time gathers and reductions of a tier over growing sizes, and a small gather between computation."""
+    each_s = budget_s / (len(_KINDS) * _NUM_SIZES + 4)
+    first_s = watch.seconds(links.call("gather", _aligned(_FIRST_BYTES, links.degree)), each_s, agreed=True)
+    largest = min(_FIRST_BYTES * each_s / _CALLS_A_LOOP / 4 / first_s, _LARGEST_BYTES[watch.device.type])
+    messages = []
+    for size in message_sizes(largest, links.degree, _NUM_SIZES):
+        for kind in _KINDS:
+            seconds = watch.seconds(links.call(kind, size), each_s, agreed=True)
+            messages.append(
+                LinkSample(kind=kind, degree=links.degree, sent_bytes=links.sent_bytes(size), seconds=seconds)
+            )
+    return TierSamples(tier=links.name, messages=tuple(messages), skew_s=_skew_s(watch, links, compute, each_s))
+
+
+def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> Overlap:
+    """Time computing alone, messages alone that take about half as long, and both side by side."""
+    one = links.call("gather", _aligned(_FIRST_BYTES, links.degree))
+    each_s = budget_s / 5
+    message_s, compute_s = watch.seconds(one, each_s, agreed=True), watch.seconds(compute, each_s, agreed=True)
+    # Several of the shorter beside one of the longer, so that the messages take half as long as the computation.
+    num_messages = max(1, round(compute_s / message_s / 2))
+    num_passes = max(1, round(2 * message_s / compute_s))
+    start = links.start("gather", _aligned(_FIRST_BYTES, links.degree))
+
+    def messages() -> list[Callable[[], None]]:
+        return [start() for _ in range(num_messages)]
+
+    def only_messages() -> None:
+        for wait in messages():
+            wait()
+
+    def only_compute() -> None:
+        for _ in range(num_passes):
+            compute()
+
+    def both() -> None:
+        waits = messages()
+        only_compute()
+        for wait in waits:
+            wait()
+
+    alone = [watch.seconds(work, each_s, agreed=True) for work in (only_compute, only_messages)]
+    return Overlap(
+        compute_s=alone[0],
+        message_s=alone[1],
+        together_s=watch.seconds(both, each_s, agreed=True),
+        num_messages=num_messages,
+        degree=links.degree,
+    )
+
+
+def _skew_s(watch: Stopwatch, links: TierLinks, compute: Work, each_s: float) -> float:
+    """Return what a small gather between computation costs beyond one back to back, per neighbour."""
+    gather = links.call("gather", _aligned(_SKEW_BYTES, links.degree))
+
+    def alternating() -> None:
+        compute()
+        gather()
+
+    apart_s = watch.seconds(gather, each_s, agreed=True) + watch.seconds(compute, each_s, agreed=True)
+    together_s = watch.seconds(alternating, each_s, agreed=True)
+    return max(0.0, together_s - apart_s) / (links.degree - 1)
+
+
+def _aligned(num_bytes: int, degree: int) -> int:
+    unit = degree * 64
+    return max(1, num_bytes // unit) * unit

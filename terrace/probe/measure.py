@@ -1,0 +1,118 @@
+"""All measurements of one rank, in order, within a budget of seconds that is split over the parts."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from terrace.base.errors import ConfigError
+from terrace.cluster import Cluster
+from terrace.comm import Pacer
+from terrace.probe.compute import (
+    TRAINS_IN,
+    layer_passes,
+    measure_attention,
+    measure_gemms,
+    measure_layers,
+    measure_optimizer,
+    measure_passes,
+)
+from terrace.probe.grid import overlap_layer
+from terrace.probe.links import TierLinks, measure_overlap, measure_tier
+from terrace.probe.samples import Overlap, Samples, TierSamples
+from terrace.probe.timing import Stopwatch
+from terrace.runtime.heap import return_large_buffers
+from terrace.runtime.launch import pace
+from terrace.runtime.watchdog import watch as watchdog
+from terrace.runtime.world import World
+
+_TIMEOUT_S = 120.0  # a rank that does not move for so long stopped the probe
+# Shares of the budget; they sum to one.
+_PARTS = {
+    "gemms": 0.28,
+    "passes": 0.07,
+    "attention": 0.08,
+    "layers": 0.2,
+    "optimizer": 0.05,
+    "links": 0.25,
+    "overlap": 0.07,
+}
+
+Say = Callable[[str], None]
+
+
+def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples:
+    """Measure on all ranks of `cluster` for about `seconds`. Every rank calls this, and gets the same values.
+
+    `say` is told what is measured next. Raises `HangError` when another rank stopped.
+    """
+    device, rate = _device(), pace()
+    if device.type == "cpu":
+        return_large_buffers()  # as in training
+    elif rate is not None:
+        raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
+    everyone, counter = tuple(range(world.world_size)), 0
+    with watchdog(world, timeout_s=_TIMEOUT_S) as dog, dog.guard():
+
+        def progress(what: str) -> None:
+            nonlocal counter
+            counter += 1
+            dog.at(0, counter, f"MEASURE {what}", everyone)
+            say(what)
+
+        pacer = None if rate is None else Pacer(cluster, rate)
+        return _measure(world, cluster, device, seconds, pacer, progress)
+
+
+def _measure(
+    world: World, cluster: Cluster, device: torch.device, seconds: float, pacer: Pacer | None, say: Say
+) -> Samples:
+    stopwatch = Stopwatch(world.world_size, device)
+    budget = {part: share * seconds for part, share in _PARTS.items()}
+    copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
+    gemms = measure_gemms(stopwatch, budget["gemms"], say)
+    peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
+    attention = measure_attention(stopwatch, peak, budget["attention"], say)
+    layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
+    optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
+    tiers, overlap = _links(world, cluster, stopwatch, (budget["links"], budget["overlap"]), pacer, say)
+    return Samples(
+        device=device.type,
+        num_cores=torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0,
+        gemms=tuple(gemms),
+        copies=tuple(copies),
+        norms=tuple(norms),
+        attention=tuple(attention),
+        layers=tuple(layers),
+        launch_s=launch_s,
+        host_layer_s=host_layer_s,
+        optimizer=tuple(optimizer),
+        tiers=tiers,
+        overlap=overlap,
+    )
+
+
+def _links(
+    world: World, cluster: Cluster, stopwatch: Stopwatch, budgets: tuple[float, float], pacer: Pacer | None, say: Say
+) -> tuple[tuple[TierSamples, ...], Overlap | None]:
+    crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
+    compute, timeout = layer_passes(stopwatch, overlap_layer(stopwatch.device.type)), timedelta(seconds=2 * _TIMEOUT_S)
+    tiers: list[TierSamples] = []
+    overlap = None
+    for index in crossed:
+        links = TierLinks(cluster, index, world.rank, stopwatch.device, timeout, pacer)
+        say(f"messages on tier {links.name}")
+        tiers.append(measure_tier(stopwatch, links, compute, budgets[0] / len(crossed)))
+        if index == crossed[-1]:
+            say("messages beside computation")
+            overlap = measure_overlap(stopwatch, links, compute, budgets[1])
+        links.close()
+    return tuple(tiers), overlap
+
+
+def _device() -> torch.device:
+    """Return the device of this rank: its GPU where ranks talk over nccl, else the CPU."""
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined

@@ -1,0 +1,103 @@
+"""Seconds of work that all ranks do at once.
+
+Where ranks share cores, one call takes its own time or that of the ranks beside it, as the scheduler pleases; so a
+figure is the mean of a loop, the median of such loops, and then the mean over ranks. Ranks start each loop
+together. A collective needs the same number of calls on every member, so all agree on one; of computation every
+rank does as many calls as the time allows, so that none falls silent while others still measure.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+Work = Callable[[], object]
+
+_REPEATS = 3
+_WARM_UP = 2
+_MOST_CALLS = 2000
+
+
+class Stopwatch:
+    """Measures on every rank of the world at once; every rank makes the same calls in the same order."""
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size = world_size
+        self.device = device
+
+    def seconds(self, work: Work, budget_s: float, *, agreed: bool = False) -> float:
+        """Return the seconds of one call, in about `budget_s`, warm-up included; the same value on every rank.
+
+        `agreed`: every rank makes the same number of calls, as a collective must. At least one call a loop is made,
+        however long it takes.
+        """
+        loop_s = budget_s / (_REPEATS + 1)
+        begin_s = time.perf_counter()
+        for _ in range(_WARM_UP):
+            work()
+        self._finish()
+        once_s = (time.perf_counter() - begin_s) / _WARM_UP
+        calls = None
+        if agreed or self.device.type == "cuda":
+            once_s = self.largest(once_s)
+            calls = min(_MOST_CALLS, max(1, round(loop_s / once_s)))
+        return self.mean(statistics.median(self._loop(work, loop_s, calls) for _ in range(_REPEATS)))
+
+    def host_seconds(self, work: Work, num_calls: int = 20) -> float:
+        """Return the seconds that the host is busy with one call, without waiting for a device."""
+        work()
+        self._together()
+        begin_s = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        taken_s = time.perf_counter() - begin_s
+        self._finish()
+        return self.mean(taken_s / num_calls)
+
+    def largest(self, value: float) -> float:
+        """Return the largest value of all ranks."""
+        return self._over_ranks(value, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        """Return the mean over all ranks."""
+        return self._over_ranks(value, dist.ReduceOp.SUM) / self.world_size
+
+    def _loop(self, work: Work, loop_s: float, calls: int | None) -> float:
+        self._together()
+        if self.device.type == "cuda":
+            assert calls is not None, "on a device the calls are counted before"
+            return self._on_device(work, calls)
+        begin_s, done = time.perf_counter(), 0
+        while done < calls if calls else (done < 1 or time.perf_counter() - begin_s < loop_s):
+            work()
+            done += 1
+        return (time.perf_counter() - begin_s) / done
+
+    def _on_device(self, work: Work, calls: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        stream = torch.cuda.current_stream(self.device)
+        begin.record(stream)
+        for _ in range(calls):
+            work()
+        end.record(stream)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / calls
+
+    def _together(self) -> None:
+        self._finish()
+        if self.world_size > 1:
+            dist.barrier()
+            self._finish()  # with nccl a barrier is work on the device
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=op)
+        return float(tensor.item())
