@@ -10,7 +10,7 @@ from rich.table import Table
 from terrace.cluster import load_cluster
 from terrace.plan import MessageClass, preset
 from terrace.program import StepReport
-from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table
+from terrace.report import band_words, bytes_table, comparison_tables, loss_svg, memory_table, plan_table
 from terrace.report.tables import quantity, seconds
 
 LOCAL = load_cluster("local")
@@ -89,3 +89,18 @@ def test_loss_curve_is_valid_and_complete(losses: list[float]) -> None:
         assert all(0 <= x <= 720 and 0 <= y <= 360 for x, y in points)
     assert "a < b & c" in "".join(root.itertext())
     assert "target 1.2" in "".join(root.itertext())
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(0.79, "OUTSIDE"), (0.81, "within"), (1.19, "within"), (1.21, "OUTSIDE")]
+)
+def test_a_prediction_outside_its_band_says_so(factor: float, verdict: str) -> None:
+    def report(step_s: float, memory: int) -> StepReport:
+        return StepReport(time_s={"forward": step_s}, sent_bytes={}, memory_bytes={"params": memory})
+
+    said = band_words(report(factor, 108), report(1.0, 100))
+    assert said == (
+        f"predicted step time {100 * (factor - 1):+.0f} %, {verdict} its band of 20 %; "
+        "predicted model state +8 %, within its band of 10 %"
+    )
+    assert band_words(report(1.0, 0), report(0.0, 100)) == ""

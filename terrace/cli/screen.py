@@ -14,7 +14,7 @@ from terrace.cluster import Cluster
 from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.program import StepReport
-from terrace.report import bytes_table, comparison_tables, loss_svg, memory_table, plan_table, wire_words
+from terrace.report import band_words, bytes_table, comparison_tables, loss_svg, memory_table, plan_table, wire_words
 from terrace.report.tables import quantity, seconds
 from terrace.runtime.launch import pace
 from terrace.train.loop import Job
@@ -86,6 +86,7 @@ class Screen:
         self._console.print("predicted beside measured", style="bold underline")
         for table in comparison_tables(outcome.predicted, outcome.measured):
             self._console.print(table)
+        print(f"{band_words(outcome.predicted, outcome.measured)}\n")
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")

@@ -1,6 +1,23 @@
 """What people look at: plans and step reports in the terminal, the loss curve as a picture."""
 
 from terrace.report.plot import loss_svg
-from terrace.report.tables import bytes_table, comparison_tables, memory_table, plan_table, time_table, wire_words
+from terrace.report.tables import (
+    band_words,
+    bytes_table,
+    comparison_tables,
+    memory_table,
+    plan_table,
+    time_table,
+    wire_words,
+)
 
-__all__ = ["bytes_table", "comparison_tables", "loss_svg", "memory_table", "plan_table", "time_table", "wire_words"]
+__all__ = [
+    "band_words",
+    "bytes_table",
+    "comparison_tables",
+    "loss_svg",
+    "memory_table",
+    "plan_table",
+    "time_table",
+    "wire_words",
+]

@@ -11,6 +11,8 @@ from terrace.program import StepReport
 
 STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
+# How far a prediction may lie from what is measured; bytes must be equal.
+STEP_BAND, MEMORY_BAND = 0.20, 0.10
 
 
 def quantity(value: float, unit: str) -> str:
@@ -126,6 +128,21 @@ def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table
         ),
         _compare("seconds of a step (mean)", "step", predicted.time_s, measured.time_s, seconds),
     ]
+
+
+def band_words(predicted: StepReport, measured: StepReport) -> str:
+    """Say in a sentence for step time and memory whether the prediction kept to its band, relative to the measured."""
+    figures = (
+        ("step time", predicted.step_s, measured.step_s, STEP_BAND),
+        ("model state", sum(predicted.memory_bytes.values()), sum(measured.memory_bytes.values()), MEMORY_BAND),
+    )
+    sentences = []
+    for name, expected, found, band in figures:
+        if expected > 0 and found > 0:
+            error = (expected - found) / found
+            verdict = "within" if abs(error) <= band else "OUTSIDE"
+            sentences.append(f"predicted {name} {100 * error:+.0f} %, {verdict} its band of {100 * band:.0f} %")
+    return "; ".join(sentences)
 
 
 def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
