@@ -6,10 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from terrace.cli.main import main
 from terrace.train.metrics import MetricsFile, StepRecord, read_metrics
@@ -254,6 +256,22 @@ def test_an_error_budget_that_is_exceeded_stops_the_run(tmp_path: Path) -> None:
     assert "step 2: the relative rounding error of refresh messages since the step before is 0.00" in said
     assert "above train.error_budget.refresh = 0.0001: use a wider wire format" in said
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, plan="zero3", steps=2)
+    cluster = tmp_path / "cluster.toml"
+    table = tomllib.loads(cluster.read_text())
+    table["device"] |= {"source": "a probe", "marks": {"kernels.gemm": "fitted"}}
+    table["device"]["peak_flops_per_s"]["fp32"] = 7e3  # so slow that no other figure matters
+    cluster.write_text(tomli_w.dumps(table))
+    done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "as the cluster's file says, by a probe: 7 kFLOP/s per rank in large products" in done.stdout
+    predicted = json.loads((tmp_path / "run" / "report.json").read_text())["predicted"]["time_s"]
+    assert predicted["forward"] > 100
+    assert "predicted step time +" in done.stdout
+    assert "OUTSIDE its band of 20 %" in done.stdout
 
 
 def test_a_paced_run_takes_as_long_as_its_links_say(tmp_path: Path) -> None:

@@ -58,8 +58,12 @@ class Screen:
             f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
             for tier in cluster.tiers
         )
+        origin, where = "measured on this machine", "a layer"
+        if self._job.run.cluster.is_measured:
+            origin, where = f"as the cluster's file says, by {cluster.device.source}", "large products"
+            rate *= cluster.device.kernels.gemm
         print(
-            f"measured on this machine: {quantity(rate, 'FLOP/s')} per rank in a layer\n"
+            f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n"
             f"  {links}\n"
             f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step)),
             flush=True,

@@ -100,6 +100,11 @@ class Cluster:
                 raise ClusterError(f"two tiers are called {tier.name!r}: give each tier its own name")
 
     @property
+    def is_measured(self) -> bool:
+        """Whether constants of its device were measured, as `terrace probe` marks them."""
+        return any(mark != "preset" for mark in self.device.marks.values())
+
+    @property
     def world_size(self) -> int:
         """Number of ranks: the product of the tier sizes."""
         return math.prod(tier.size for tier in self.tiers)

@@ -27,6 +27,7 @@ from terrace.runtime.launch import pace
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.simulate import simulate, step_costs
+from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
 from terrace.train.config import RunConfig
@@ -93,7 +94,10 @@ class _Run:
     def outcome(self) -> Outcome:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
-        cluster = calibrate(self.engine, self.run, lambda what: self.dog.at(first_step, 0, f"MEASURE {what}", everyone))
+        cluster = self.run.cluster
+        if not cluster.is_measured:
+            at = self.dog.at
+            cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         predicted = predict(self.run, cluster)
         self.observer.started(predicted, cluster, first_step)
         summary = self._steps(first_step)
@@ -212,8 +216,14 @@ def device_of() -> torch.device:
 
 
 def predict(run: RunConfig, cluster: Cluster) -> StepReport:
-    """Return the predicted report of a steady step of this run on `cluster`."""
+    """Return the predicted report of a steady step of this run on `cluster`.
+
+    A probed cluster prices compute kernel by kernel; another one holds what the start of the run measured, which is the
+    FLOP/s of a layer.
+    """
     program = build(cluster, run.plan, run.blocks(), run.num_micros())
+    if run.cluster.is_measured:
+        return simulate(program, step_costs(program, work_of(cluster, run.plan, run.model, run.train.sequence)))
     sizes = (run.plan.micro_batch, run.train.sequence)
     flops = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
     return simulate(program, step_costs(program, flops))
