@@ -196,9 +196,7 @@ class Bounds:
 
     def pipeline(self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int) -> Pipeline:
         """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""
-        # Of where stages lie it knows no more than the message between them.
-        edge_s = self.estimator.boundary_s(shape.rows, micro_batch)
-        key = (shape.inner, shape.data, shape.pipeline, edge_s, micro_batch, recompute, schedule, chunks)
+        key = (shape, micro_batch, recompute, schedule, chunks)
         if key not in self._pipelines:
             micros = self.task.batch // (shape.data * micro_batch)
             self._pipelines[key] = build_pipeline(

@@ -52,7 +52,8 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """From time 0 to the end of the last task."""
-        return max(ends[-1] for ends in self.ends_s)
+        lasts = zip(self.orders.placement, (tasks[-1] for tasks in self.orders.tasks), self.starts_s, strict=True)
+        return max(starts[-1] + self.seconds.of(kind)[row[chunk]] for row, (kind, chunk, _), starts in lasts)
 
     @property
     def spans_s(self) -> list[float]:
