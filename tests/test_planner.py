@@ -94,7 +94,7 @@ def test_a_task_of_the_search_is_fast_enough() -> None:
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
     begun = time.process_time()
     found, _ = find(Space(task=task))
-    assert time.process_time() - begun < 10  # about 1 s on an idle core
+    assert time.process_time() - begun < 4  # about 1 s on one core of a 2-core virtual machine
     assert found.proved
     assert len(found.best) == 5
     assert found.best[0].choice.degree(TENSOR) > 1

@@ -19,7 +19,9 @@ Memory. Each state over the ranks it is sharded over, one block gathered, and th
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
@@ -32,8 +34,7 @@ from terrace.planner.task import Choice, Placement
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
-@dataclass(frozen=True)
-class Core:
+class Core(NamedTuple):
     """A choice without placement and unit: what its computing takes at least.
 
     `heavy` counts (embeddings, layers, heads) of a stage that no other outworks, `compute_s` are its seconds for all
@@ -70,6 +71,22 @@ class Core:
         return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.rows)
 
 
+class _Shares(NamedTuple):
+    """Layers of the lightest virtual stage and of the last, and of looped stages: of the busiest and of the last."""
+
+    least: int
+    last: int
+    most: int
+    last_stage: int
+
+
+@lru_cache(maxsize=65536)
+def _shares(num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool) -> _Shares:
+    counts = share_layers(num_layers, num_stages * chunks, head_layers)
+    layers = [sum(counts[stage::num_stages]) for stage in range(num_stages)] if is_looped else [0]
+    return _Shares(min(counts), counts[-1], max(layers), layers[-1])
+
+
 class Bounds:
     """Bounds for the choices of one task, and the pipelines that were built for them."""
 
@@ -86,9 +103,10 @@ class Bounds:
         micros = self.task.batch // (shape.data * micro_batch)
         kept = self.estimator.kept_bytes(LAYER, shape.rows, micro_batch, recompute)
         stages, layers = shape.pipeline, self.num_layers
-        total_s = layers * sum(works[LAYER][:2]) + sum(works[HEAD][:2]) + sum(works[EMBEDDING][:2])
+        (embedding_s, layer_s, head_s) = ((work[0] + work[1]) for work in works)
+        total_s = layers * layer_s + head_s + embedding_s
         least = max(1, layers // (stages * MOST_CHUNKS))
-        edge_s = self.estimator.boundary_s(shape.rows, micro_batch)
+        edge_s = self.estimator.boundary_s(shape.rows, micro_batch) if stages > 1 else 0.0
         ramp_s = (stages - 1) / 2 * (least * works[LAYER][0] + edge_s)
         if stages == 1:
             # A head keeps its logits only while it runs; layers keep until their backward.
@@ -107,7 +125,7 @@ class Bounds:
             heavy=counts,
             compute_s=micros * total_s / stages,
             ramp_s=ramp_s,
-            backward_s=sum(count * works[kind][1] for kind, count in enumerate(counts)),
+            backward_s=counts[0] * works[0][1] + counts[1] * works[1][1] + counts[2] * works[2][1],
             stages=held,
             played=False,
         )
@@ -115,31 +133,42 @@ class Bounds:
     def core(self, root: Core, schedule: str, chunks: int) -> Core | None:
         """Return the bound of a root with a schedule; None when it has more virtual stages than layers."""
         if schedule == SERIAL:
-            return replace(root, schedule=SERIAL, played=True)
+            return root._replace(schedule=SERIAL, played=True)
         shape, num_layers = root.shape, self.num_layers
         if shape.pipeline * chunks > num_layers:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
-        counts = share_layers(num_layers, shape.pipeline * chunks, head_layers(works))
+        trait = traits()[schedule]
+        shares = _shares(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped)
         forward_s, backward_s, weight_s = works[LAYER]
         head_forward_s, head_s = works[HEAD][0], works[HEAD][0] + works[HEAD][1]
         edge_s = self.estimator.boundary_s(shape.rows, root.micro_batch)
-        stages, micros, trait = shape.pipeline, root.num_micros, traits()[schedule]
+        stages, micros, least = shape.pipeline, root.num_micros, shares.least
         back_s = backward_s - weight_s if trait.split else backward_s
-        least = min(counts)
         hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
-        layers = [sum(counts[stage::stages]) for stage in range(stages)] if trait.looped else []
         busiest_s, last_s = root.compute_s, micros * chunks * least * (forward_s + backward_s)
-        if layers:
-            last_s = micros * (layers[-1] * (forward_s + backward_s) + head_s)
-            busiest_s = max(busiest_s, micros * max(layers) * (forward_s + backward_s), last_s)
+        if trait.looped:
+            last_s = micros * (shares.last_stage * (forward_s + backward_s) + head_s)
+            busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
         # A micro-batch passes all virtual stages and comes back; the last of them does so with each.
         hops = stages * chunks - 1 - (0 if trait.looped else chunks - 1)
-        before = num_layers - counts[-1]
+        before = num_layers - shares.last
         path_s = before * (forward_s + back_s) + 2 * hops * edge_s
-        path_s += micros * (counts[-1] * (forward_s + back_s) + head_forward_s)
+        path_s += micros * (shares.last * (forward_s + back_s) + head_forward_s)
         bound_s = max(root.compute_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
-        return replace(root, schedule=schedule, chunks=chunks, compute_s=busiest_s, ramp_s=bound_s - busiest_s)
+        return root._replace(schedule=schedule, chunks=chunks, compute_s=busiest_s, ramp_s=bound_s - busiest_s)
+
+    def cores(self, root: Core, schedules: Sequence[tuple[str, int]]) -> Iterator[Core]:
+        """Yield the bounds of a root with each of the schedules; those of the same traits share one."""
+        known: dict[tuple[bool, bool, int], Core | None] = {}
+        for schedule, chunks in schedules:
+            trait = None if schedule == SERIAL else traits()[schedule]
+            key = (trait is not None and trait.split, trait is None or trait.looped, chunks)
+            if key not in known:
+                known[key] = self.core(root, schedule, chunks)
+            core = known[key]
+            if core is not None:
+                yield core if core.schedule == schedule else core._replace(schedule=schedule)
 
     def play(self, core: Core) -> Core:
         """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
@@ -156,8 +185,7 @@ class Bounds:
             )
             for part, waiting in zip(pipeline.parts, pipeline.waiting, strict=True)
         }
-        return replace(
-            core,
+        return core._replace(
             heavy=pipeline.parts[heavy].counts,
             compute_s=compute_s,
             ramp_s=pipeline.span_s - compute_s,

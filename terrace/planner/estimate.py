@@ -74,7 +74,7 @@ class Estimator:
         self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
-        self._edges: dict[tuple[int, ...], float] = {}
+        self._edges: dict[tuple[object, ...], float] = {}
         self._numels: dict[int, tuple[int, int, int]] = {}
         self._plans: dict[Choice, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
@@ -120,12 +120,13 @@ class Estimator:
     def boundary_s(self, rows: Rows, micro_batch: int) -> float:
         """Return the seconds of an activation between two stages, on the slowest tier that a boundary crosses."""
         shape = shape_of(rows)
-        tiers = [tier for tier, row in enumerate(rows) if row[PIPELINE] > 1]
-        key = (shape.tensor, shape.context, micro_batch, *tiers)
-        if key not in self._edges:
+        key = (shape.tensor, shape.context, micro_batch, shape.crossed)
+        found = self._edges.get(key)
+        if found is None:
             part = self._boundary_bytes(rows, micro_batch)
-            self._edges[key] = max((send_s(self.task.cluster, tier, part) for tier in tiers), default=0.0)
-        return self._edges[key]
+            found = max((send_s(self.task.cluster, tier, part) for tier in shape.crossed), default=0.0)
+            self._edges[key] = found
+        return found
 
     def _boundary_bytes(self, rows: Rows, micro_batch: int) -> float:
         """Tensor ranks send a part each, and gather it on the other side with the layer's own messages."""

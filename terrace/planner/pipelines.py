@@ -75,10 +75,9 @@ def build_pipeline(
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1
     parts = [Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in orders.placement]
-    works = [
-        tuple(_chunk_work(alone, (int(virtual == 0), counts[virtual], int(virtual == last))) for virtual in row)
-        for row in orders.placement
-    ]
+    contents = [(int(virtual == 0), count, int(virtual == last)) for virtual, count in enumerate(counts)]
+    known = {content: _chunk_work(alone, content) for content in set(contents)}
+    works = [tuple(known[contents[virtual]] for virtual in row) for row in orders.placement]
     return Pipeline(orders, waiting, tuple(parts), tuple(works), estimator.boundary_s(shape.rows, micro_batch))
 
 
@@ -95,5 +94,9 @@ def head_layers(alone: Sequence[Work]) -> float:
 
 
 def _chunk_work(alone: Sequence[Work], counts: Sequence[int]) -> Work:
-    sums = [sum(count * work[part] for count, work in zip(counts, alone, strict=True)) for part in range(3)]
-    return sums[0], sums[1], sums[2]
+    embeddings, layers, heads = counts
+    forward_s, backward_s, weight_s = (
+        embeddings * embedding_s + layers * layer_s + heads * head_s
+        for embedding_s, layer_s, head_s in zip(*alone, strict=True)
+    )
+    return forward_s, backward_s, weight_s

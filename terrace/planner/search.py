@@ -58,6 +58,7 @@ class Search:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes
         self.bounds = evaluator.bounds
         self._smallest: tuple[float, Choice] | None = None
+        self._schedules: dict[int, list[tuple[str, int]]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """Return the `count` best choices, after at most `limit` evaluations."""
@@ -98,10 +99,11 @@ class Search:
     def _opened(self, core: Core) -> Iterator[Entry]:
         """Yield what a core stands for: its schedules, then itself played, then its placements."""
         if not core.schedule:
-            for schedule, chunks in schedules(self.space, core.shape.pipeline):
-                further = self.bounds.core(core, schedule, chunks)
-                if further is not None:
-                    yield further.bound_s, 0, further.key, further, None, 0
+            stages = core.shape.pipeline
+            if stages not in self._schedules:
+                self._schedules[stages] = schedules(self.space, stages)
+            for further in self.bounds.cores(core, self._schedules[stages]):
+                yield further.bound_s, 0, further.key, further, None, 0
         elif not core.played:
             with suppress(PlanError):
                 played = self.bounds.play(core)

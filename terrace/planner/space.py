@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     pipeline: int
     state: tuple[int, ...]
     inner: Rows  # the tensor and context degrees alone: what the seconds of a block depend on
+    crossed: tuple[int, ...]  # the tiers that some boundary between pipeline stages crosses
 
 
 @lru_cache(maxsize=65536)
@@ -41,7 +42,9 @@ def shape_of(rows: Rows) -> Shape:
     """Return the shape of a mapping table."""
     data, tensor, context, pipeline = (math.prod(row[axis] for row in rows) for axis in range(len(AXES)))
     inner = tuple((1, row[TENSOR], row[CONTEXT], 1) for row in rows)
-    return Shape(rows, data, tensor, context, pipeline, tuple(row[DATA] * row[CONTEXT] for row in rows), inner)
+    state = tuple(row[DATA] * row[CONTEXT] for row in rows)
+    crossed = tuple(tier for tier, row in enumerate(rows) if row[PIPELINE] > 1)
+    return Shape(rows, data, tensor, context, pipeline, state, inner, crossed)
 
 
 LONGEST_UNIT = 8  # what bf16 gradients may be added up over before they are reduced (terrace.plan.validate)

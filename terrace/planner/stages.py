@@ -85,15 +85,16 @@ def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -
 def most_waiting(orders: Orders) -> Waiting:
     """Return, of every stage, the micro-batches that wait in each of its chunks when most do."""
     found = []
+    forward, backward_input = int(Kind.FORWARD), int(Kind.BACKWARD_INPUT)
     for tasks in orders.tasks:
         now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
         for kind, chunk, _ in tasks:
-            if kind == Kind.FORWARD:
+            if kind == forward:
                 now[chunk] += 1
                 total += 1
                 if total > peak:
                     most, peak = tuple(now), total
-            elif kind != Kind.BACKWARD_INPUT:
+            elif kind != backward_input:
                 now[chunk] -= 1
                 total -= 1
         found.append(most)

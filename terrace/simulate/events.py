@@ -109,6 +109,7 @@ class _Pricing:
         self.program, self.costs = program, costs
         self._again = recomputed(program.plan, program.blocks)
         self._in_place = accumulates_in_place(program.plan, program.layout)
+        self._messages: dict[tuple[object, ...], tuple[float, int, str]] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -123,9 +124,14 @@ class _Pricing:
                 f"{instruction}: the simulation of one rank has no {op.value}; "
                 "a program that talks to other stages is simulated with all of them"
             )
-        seconds, lane = self.costs.collective_s(instruction), self.program.lane(instruction)
-        category = f"wait {self.program.message(instruction).value}"
-        return _COLLECTIVE[op], Event(op, block, seconds, lane, category)
+        # Blocks of the same size send the same messages. CLIP has no block.
+        here = self.program.blocks[block] if block >= 0 else None
+        sizes = (here.num_trainable, here.num_frozen) if here else ()
+        key = (op, instruction.backward, instruction.secondary, *sizes)
+        if key not in self._messages:
+            category = f"wait {self.program.message(instruction).value}"
+            self._messages[key] = self.costs.collective_s(instruction), self.program.lane(instruction), category
+        return _COLLECTIVE[op], Event(op, block, *self._messages[key])
 
     def _pass(self, instruction: Instruction) -> Play:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks

@@ -42,17 +42,15 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
 def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
     """Return the share of the peak that `batch` products of (m, k) and (k, n) reach while memory keeps up."""
     kernels = device.kernels
-    fill = max((_fill(kernels.num_cores, m, n, batch, *tile) for tile in kernels.tiles), default=1.0)
-    return kernels.gemm * fill * k / (k + kernels.gemm_half_depth)
-
-
-def _fill(num_cores: int, m: int, n: int, batch: int, rows: int, columns: int, share: float) -> float:
-    tiles = math.ceil(m / rows) * math.ceil(n / columns)
-    covered = m * n / (tiles * rows * columns)
-    if not num_cores:
-        return share * covered
-    waves = tiles * batch / num_cores
-    return share * covered * waves / math.ceil(waves)
+    num_cores, best = kernels.num_cores, 0.0
+    for rows, columns, share in kernels.tiles:
+        num_tiles = -(-m // rows) * -(-n // columns)
+        fill = share * (m * n / (num_tiles * rows * columns))
+        if num_cores:
+            waves = num_tiles * batch / num_cores
+            fill = fill * waves / math.ceil(waves)
+        best = max(best, fill)
+    return kernels.gemm * (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
 
 
 @lru_cache(maxsize=65536)

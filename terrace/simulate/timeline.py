@@ -18,7 +18,7 @@ from math import inf
 from terrace.base.errors import ProgramError
 from terrace.program.schedules import Kind, Orders, Task, TaskSeconds, check_seconds, peak_activation_bytes
 
-_INPUT = int(Kind.BACKWARD_INPUT)
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """From time 0 to the end of the last task."""
-        return max(ends[-1] for ends in self.ends_s)
+        lasts = zip(self.orders.placement, (tasks[-1] for tasks in self.orders.tasks), self.starts_s, strict=True)
+        return max(starts[-1] + self.seconds.of(kind)[row[chunk]] for row, (kind, chunk, _), starts in lasts)
 
     @property
     def spans_s(self) -> list[float]:
@@ -138,17 +139,17 @@ def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[
     num_micros, last = orders.num_micros, orders.num_virtual - 1
     slots = orders.num_virtual * num_micros
     local = set(orders.placement[stage])
-    moves: list[list[tuple[int, int, float, float]]] = [[] for _ in Kind]
+    moves: list[list[tuple[int, int, float, float]]] = [[], [], [], []]
     for virtual in orders.placement[stage]:
         onward = 0.0 if virtual == last or virtual + 1 in local else seconds.edge_s[virtual]
         back = 0.0 if virtual == 0 or virtual - 1 in local else seconds.edge_s[virtual - 1]
         f_slot, b_slot, w_slot = (part * slots + virtual * num_micros for part in range(3))
         f_next = b_slot if virtual == last else f_slot + num_micros
         b_next = 3 * slots if virtual == 0 else b_slot - num_micros
-        moves[Kind.FORWARD].append((f_slot, f_next, seconds.forward_s[virtual], onward))
-        moves[Kind.BACKWARD].append((b_slot, b_next, seconds.backward_s[virtual], back))
-        moves[Kind.BACKWARD_INPUT].append((b_slot, b_next, seconds.input_s[virtual], back))
-        moves[Kind.BACKWARD_WEIGHT].append((w_slot, 3 * slots, seconds.weight_s[virtual], 0.0))
+        moves[_FORWARD].append((f_slot, f_next, seconds.forward_s[virtual], onward))
+        moves[_BACKWARD].append((b_slot, b_next, seconds.backward_s[virtual], back))
+        moves[_INPUT].append((b_slot, b_next, seconds.input_s[virtual], back))
+        moves[_WEIGHT].append((w_slot, 3 * slots, seconds.weight_s[virtual], 0.0))
     return moves
 
 
