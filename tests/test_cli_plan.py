@@ -234,3 +234,10 @@ def test_a_step_too_long_to_build_is_refused(capsys: pytest.CaptureFixture[str],
     out, error = capsys.readouterr()
     assert out == ""
     assert "passes that a program may have" in error
+
+
+def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--cluster.device.memory_bytes", "1"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "memory" in error
