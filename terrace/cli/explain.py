@@ -31,8 +31,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console = Terminal()
     blocks, num_micros = config.blocks(), config.num_micros()
     program = build(config.cluster, config.plan, blocks, num_micros)
+    verify(program)  # first: a step that does not fit is all there is to read
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
-    report = simulate(program, step_costs(program, work))  # first: a step that does not fit is all there is to read
+    report = simulate(program, step_costs(program, work))
     console.print(plan_table(config.cluster, config.plan))
     memory = model_state_bytes(config.cluster, config.plan, blocks, num_micros)
     console.print(memory_table(memory, config.cluster.device.memory_bytes))
@@ -42,6 +43,5 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(time_table(report))
     console.print(f"program of every rank, {num_micros} micro-batches:", style="bold")
     print(program_text(program, max_lines=options.lines))
-    verify(program)
     print(f"\nverified: {len(program.instructions)} instructions keep every rule of the instruction set")
     return 0
