@@ -164,3 +164,80 @@ def test_planning_needs_no_torch(here: Here) -> None:
         [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "scale"])
+@pytest.mark.parametrize("output", ["folder", "/dev/full", "taken/plan.toml", "a\0b"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(here: Here, command: str, output: str) -> None:
+    (here.folder / "folder").mkdir()
+    (here.folder / "taken").write_text("a file")
+    assert "cannot be written" in here.refused(command, "--nodes", "1", "--force", "--output", output)
+
+
+def test_a_plan_that_runs_at_no_size_prints_no_curve(here: Here) -> None:
+    (here.folder / "mine.toml").write_text('preset = "ddp"\nmicro_batch = 7\n')
+    code, out, error = here.say("scale", "--plan", "mine.toml", "--output", "curve.svg")
+    assert (code, out) == (2, "")
+    assert "runs at no size" in error
+    assert not (here.folder / "curve.svg").exists()
+
+
+@pytest.mark.parametrize("name", ["[/]", "[red]x", "<script>", ":smile:"])
+def test_markup_in_a_name_is_text(here: Here, name: str) -> None:
+    code, out, _ = here.say("plan", "--nodes", "1", "--cluster.name", f"'{name}'")
+    assert code == 0
+    assert f"on cluster {name}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "task", "said"),
+    [
+        ([], {"batch": 10**30}, "plans are searched up to"),
+        (["--nodes", str(10**30)], {}, "ranks: plans are searched up to"),
+        (["--cluster.tiers.node.latency_s", "1e308"], {}, "has latency 1e+308 s"),
+        (["--cluster.tiers.node.bandwidth_bytes_per_s", "1e-300"], {}, "has bandwidth 1e-300"),
+        (["--cluster.device.kernels.launch_s", "nan"], {}, "launch_s = nan"),
+        (["--cluster.device.memory_bytes", "inf"], {}, "memory_bytes = inf"),
+    ],
+)
+def test_absurd_numbers_are_refused(here: Here, words: list[str], task: dict[str, Any], said: str) -> None:
+    assert said in here.refused("plan", *words, **task)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("n_layer", 10**30), ("vocab_size", 10**30), ("initializer_range", float("nan"))],
+)
+def test_a_model_of_absurd_numbers_is_refused(here: Here, key: str, value: float) -> None:
+    here.model.write_text(json.dumps({**GPT, key: value}))
+    assert key in here.refused("plan", "--nodes", "1")
+
+
+@pytest.mark.parametrize("theta", [10**400, float("inf"), float("nan")])
+def test_a_rope_base_without_end_is_refused(here: Here, theta: float) -> None:
+    llama = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 64,
+        "rope_theta": theta,
+    }
+    here.model.write_text(json.dumps(llama))
+    assert "rope_theta" in here.refused("plan", "--nodes", "1")
+
+
+@pytest.mark.parametrize("command", ["simulate", "explain"])
+def test_a_step_too_long_to_build_is_refused(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--train.batch", str(10**12)]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "passes that a program may have" in error
+
+
+def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--cluster.device.memory_bytes", "1"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "memory" in error

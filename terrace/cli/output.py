@@ -19,10 +19,13 @@ class Terminated(BaseException):
 
 
 class Terminal(Console):
-    """A console that raises `BrokenPipeError` when nobody reads any more, where rich would exit."""
+    """A console that raises `BrokenPipeError` when nobody reads any more, where rich would exit.
+
+    Names come from files, so that brackets and colons in them are text and no markup.
+    """
 
     def __init__(self) -> None:
-        super().__init__(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        super().__init__(markup=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
     def on_broken_pipe(self) -> NoReturn:
         """Called by rich."""

@@ -8,10 +8,9 @@ from typing import Any
 import tomli_w
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.files import write_atomic
 from terrace.base.schema import dump
 from terrace.cli.output import Terminal
-from terrace.cli.task import TASK_EPILOG, add_task_options, read_task, refuse_existing, task_words
+from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words, write_output
 from terrace.plan import AXES
 from terrace.planner import (
     Estimate,
@@ -62,8 +61,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for name in ("best", "limit"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
+    check_output(options.output, options.force)
     task = read_task(options, rest)
-    refuse_existing(options.output, options.force)
     pins = parse_pins(options.pin, task.cluster, schedule_names())
     axes = runnable_axes() if options.axes is None else parse_axes(options.axes)
     space = Space(task=task, axes=axes, pins=pins)
@@ -152,7 +151,7 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
         f"{task.cluster.name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
         f"predicted step {seconds(best.step_s)}.\n"
     )
-    write_atomic(options.output, head + tomli_w.dumps(dump(plan)))
+    write_output(options.output, head + tomli_w.dumps(dump(plan)))
     outer = task.cluster.tiers[-1]
     return (
         f"wrote {options.output}; to train: terrace train --model {options.model} --cluster {options.cluster} "

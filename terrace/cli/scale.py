@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.files import write_atomic
 from terrace.cli.output import Terminal
-from terrace.cli.task import TASK_EPILOG, add_task_options, read_task, refuse_existing, task_words, with_formats
+from terrace.cli.task import (
+    TASK_EPILOG,
+    add_task_options,
+    check_output,
+    read_task,
+    task_words,
+    with_formats,
+    write_output,
+)
 from terrace.plan import PRESETS, Plan, parse_plan, preset
-from terrace.planner import Pins, Point, Space, Task, curve, find, plan_of
+from terrace.planner import Pins, Space, Task, curve, find, plan_of
 from terrace.planner.explain import lack, placement_of
 from terrace.planner.scaling import Scaling, sizes_up_to
 from terrace.report.plans import plan_words, scaling_svg, scaling_table
@@ -38,26 +45,26 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.price is not None and not 0 < options.price < 1e9:
         raise ConfigError(f"--price {options.price} must be a positive number")
     if options.output is not None:
-        refuse_existing(options.output, options.force)
+        check_output(options.output, options.force)
     task = read_task(options, rest)
     plan, words = _plan(task, options.plan)
     task = with_formats(task, plan)
     outer, console = task.cluster.tiers[-1], Terminal()
-    print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
-    curves: dict[str, list[Point]] = {}
-    kinds: tuple[tuple[Scaling, str], ...] = (
-        ("weak", "weak scaling: the same sequences per device"),
-        ("strong", "strong scaling: the same batch"),
-    )
-    for scaling, title in kinds:
-        points = curve(task, plan, sizes_up_to(outer.size), scaling)
-        curves[f"{scaling} scaling"] = points
-        console.print(scaling_table(points, title, outer.name, options.price))
+    titles: dict[Scaling, str] = {
+        "weak": "weak scaling: the same sequences per device",
+        "strong": "strong scaling: the same batch",
+    }
+    curves = {scaling: curve(task, plan, sizes_up_to(outer.size), scaling) for scaling in titles}
     if not any(point.estimate for points in curves.values() for point in points):
-        raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong scaling'][-1].reason}")
-    if options.output is not None:
+        raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
+    if options.output is not None:  # first, so that a file that cannot be written is all there is to read
         title = f"predicted scaling of plan {plan.name} on {task.cluster.name}"
-        write_atomic(options.output, scaling_svg(curves, title))
+        named = {f"{scaling} scaling": points for scaling, points in curves.items()}
+        write_output(options.output, scaling_svg(named, title))
+    print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
+    for scaling, title in titles.items():
+        console.print(scaling_table(curves[scaling], title, outer.name, options.price))
+    if options.output is not None:
         print(f"wrote {options.output}")
     return 0
 

@@ -4,9 +4,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.base.files import write_atomic
 from terrace.base.schema import merge
 from terrace.cli.options import parse_overrides
 from terrace.cluster import Cluster
@@ -78,10 +80,34 @@ def task_words(task: Task) -> str:
     )
 
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Raise `ConfigError` where a file would be overwritten without --force."""
-    if path.exists() and not force:
+def check_output(path: Path, force: bool) -> None:
+    """Raise `ConfigError` unless `path` can be written: before any work, so that no result is lost at its end."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no regular file")
+        there = path.exists()
+        folder = next(parent for parent in path.resolve().parents if parent.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+    if there and not force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
+
+
+def write_output(path: Path, content: str) -> None:
+    """Write a file that the user asked for; raises `ConfigError` where that fails."""
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    return ConfigError(f"--output {str(path)!r} cannot be written ({why}): name a file in a folder that can")
 
 
 def with_formats(task: Task, plan: Any) -> Task:

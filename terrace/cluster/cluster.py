@@ -17,6 +17,8 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 
+# Figures beyond these are no machine's, and products of several would leave what a float holds.
+_LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e-6, 1e40, 1e12
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
@@ -172,8 +174,11 @@ def _check_device(device: Device) -> None:
         **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in device.peak_flops_per_s.items()},
     }
     for name, value in figures.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ClusterError(f"device.{name} = {value} must be a positive number: give the vendor's figure")
+        if not _LEAST_RATE <= value <= _MOST_RATE:
+            raise ClusterError(
+                f"device.{name} = {value} must be a positive number between {_LEAST_RATE:g} and {_MOST_RATE:g}: "
+                "give the vendor's figure"
+            )
     if not 0 <= device.overlap_penalty <= 1:
         raise ClusterError(f"device.overlap_penalty = {device.overlap_penalty} must lie between 0 and 1")
     _check_kernels(device.kernels)
@@ -187,8 +192,8 @@ def _check_kernels(kernels: Kernels) -> None:
         _check_share(f"device.kernels.{name}", getattr(kernels, name))
     for name in ("gemm_half_depth", "num_cores", "launch_s", "host_layer_s", "optimizer_s"):
         value = getattr(kernels, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number")
+        if not 0 <= value <= _LONGEST_S:
+            raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
     for rows, columns, share in kernels.tiles:
         if rows < 1 or columns < 1:
             raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")
@@ -218,13 +223,18 @@ def _check_tier(tier: Tier) -> None:
         )
     if tier.size < 1:
         raise ClusterError(f"tier {tier.name!r} has size {tier.size}: it must join at least 1")
-    if not (math.isfinite(tier.bandwidth_bytes_per_s) and tier.bandwidth_bytes_per_s > 0):
+    if not _LEAST_RATE <= tier.bandwidth_bytes_per_s <= _MOST_RATE:
         raise ClusterError(
-            f"tier {tier.name!r} has bandwidth {tier.bandwidth_bytes_per_s} bytes/s: give a positive number"
+            f"tier {tier.name!r} has bandwidth {tier.bandwidth_bytes_per_s} bytes/s: give a positive number "
+            f"between {_LEAST_RATE:g} and {_MOST_RATE:g}"
         )
-    if not (math.isfinite(tier.latency_s) and tier.latency_s >= 0):
-        raise ClusterError(f"tier {tier.name!r} has latency {tier.latency_s} s: give zero or a positive number")
+    if not 0 <= tier.latency_s <= _LONGEST_S:
+        raise ClusterError(
+            f"tier {tier.name!r} has latency {tier.latency_s} s: give zero or a positive number up to {_LONGEST_S:g}"
+        )
     _check_share(f"tiers.{tier.name}.efficiency", tier.efficiency)
-    if not (math.isfinite(tier.half_bytes) and tier.half_bytes >= 0):
-        raise ClusterError(f"tier {tier.name!r} has half_bytes {tier.half_bytes}: give zero or a positive number")
+    if not 0 <= tier.half_bytes <= _MOST_RATE:
+        raise ClusterError(
+            f"tier {tier.name!r} has half_bytes {tier.half_bytes}: give zero or a positive number up to {_MOST_RATE:g}"
+        )
     _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})

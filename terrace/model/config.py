@@ -7,6 +7,7 @@ their parameters are named and shaped exactly as the modules of `terrace.model.d
 Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D head_dim.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ _SIZES = (
     "intermediate_size",
     "max_positions",
 )
+_LARGEST_SIZE = 2**31 - 1  # what kernels can index
+_LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,9 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"{names.get(name, name)} = {getattr(self, name)} must be at least 1")
+            if getattr(self, name) > _LARGEST.get(name, _LARGEST_SIZE):
+                most = _LARGEST.get(name, _LARGEST_SIZE)
+                raise ModelError(f"{names.get(name, name)} = {getattr(self, name)} must be at most {most}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{names['num_heads']} = {self.num_heads} is not a multiple of "
@@ -78,12 +84,12 @@ class ModelConfig:
                 f"RoPE would turn {self.rotary_dim} elements of a head of {self.head_dim}, which "
                 f"{self.family} does not do: change the heads or the rotated fraction"
             )
-        if self.rotary_dim and self.rope_theta <= 0:
-            raise ModelError(f"rope_theta = {self.rope_theta} must be positive")
-        if self.norm_eps <= 0:
-            raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive")
-        if self.init_std <= 0:
-            raise ModelError(f"{names['init_std']} = {self.init_std} must be positive")
+        if self.rotary_dim and not 0 < self.rope_theta < math.inf:
+            raise ModelError(f"rope_theta = {self.rope_theta} must be positive and finite")
+        if not 0 < self.norm_eps < math.inf:
+            raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and finite")
+        if not 0 < self.init_std < math.inf:
+            raise ModelError(f"{names['init_std']} = {self.init_std} must be positive and finite")
         if self.norm not in ("rms", "layer"):
             raise ModelError(f"norm = {self.norm!r} is not implemented: use 'rms' or 'layer'")
         if self.activation not in ACTIVATIONS.values():

@@ -15,6 +15,8 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
 from terrace.model.families import ACTIVATIONS, FAMILIES, HARMLESS, ONLY, Family
 
+_ENDLESS = 1e30  # beyond, it is no number that anyone means
+
 
 def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that a `config.json` table describes.
@@ -130,6 +132,8 @@ def _agreed(found: Mapping[str, Any], default: float) -> float:
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ModelError(f"{key} = {value!r} must be a number")
+        if not abs(value) < _ENDLESS:
+            raise ModelError(f"{key} = {str(value)[:12]} must be a number below {_ENDLESS:g}")
     if len(set(given.values())) > 1:
         listed = " and ".join(f"{key} = {value!r}" for key, value in given.items())
         raise ModelError(f"{listed} disagree: keep one of them")

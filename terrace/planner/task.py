@@ -15,6 +15,7 @@ from terrace.simulate.activations import Backend
 DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
 
 Row = tuple[int, int, int, int]  # degrees of one tier, in the order of AXES; they multiply to its size
+_MOST = 10**9  # whose divisors are found in no time
 Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in a plan
 
 
@@ -39,6 +40,16 @@ class Task:
             raise PlanError(f"batch = {self.batch}: a step has at least one sequence")
         if self.sequence < 1:
             raise PlanError(f"sequence = {self.sequence}: a sequence has at least one token")
+        for name in ("batch", "sequence"):
+            if getattr(self, name) > _MOST:
+                raise PlanError(
+                    f"{name} = {getattr(self, name)}: plans are searched up to {_MOST:,}; give a smaller one"
+                )
+        if self.cluster.world_size > _MOST:
+            raise PlanError(
+                f"cluster {self.cluster.name!r} has {self.cluster.world_size} ranks: plans are searched up to "
+                f"{_MOST:,}; make its tiers smaller"
+            )
         peaks = self.cluster.device.peak_flops_per_s
         if self.compute not in peaks:
             raise PlanError(

@@ -20,6 +20,8 @@ from terrace.plan.residency import Residency, residencies, step_visits
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 
+_LARGEST_STEP = 2_000_000  # a program is a list: what one process builds in seconds
+
 
 def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Program:
     """Return the program of every rank for a step of `num_micros` micro-batches.
@@ -29,6 +31,11 @@ def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros:
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
+    if num_micros * len(blocks) > _LARGEST_STEP:
+        raise PlanError(
+            f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
+            "that a program may have: give a smaller batch or a larger plan.micro_batch"
+        )
     instructions = [*_passes(layout, plan, blocks, num_micros), *_updates(layout, blocks)]
     return Program(
         cluster=cluster,
