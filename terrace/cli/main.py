@@ -7,13 +7,14 @@ Ctrl-C, 141 when nobody reads the output any more, 143 after SIGTERM.
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
-from terrace.cli import explain, generate, plan, probe, rehearse, scale, simulate, train
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
 
+_COMMANDS = ("plan", "scale", "simulate", "explain", "train", "generate", "probe", "rehearse")
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
 
@@ -21,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     replace_unprintable()
     try:
-        words, command = rehearse.split_command(sys.argv[1:] if arguments is None else arguments)
+        # Commands are imported here, since that takes a moment in which Ctrl-C must be one line too.
+        words, command = import_module("terrace.cli.rehearse").split_command(sys.argv[1:] if arguments is None else arguments)
         options, rest = _parser().parse_known_args(words)
         options.command_words = command
         code: int = options.run(options, rest)
@@ -55,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="terrace", description="Train large language models on clusters whose links are unequal.")
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (plan, scale, simulate, explain, train, generate, probe, rehearse):
-        module.add_parser(commands)
+    for name in _COMMANDS:
+        import_module(f"terrace.cli.{name}").add_parser(commands)
     return parser
 
 
