@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from terrace.cli.main import main
+from terrace.plan import PRESETS
+from terrace.planner.explain import size_words
 from terrace.train.config import resolve
 
 GPT = {
@@ -107,8 +109,20 @@ def test_bad_input_of_plan_is_one_line(here: Here, words: list[str], said: str) 
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do(here: Here) -> None:
-    assert "use 16 or 24" in here.refused("plan", "--nodes", "1", batch=20)
-    assert "use 8," in here.refused("plan", "--nodes", "1", batch=4)
+    assert "use --batch 16 or 24, or --axes all" in here.refused("plan", "--nodes", "1", batch=20)
+    assert "use --batch 8, or --axes all" in here.refused("plan", "--nodes", "1", batch=4)
+    assert "use --batch 24 or 48, --nodes 2 or 4, or --axes all" in here.refused("plan", "--nodes", "3", batch=32)
+
+
+def test_presets_refused_alike_say_it_once(here: Here) -> None:
+    code, out, _ = here.say("plan", "--nodes", "2", "--axes", "tensor", batch=8)
+    assert code == 0
+    assert out.count("is not a multiple of") == 1
+    assert out.count("as above") == len(PRESETS) - 1
+
+
+def test_a_terabyte_is_not_said_in_gigabytes() -> None:
+    assert [size_words(size) for size in (64e9, 999.4e9, 999.6e9, 1.36e12)] == ["64 GB", "999 GB", "1 TB", "1.36 TB"]
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Here) -> None:

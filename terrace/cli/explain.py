@@ -39,7 +39,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(wire_words(config.plan))
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
     console.print(time_table(simulate(program, step_costs(program, work))))
-    console.print(f"program of every rank, {num_micros} micro-batches:", style="bold")
+    plural = "es" if num_micros > 1 else ""
+    console.print(f"program of every rank, {num_micros} micro-batch{plural}:", style="bold")
     print(program_text(program, max_lines=options.lines))
     verify(program)
     print(f"\nverified: {len(program.instructions)} instructions keep every rule of the instruction set")
