@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from terrace.cli.main import main
-from terrace.plan import PRESETS
+from terrace.cluster import load_cluster
+from terrace.plan import PRESETS, Plan
 from terrace.planner.explain import size_words
+from terrace.report.tables import plan_rows, quantity
 from terrace.train.config import resolve
 
 GPT = {
@@ -119,6 +121,16 @@ def test_presets_refused_alike_say_it_once(here: Here) -> None:
     assert code == 0
     assert out.count("is not a multiple of") == 1
     assert out.count("as above") == len(PRESETS) - 1
+
+
+def test_context_ranks_count_among_those_that_share_a_state() -> None:
+    plan = Plan(params="node", grads="system", optimizer="system", mapping={"node": {"tensor": 4, "context": 2}})
+    _, rows = plan_rows(load_cluster("dgx-a100").resized(4), plan)
+    assert [row[-1] for row in rows] == ["grads /8, optimizer /8", "params /2", ""]
+
+
+def test_three_digits_that_round_up_take_the_next_prefix() -> None:
+    assert [quantity(value, "B") for value in (999e9, 999.4e9, 999.7e9, 1e12)] == ["999 GB", "999 GB", "1 TB", "1 TB"]
 
 
 def test_a_terabyte_is_not_said_in_gigabytes() -> None:
