@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from terrace.cli.main import main
+from terrace.cluster import load_cluster
+from terrace.plan import PRESETS, Plan
+from terrace.planner.explain import size_words
+from terrace.report.tables import plan_rows, quantity
 from terrace.train.config import resolve
 
 GPT = {
@@ -60,7 +64,8 @@ def test_plan_prints_why_and_writes_what_train_reads(here: Here) -> None:
     for part in ("1 system x 4 node x 2 package = 8", "MFU", "seconds of a step", "memory of a device", "three-level"):
         assert part in out
     assert "over all axes" in out
-    assert "terrace train --model" in out
+    assert "to train: terrace train --plan" in out
+    assert "to look at its step: terrace simulate" in out
     flags = {"model": str(here.model), "cluster": "frontier", "plan": "plan.toml"}
     overrides = {
         "cluster": {"tiers": {"system": {"size": 1}}},
@@ -107,8 +112,30 @@ def test_bad_input_of_plan_is_one_line(here: Here, words: list[str], said: str) 
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do(here: Here) -> None:
-    assert "use 16 or 24" in here.refused("plan", "--nodes", "1", batch=20)
-    assert "use 8," in here.refused("plan", "--nodes", "1", batch=4)
+    assert "use --batch 16 or 24, or --axes all" in here.refused("plan", "--nodes", "1", batch=20)
+    assert "use --batch 8, or --axes all" in here.refused("plan", "--nodes", "1", batch=4)
+    assert "use --batch 24 or 48, --nodes 2 or 4, or --axes all" in here.refused("plan", "--nodes", "3", batch=32)
+
+
+def test_presets_refused_alike_say_it_once(here: Here) -> None:
+    code, out, _ = here.say("plan", "--nodes", "2", "--axes", "tensor", batch=8)
+    assert code == 0
+    assert out.count("is not a multiple of") == 1
+    assert out.count("as above") == len(PRESETS) - 1
+
+
+def test_context_ranks_count_among_those_that_share_a_state() -> None:
+    plan = Plan(params="node", grads="system", optimizer="system", mapping={"node": {"tensor": 4, "context": 2}})
+    _, rows = plan_rows(load_cluster("dgx-a100").resized(4), plan)
+    assert [row[-1] for row in rows] == ["grads /8, optimizer /8", "params /2", ""]
+
+
+def test_three_digits_that_round_up_take_the_next_prefix() -> None:
+    assert [quantity(value, "B") for value in (999e9, 999.4e9, 999.7e9, 1e12)] == ["999 GB", "999 GB", "1 TB", "1 TB"]
+
+
+def test_a_terabyte_is_not_said_in_gigabytes() -> None:
+    assert [size_words(size) for size in (64e9, 999.4e9, 999.6e9, 1.36e12)] == ["64 GB", "999 GB", "1 TB", "1.36 TB"]
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Here) -> None:

@@ -41,7 +41,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(bytes_table(sent, [tier.name for tier in config.cluster.tiers]))
     print(wire_words(config.plan))
     console.print(time_table(report))
-    console.print(f"program of every rank, {num_micros} micro-batches:", style="bold")
+    plural = "es" if num_micros > 1 else ""
+    console.print(f"program of every rank, {num_micros} micro-batch{plural}:", style="bold")
     print(program_text(program, max_lines=options.lines))
     print(f"\nverified: {len(program.instructions)} instructions keep every rule of the instruction set")
     return 0

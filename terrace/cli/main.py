@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replace_unprintable()
     try:
         # Commands are imported here, since that takes a moment in which Ctrl-C must be one line too.
-        words, command = import_module("terrace.cli.rehearse").split_command(sys.argv[1:] if arguments is None else arguments)
+        words, command = import_module("terrace.cli.rehearse").split_command(
+            sys.argv[1:] if arguments is None else arguments
+        )
         options, rest = _parser().parse_known_args(words)
         options.command_words = command
         code: int = options.run(options, rest)

@@ -28,6 +28,7 @@ from terrace.planner import (
     runs_today,
 )
 from terrace.planner.explain import lack
+from terrace.planner.space import divisors
 from terrace.program.schedules import schedule_names
 from terrace.report.plans import (
     figures_words,
@@ -114,8 +115,8 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
         below = task.batch // ranks * ranks
         near = f"{below} or {below + ranks}" if below else f"{ranks}"
         return (
-            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use {near}, another "
-            "--nodes, or more axes"
+            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use --batch {near}, "
+            f"{_sizes_that_divide(task)}or --axes all, which searches axes that this version predicts but does not run"
         )
     if found.nearest is None:
         return f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences: drop a pin"
@@ -131,6 +132,15 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
         f"no plan fits; the nearest is: {plan_words(task, nearest.choice)}, which {lack(task, nearest)}; it "
         f"{tips.sentence}; a shorter --seq needs less, and --axes all shows what other axes would give"
     )
+
+
+def _sizes_that_divide(task: Task) -> str:
+    """Return the --nodes next below and above whose ranks divide the batch, as words; nothing where there are none."""
+    size = task.cluster.tiers[-1].size
+    inner = task.cluster.world_size // size
+    fitting = divisors(task.batch // inner) if task.batch % inner == 0 else ()
+    near = [*[each for each in fitting if each < size][-1:], *[each for each in fitting if each > size][:1]]
+    return f"--nodes {' or '.join(str(each) for each in near)}, " if near else ""
 
 
 def _how(found: Found) -> str:
@@ -153,10 +163,13 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     )
     write_output(options.output, head + tomli_w.dumps(dump(plan)))
     outer = task.cluster.tiers[-1]
+    sizes = (
+        f"--model {options.model} --cluster {options.cluster} --cluster.tiers.{outer.name}.size {outer.size} "
+        f"--train.batch {task.batch} --train.sequence {task.sequence}"
+    )
     return (
-        f"wrote {options.output}; to train: terrace train --model {options.model} --cluster {options.cluster} "
-        f"--plan {options.output} --cluster.tiers.{outer.name}.size {outer.size} --train.batch {task.batch} "
-        f"--train.sequence {task.sequence}"
+        f"wrote {options.output}\nto train: terrace train --plan {options.output} {sizes}\n"
+        f"to look at its step: terrace simulate {options.output} {sizes}"
     )
 
 

@@ -81,8 +81,8 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
         placements = (placement_of(own, base),)
     found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=placements), count=1)
     if not found.best:
-        called = f"preset {name!r}" if name is not None else "any data-parallel plan"
+        failed = f"preset {name!r} does not run" if name is not None else "no data-parallel plan runs"
         why = lack(own, found.nearest) if found.nearest else f"{task.batch} sequences do not divide over the ranks"
-        raise PlanError(f"{called} does not run at the largest size: {why}; use more nodes or another --batch")
+        raise PlanError(f"{failed} at the largest size: {why}; use more nodes or another --batch")
     choice = found.best[0].choice
     return plan_of(own, choice, name=name or "planned"), plan_words(own, choice)

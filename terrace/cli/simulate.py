@@ -74,7 +74,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _show(recording)
     print(f"{critical_words(path)}\n{advice}\n")
     size, moment_s = curve.peak
-    print(f"over the step, memory is highest at {seconds(moment_s)}: {quantity(size, 'B')} with activations")
+    print(
+        f"over the step, memory is highest at {seconds(moment_s)}: {quantity(size, 'B')} with activations, without the "
+        "device's context and what its allocator loses, which terrace plan adds"
+    )
     if written:
         print("\n".join(written))
     return 0
@@ -149,6 +152,6 @@ def _write(path: Path, content: str) -> str:
 def _subtitle(config: RunConfig) -> str:
     return (
         f"{config.model.family} decoder, {quantity(num_params(config.model), ' parameters')}; a step of "
-        f"{config.train.batch} sequences x {config.train.sequence} tokens, {config.num_micros()} micro-batches of "
-        f"{config.plan.micro_batch} per rank"
+        f"{config.train.batch} sequences x {config.train.sequence} tokens, {config.num_micros()} "
+        f"micro-batch{'es' if config.num_micros() > 1 else ''} of {config.plan.micro_batch} per rank"
     )

@@ -67,11 +67,14 @@ def lack(task: Task, estimate: Estimate) -> str:
     """Return what memory a plan lacks, and what takes most of it."""
     capacity = task.cluster.device.memory_bytes
     largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
-    most = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in largest)
-    return (
-        f"needs {estimate.needed_bytes / 1e9:.3g} GB of {capacity / 1e9:.3g} GB, "
-        f"{(estimate.needed_bytes - capacity) / 1e9:.3g} GB too much; most are {most}"
-    )
+    most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
+    needed, missing = estimate.needed_bytes, estimate.needed_bytes - capacity
+    return f"needs {size_words(needed)} of {size_words(capacity)}, {size_words(missing)} too much; most are {most}"
+
+
+def size_words(num_bytes: float) -> str:
+    """Return a number of bytes in GB, or in TB where GB would take four digits."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 999.5e9 else f"{num_bytes / 1e12:.3g} TB"
 
 
 def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]:

@@ -45,7 +45,7 @@ def verify(program: Program, rank: int = 0) -> None:
     needed, limit = sum(memory.values()), program.cluster.device.memory_bytes
     if needed > limit:
         raise ProgramError(
-            f"rank {rank}: the model state needs {needed / 1e9:.2f} GB a rank but the device has {limit / 1e9:.2f} GB: "
+            f"rank {rank}: the model state needs {needed / 1e9:.3g} GB a rank but the device has {limit / 1e9:.3g} GB: "
             "place states further out, or use a device with more memory"
         )
 

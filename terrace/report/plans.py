@@ -55,11 +55,14 @@ def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, titl
     found = new_table(title)
     for heading in ("plan", "step", "against the best", "memory", "remark"):
         found.add_column(heading, justify="left" if heading in ("plan", "remark") else "right")
+    above = ""
     for verdict in verdicts:
         estimate = verdict.estimate
         if estimate is None:
-            found.add_row(verdict.what, "-", "", "", verdict.reason)
+            found.add_row(verdict.what, "-", "", "", "as above" if verdict.reason == above else verdict.reason)
+            above = verdict.reason
             continue
+        above = ""
         slower = f"{100 * (estimate.step_s / best.step_s - 1):+.1f} %"
         memory = quantity(estimate.needed_bytes, "B")
         found.add_row(verdict.what, seconds(estimate.step_s), slower, memory, verdict.reason or verdict.note)

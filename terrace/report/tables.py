@@ -1,6 +1,7 @@
 """Tables for the terminal: a plan as tiers x axes, and step reports, predicted beside measured."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 from rich import box
 from rich.table import Table
@@ -18,7 +19,7 @@ STEP_BAND, MEMORY_BAND = 0.20, 0.10
 def quantity(value: float, unit: str) -> str:
     """Return a number with a metric prefix: 1234567 B -> 1.23 MB."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
+        if abs(value) >= 0.9995 * factor:  # what three digits round up to the next prefix
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value:.0f} {unit}" if value == int(value) else f"{value:.3g} {unit}"
 
@@ -31,7 +32,8 @@ def seconds(value: float) -> str:
 def plan_table(cluster: Cluster, plan: Plan) -> Table:
     """Return the plan: tiers down (outermost first), axes across, and the states placed on each tier.
 
-    `params /2` on a tier reads: parameters are sharded over the 2 ranks inside one group of that tier.
+    `params /2` on a tier reads: parameters are sharded over the 2 ranks inside one group of that tier, those of the
+    data and of the context axis, which holds the same parameters.
     """
     table = new_table(plan_title(cluster, plan))
     headings, rows = plan_rows(cluster, plan)
@@ -56,7 +58,8 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     rows = []
     for index in range(layout.outermost, -1, -1):
         tier = cluster.tiers[index]
-        states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
+        span = layout.span(index) * prod(degrees[each.name]["context"] for each in cluster.tiers[: index + 1])
+        states = [f"{state} /{span}" for state, where in placed.items() if where == index]
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
         cells = (str(degrees[tier.name][axis]) for axis in axes)

@@ -100,7 +100,7 @@ def critical_words(path: CriticalPath) -> str:
             f"{category} {_percent(spent, path.step_s)} %" for spent, category in inside if _percent(spent, path.step_s)
         )
         where = f"messages on tier {place}" if place else "compute"
-        parts.append(f"{_percent(seconds, path.step_s)} % {where} ({named})")
+        parts.append(f"{_percent(seconds, path.step_s)} % {where}" + (f" ({named})" if named else ""))
     waits, slowed = _percent(path.waits_s, path.step_s), _percent(path.slowed_s, path.step_s)
     words = f"On the critical path of the step: {'; '.join(parts)}. The compute stream waits for {waits} % of the step"
     return f"{words}; messages meanwhile slow its compute by {slowed} % of it." if slowed else f"{words}."
