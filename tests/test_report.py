@@ -17,7 +17,8 @@ LOCAL = load_cluster("local")
 
 
 def _text(*tables: Table) -> str:
-    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    """What a terminal shows: as `terrace.cli.output.Terminal`, brackets are text."""
+    console = Console(width=140, record=True, markup=False, emoji=False, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in tables:
         console.print(table)
     return console.export_text()
@@ -63,6 +64,7 @@ def test_comparison_says_where_bytes_differ() -> None:
     )
     text = _text(*comparison_tables(predicted, measured))
     assert "DIFFERENT" in text
+    assert "[" not in text, "markup of a table is shown as it stands"
     assert "-50 %" in text
     assert "equal" in _text(*comparison_tables(predicted, predicted))
 

@@ -5,6 +5,7 @@ from math import prod
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from terrace.cluster import Cluster
 from terrace.plan import AXES, Layout, MessageClass, Plan
@@ -155,7 +156,7 @@ def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
         expected = predicted.sent_bytes.get((message, tier), 0)
         found = measured.sent_bytes.get((message, tier), 0)
-        verdict = "equal" if expected == found else "[bold red]DIFFERENT[/]"
+        verdict = Text("equal") if expected == found else Text("DIFFERENT", style="bold red")
         table.add_row(message.value, tier, f"{expected:,}", f"{found:,}", verdict)
     return table
 
