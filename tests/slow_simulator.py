@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
 from terrace.simulate import Costs
 

@@ -14,7 +14,7 @@ from terrace.base.schema import dump
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, preset, validate
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from tests.toys import cluster_of
 
 BLOCKS = tuple(
@@ -75,7 +75,10 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(mapping={"node": {"data": 0}}), ("mapping.node.data = 0", "at least 1")),
     (zero3(mapping={"node": {"data": 2}}), ("mapping.node", "multiply to 2", "joins 3", "make them multiply to 3")),
     (zero3(mapping={"node": {}}), ("multiply to 1", "leave the row out")),
-    (zero3(mapping={"node": {"tensor": 3}}), ("mapping.node.tensor = 3", "data axis only", "{data = 3}")),
+    (
+        zero3(mapping={"node": {"pipeline": 3}}),
+        ("mapping.node.pipeline = 3", "data and the tensor axis only", "{data = 3}"),
+    ),
     (zero3(grads="node"), ("params = 'system' lies outside grads = 'node'", "device <= package <= node <= system")),
     (zero3(params="device", grads="system", optimizer="node"), ("grads = 'system' lies outside optimizer = 'node'",)),
     (zero3(grads="device", params="package"), ("place grads on 'package' or further out",)),

@@ -13,7 +13,7 @@ from terrace.cluster import Cluster, Tier, load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, Instruction, Op, Program, build, verify
 from terrace.simulate import (
     Costs,

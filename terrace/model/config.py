@@ -154,11 +154,14 @@ def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
     With tied embeddings the head borrows block 0 and does not list the output matrix.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = [ParamSpec(name="weight", shape=(vocab, hidden))]
+    lookup = ParamSpec(name="weight", shape=(vocab, hidden), dims=(("vocab", vocab), ("features", hidden)))
+    embedding = [lookup]
     if config.learned_positions:
-        embedding.append(ParamSpec(name="positions", shape=(config.max_positions, hidden)))
+        places = config.max_positions
+        dims = (("positions", places), ("hidden", hidden))
+        embedding.append(ParamSpec(name="positions", shape=(places, hidden), dims=dims))
     layer = tuple(_layer_params(config))
-    output = [] if config.tied_embeddings else [ParamSpec(name="weight", shape=(vocab, hidden))]
+    output = [] if config.tied_embeddings else [lookup]
     return (
         BlockSpec(name="embedding", params=tuple(embedding)),
         *(BlockSpec(name=f"layers.{index}", params=layer) for index in range(config.num_layers)),
@@ -196,35 +199,46 @@ def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequen
 
 
 def _layer_params(config: ModelConfig) -> list[ParamSpec]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
+    hidden = ("hidden", config.hidden_size)
+    inner = ("intermediate", config.intermediate_size)
+    heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
     attention = [
-        ("query", query, hidden),
-        ("key", key, hidden),
-        ("value", key, hidden),
-        ("output", hidden, query),
+        ("query", heads, hidden),
+        ("key", kv_heads, hidden),
+        ("value", kv_heads, hidden),
+        ("output", hidden, heads),
     ]
-    mlp = [("up", intermediate, hidden), ("down", hidden, intermediate)]
+    mlp = [("up", inner, hidden), ("down", hidden, inner)]
     if config.gated_mlp:
-        mlp.insert(0, ("gate", intermediate, hidden))
+        mlp.insert(0, ("gate", inner, hidden))
     return [
         *_norm_params(config, "attention_norm"),
-        *_linear_params("attention", attention, config.attention_bias),
+        *_linear_params("attention", attention, config.attention_bias, config.head_dim),
         *_norm_params(config, "mlp_norm"),
-        *_linear_params("mlp", mlp, config.mlp_bias),
+        *_linear_params("mlp", mlp, config.mlp_bias, 1),
     ]
 
 
-def _linear_params(parent: str, sizes: list[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
+_Dim = tuple[str, int]
+
+
+def _linear_params(parent: str, sizes: list[tuple[str, _Dim, _Dim]], bias: bool, head_dim: int) -> list[ParamSpec]:
+    """Return the parameters of linear layers; a dim of heads has `head_dim` elements for each."""
     params: list[ParamSpec] = []
-    for name, out_size, in_size in sizes:
-        params.append(ParamSpec(name=f"{parent}.{name}.weight", shape=(out_size, in_size)))
+
+    def size(dim: _Dim) -> int:
+        return dim[1] * (head_dim if dim[0] in ("heads", "kv_heads") else 1)
+
+    for name, out_dim, in_dim in sizes:
+        params.append(
+            ParamSpec(name=f"{parent}.{name}.weight", shape=(size(out_dim), size(in_dim)), dims=(out_dim, in_dim))
+        )
         if bias:
-            params.append(ParamSpec(name=f"{parent}.{name}.bias", shape=(out_size,)))
+            params.append(ParamSpec(name=f"{parent}.{name}.bias", shape=(size(out_dim),), dims=(out_dim,)))
     return params
 
 
 def _norm_params(config: ModelConfig, name: str) -> list[ParamSpec]:
     parts = ("weight",) if config.norm == "rms" else ("weight", "bias")
-    return [ParamSpec(name=f"{name}.{part}", shape=(config.hidden_size,)) for part in parts]
+    size = config.hidden_size
+    return [ParamSpec(name=f"{name}.{part}", shape=(size,), dims=(("hidden", size),)) for part in parts]

@@ -14,11 +14,20 @@ from terrace.base.errors import ModelError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter: its name inside the block and its logical shape."""
+    """One parameter: its name inside the block and its shape.
+
+    `dims` declares what each dim counts, with how many units that cannot be cut ("heads" of 64 elements, say); empty
+    where nothing is declared. Of a slice on one tensor rank, `shape` is what the rank holds, padding included, `whole`
+    the shape before slicing, `cuts` the axes that cut each dim, and `shared` the axes whose ranks all hold the same.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    dims: tuple[tuple[str, int], ...] = ()
+    whole: tuple[int, ...] = ()  # empty: `shape` is whole
+    cuts: tuple[tuple[str, ...], ...] = ()
+    shared: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -16,6 +16,7 @@ The traffic formula, the verifier, the memory formula and the collectives all re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from terrace.plan.grid import TENSOR
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, WireFormat
@@ -90,14 +91,21 @@ def block_hops(
 
 
 def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
-    """Return the message classes that cross some tier in a block format, whose rounding error is measured."""
+    """Return the message classes that cross some tier in a block format, whose rounding error is measured.
+
+    `layout` is that of all ranks that hold some part of a block together.
+    """
+    tensor = layout.grid.combined(TENSOR) if layout.grid is not None else (1,) * len(layout.tiers)
+
+    def crossed(message: MessageClass) -> list[int]:
+        if message is MessageClass.TENSOR:
+            return [tier for tier, degree in enumerate(tensor) if degree > 1]
+        return [tier for tier in layout.route(message) if layout.degrees[tier] > 1]
+
     return tuple(
         message
         for message in PLACEABLE
-        if any(
-            layout.degrees[tier] > 1 and plan.wire_format(message, layout.tiers[tier]).block
-            for tier in layout.route(message)
-        )
+        if any(plan.wire_format(message, layout.tiers[tier]).block for tier in crossed(message))
     )
 
 
@@ -109,7 +117,7 @@ def coding_bytes(layout: Layout, plan: Plan, message: MessageClass, numel: int, 
     """
     reduction, gathering = block_hops(layout, plan, message, numel, source)
     master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
-    held = compute if message is MessageClass.REDUCE else master
+    held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else master
     total = 0.0
     for hop in reduction:
         if hop.wire.block:

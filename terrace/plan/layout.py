@@ -11,18 +11,24 @@ tier inward, needs no permuting copy, and each outer link carries only what the 
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from terrace.cluster import Cluster
+from terrace.plan.grid import ORDER, Grid
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 
+INSIDE = -1  # the lane of messages inside a block: they are part of computing
 DEVICE = -1  # the index of the implicit innermost tier
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Data degrees per tier and the tier index of each state (`DEVICE` = replicated)."""
+    """Data degrees per tier and the tier index of each state (`DEVICE` = replicated).
+
+    The degrees are those of the ranks that hold the same slice of a block: they differ on `axes` alone.
+    """
 
     tiers: tuple[str, ...]
     degrees: tuple[int, ...]
@@ -30,14 +36,23 @@ class Layout:
     params_backward: int  # equals `params` when there is no secondary copy
     grads: int
     optimizer: int
+    axes: tuple[str, ...] = ("data",)
+    grid: Grid | None = None  # None: nobody asks which ranks these are
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan) -> "Layout":
-        """Resolve tier names; raises `ClusterError` for an unknown one."""
+    def of(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> "Layout":
+        """Resolve tier names; raises `ClusterError` for an unknown one.
+
+        `shared` names further axes whose ranks hold the same: what they have of a gradient is a part of its sum too.
+        """
         params = cluster.index(plan.params)
+        grid = Grid.of(cluster, plan)
+        axes = tuple(axis for axis in ORDER if axis == "data" or axis in shared)
         return Layout(
             tiers=tuple(tier.name for tier in cluster.tiers),
-            degrees=tuple(plan.degree(tier.name, "data", tier.size) for tier in cluster.tiers),
+            degrees=grid.combined(axes),
+            axes=axes,
+            grid=grid,
             params=params,
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
@@ -72,11 +87,29 @@ class Layout:
             MessageClass.SYNC: range(self.grads + 1, self.outermost + 1),
             MessageClass.REFRESH: range(self.params + 1, self.optimizer + 1),
             MessageClass.CONTROL: range(self.outermost + 1),
+            MessageClass.TENSOR: range(0),  # inside a block, among ranks of the tensor axis
         }[message]
 
     def padded(self, numel: int) -> int:
         """Return `numel` rounded up so that every tier divides it; padding is part of the format."""
         return -(-numel // self.data_degree) * self.data_degree
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return the place of `rank` on each tier among the ranks that hold the same slice of a block."""
+        assert self.grid is not None, "only a layout of a plan knows its ranks"
+        return self.grid.coordinates(rank, self.axes)
+
+    def position(self, rank: int) -> int:
+        """Return the number of `rank` among all ranks that hold the same slice, the innermost tier fastest."""
+        index = 0
+        for degree, here in reversed(list(zip(self.degrees, self.coordinates(rank), strict=True))):
+            index = index * degree + here
+        return index
+
+    def peers(self, rank: int, tier: int) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` on `tier` and in what they hold of a state, in tier order."""
+        assert self.grid is not None, "only a layout of a plan knows its ranks"
+        return self.grid.peers(rank, tier, self.axes)
 
     def slice(self, index: int, coordinates: tuple[int, ...], padded_numel: int) -> slice:
         """Return the slice of a flat buffer that a rank holds of a state placed on tier `index`."""
@@ -85,3 +118,21 @@ class Layout:
             length //= degree
             start += here * length
         return slice(start, start + length)
+
+
+def message_tiers(layout: Layout, message: MessageClass, source: int | None = None) -> tuple[int, ...]:
+    """Return the tiers on which a message of a block has someone to talk to, innermost first.
+
+    `layout` is that of everyone who holds some part of a block. `source` is the tier that a gather of parameters starts
+    from, where it is not the one the message's class is for.
+    """
+    route = layout.route(message) if source is None else range(source + 1)
+    return tuple(tier for tier in route if layout.degrees[tier] > 1)
+
+
+def message_lane(layout: Layout, message: MessageClass, source: int | None = None) -> int:
+    """Return the lane of a message: the outermost tier it crosses, 0 if it is local.
+
+    What stays on fast inner tiers so never waits behind a message on a slow outer one.
+    """
+    return max(message_tiers(layout, message, source), default=0)

@@ -11,23 +11,27 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
     buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops
 
-P counts the trainable and the frozen parameters of a block apart: each has a flat buffer, padded for
-itself. The categories need not peak together, so their sum is a bound that a step may stay below.
+P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout. The categories need not peak together, so their sum is a bound that a step may stay below.
 Activations are not model state and are not counted here, nor is what a kernel allocates for itself.
 NCCL receives sums, so there a message in flight takes less than the formula's.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.flats import FlatSpec, block_flats, everyone
+from terrace.plan.grid import Grid
 from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.plan import Plan
 from terrace.plan.residency import residencies, step_visits
+from terrace.plan.tensor_traffic import Leg, Tensor, block_messages
 from terrace.plan.wire import FORMATS, MessageClass
 
+CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "feedback", "buffers")
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 
@@ -46,35 +50,40 @@ def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
     return layout.span(layout.grads) == 1 and plan.compute == plan.master
 
 
-def model_state_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> dict[str, int]:
-    """Return the peak bytes of each category of model state on one rank."""
-    layout = Layout.of(cluster, plan)
+def model_state_bytes(
+    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0
+) -> dict[str, int]:
+    """Return the peak bytes of each category of model state on one rank; `blocks` is what one tensor rank holds."""
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
-    trainable = [layout.padded(block.num_trainable) for block in blocks]
-    frozen = [layout.padded(block.num_frozen) for block in blocks]
-    whole = [fixed + size for fixed, size in zip(frozen, trainable, strict=True)]
-    optimizer_item = master * (3 if keeps_master(plan, layout) else 2)
-    return {
-        "params": sum(whole) // layout.span(layout.params) * compute,
-        "secondary": sum(whole) // layout.span(layout.params_backward) * compute if layout.has_secondary else 0,
-        "gathered": _peak_gathered(layout, plan, blocks, whole, num_micros) * compute,
-        "grads": sum(trainable) // layout.span(layout.grads) * master,
-        "grads_full": _peak_gradients(layout, plan, blocks, trainable, num_micros) * compute,
-        "optimizer": sum(trainable) // layout.span(layout.optimizer) * optimizer_item,
-        "feedback": sum(sum(residual_numels(layout, plan, numel)) for numel in trainable) * RESIDUAL_BYTES,
-        "buffers": _largest_buffers(layout, plan, blocks, num_micros),
-    }
+    flats = block_flats(cluster, plan, blocks)
+    total: dict[str, int] = defaultdict(int)
+    for flat in chain(*flats):
+        layout, padded = flat.layout, flat.padded
+        total["params"] += padded // layout.span(layout.params) * compute
+        total["secondary"] += padded // layout.span(layout.params_backward) * compute if layout.has_secondary else 0
+        if flat.trainable:
+            total["grads"] += padded // layout.span(layout.grads) * master
+            kept = 3 if keeps_master(plan, layout) else 2
+            total["optimizer"] += padded // layout.span(layout.optimizer) * master * kept
+            total["feedback"] += sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
+    whole = [sum(flat.padded for flat in parts) for parts in flats]
+    buffered = [
+        sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
+        for parts in flats
+    ]
+    total["gathered"] = _peak_gathered(plan, blocks, whole, num_micros) * compute if plan.params != "device" else 0
+    total["grads_full"] = _peak_gradients(plan, blocks, buffered, num_micros) * compute
+    tensor = Tensor.of(Grid.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
+    total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, blocks, flats, num_micros)
+    total["buffers"] += _tensor_buffers(tensor, blocks)
+    return {category: total[category] for category in CATEGORIES}
 
 
 def _crossed(layout: Layout) -> list[int]:
     return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
 
 
-def _peak_gathered(
-    layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], whole: Sequence[int], num_micros: int
-) -> int:
-    if layout.params == DEVICE:
-        return 0
+def _peak_gathered(plan: Plan, blocks: Sequence[BlockSpec], whole: Sequence[int], num_micros: int) -> int:
     # The second unit repeats for all further ones, so three show every overlap.
     stays = residencies(blocks, min(num_micros, 3 * plan.unit), plan.unit, plan.prefetch)
     change: dict[int, int] = {}
@@ -88,12 +97,8 @@ def _peak_gathered(
     return peak
 
 
-def _peak_gradients(
-    layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], trainable: Sequence[int], num_micros: int
-) -> int:
+def _peak_gradients(plan: Plan, blocks: Sequence[BlockSpec], trainable: Sequence[int], num_micros: int) -> int:
     """At most one reduction is in flight while the next block runs backward; a lender's buffer waits for its own."""
-    if accumulates_in_place(plan, layout):
-        return 0
     held: set[int] = set()
     in_flight, peak = 0, 0
     for visit in step_visits(len(blocks), min(num_micros, 2 * plan.unit), plan.unit):
@@ -105,24 +110,46 @@ def _peak_gradients(
     return peak
 
 
-def _largest_buffers(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> int:
-    largest = [layout.padded(max((block.num_trainable for block in blocks), default=0))]
-    largest.append(layout.padded(max((block.num_frozen for block in blocks), default=0)))
-    cases: set[tuple[MessageClass, int | None, int]]
-    cases = {(message, None, largest[0]) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)}
+def _largest_buffers(
+    layout: Layout,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    flats: Sequence[Sequence[FlatSpec]],
+    num_micros: int,
+) -> int:
+    """The largest message of every lane. A message of a block is one after the other for each of its flat buffers."""
+    sources: dict[tuple[MessageClass, int | None], bool] = dict.fromkeys(
+        ((message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)), False
+    )
     for stay in (
         residencies(blocks, min(num_micros, 3 * plan.unit), plan.unit, plan.prefetch) if layout.params != DEVICE else ()
     ):
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
-        source = layout.params if stay.opening else layout.params_backward
-        cases |= {(message, source, numel) for numel in largest}
+        sources[message, layout.params if stay.opening else layout.params_backward] = True
+    largest: dict[tuple[tuple[str, ...], bool], FlatSpec] = {}
+    for flat in chain(*flats):
+        key = (flat.layout.axes, flat.trainable)
+        largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)  # a lane is named after the outermost tier it crosses
-    for message, start, numel in cases:
-        reduction, gathering = block_hops(layout, plan, message, numel, start)
-        lane = max((hop.tier for hop in (*reduction, *gathering)), default=0)
-        lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
-        lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))
+    for (message, source), of_frozen in sources.items():
+        lane = message_lane(layout, message, source)
+        for flat in largest.values():
+            if flat.trainable or of_frozen:
+                reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
+                lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
+                lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))
     return sum(lanes.values())
+
+
+def _tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec]) -> int:
+    """What the largest message inside a block takes; they are in the middle of computing, one after the other."""
+    largest = 0
+    for index in range(len(blocks)):
+        for message in chain(*block_messages(tensor, blocks, index)):
+            if message.leg is not Leg.NUMBERS:
+                buffers = gather_buffers if message.leg is Leg.GATHER else reduce_buffers
+                largest = max(largest, arena_bytes(buffers(tensor.plan, MessageClass.TENSOR, tensor.hops(message))))
+    return largest
 
 
 def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
@@ -132,7 +159,7 @@ def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
     rank's own part is neither coded nor sent.
     """
     sizes = []
-    held = plan.compute if message is MessageClass.REDUCE else plan.master
+    held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.master
     for hop in hops:
         if hop.wire.block:
             sizes += [hop.sent_bytes, hop.sent_bytes]

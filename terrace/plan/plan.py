@@ -7,6 +7,7 @@ from typing import Literal
 from terrace.plan.wire import MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
+TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Plan:
     grads: str
     optimizer: str
     params_backward: str | None = None  # where a secondary copy of the parameters serves later gathers
-    mapping: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # tier -> axis -> degree
+    mapping: Mapping[str, Mapping[str, int | Mapping[str, int]]] = field(default_factory=dict)  # tier -> axis -> degree
     wire: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # message class -> tier -> format
     compute: Literal["bf16", "fp32", "fp64"] = "fp32"  # dtype of the parameters that blocks run on
     master: Literal["fp32", "fp64"] = "fp32"  # dtype of optimizer state and of accumulated gradients
@@ -32,14 +33,26 @@ class Plan:
     recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
     unit: int = 1  # micro-batches that pass a block one after the other: one gather, one reduction
     prefetch: int = 1  # how many visits ahead a block is gathered
+    sequence_parallel: bool = True  # norms and residual stream split over tensor rows; no effect without them
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Return the format in which `message` crosses `tier`; raises `PlanError` for one that does not exist."""
         return parse_format(self.wire.get(message.value, {}).get(tier, self.compute))
 
     def degree(self, tier: str, axis: str, tier_size: int) -> int:
-        """Return the degree of `axis` on `tier`, whose size in the cluster is `tier_size`."""
+        """Return the degree of `axis` on `tier`, whose size in the cluster is `tier_size`.
+
+        Depth shards weights and splits the batch as the data axis does, so it counts there; "tensor" is rows x columns.
+        """
         row = self.mapping.get(tier)
         if row is None:
             return tier_size if axis == "data" else 1
-        return row.get(axis, 1)
+        tensor = row.get("tensor", 1)
+        factors = tensor if isinstance(tensor, Mapping) else {"rows": tensor}
+        if axis in TENSOR_AXES:
+            return factors.get(axis, 1)
+        if axis == "tensor":
+            return factors.get("rows", 1) * factors.get("columns", 1)
+        degree = row.get(axis, 1)
+        assert isinstance(degree, int), f"only the tensor axis is factored, not {axis}"
+        return degree * (factors.get("depth", 1) if axis == "data" else 1)

@@ -12,10 +12,12 @@ With one micro-batch a unit this is plain accumulation; with all of them in one 
 2211.05953): blocks are gathered and gradients reduced once a unit, and its activations are kept at once.
 """
 
+import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
+from terrace.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,12 @@ def residencies(blocks: Sequence[BlockSpec], num_micros: int, unit: int, prefetc
         )
         seen.add(block)
     return result
+
+
+def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
+    """Return the indexes of the blocks whose forward is run again in the backward."""
+    return frozenset(
+        index
+        for index, block in enumerate(blocks)
+        if any(fnmatch.fnmatchcase(block.name, pattern) for pattern in plan.recompute)
+    )

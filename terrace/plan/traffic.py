@@ -10,7 +10,8 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
                               tiers optimizer+1 .. last    once a step (all-reduce)
     refresh                   tiers optimizer .. params+1  once a step
 
-Frozen parameters are gathered and nothing else. Summed over all ranks, the bytes between N nodes are
+Frozen parameters are gathered and nothing else. What the tensor axis shares is counted with the ranks that share it;
+what its ranks send inside a block is in terrace.plan.tensor_traffic. Summed over all ranks, the bytes between N nodes are
 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
 """
 
@@ -20,37 +21,49 @@ from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.flats import FlatSpec, block_flats, everyone
+from terrace.plan.grid import Grid
 from terrace.plan.hops import block_hops, control_numbers
-from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
-from terrace.plan.residency import residencies, units
+from terrace.plan.residency import recomputed, residencies, units
+from terrace.plan.tensor_traffic import Tensor, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
 
 
-def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Bytes:
-    """Return what one rank sends in one step of `num_micros` micro-batches.
+def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Bytes:
+    """Return what one rank sends in one step of `num_micros` micro-batches of sequences of `sequence` tokens.
 
-    Entries are only there where something is sent. Raises `ClusterError` for an unknown tier.
+    `blocks` is what one tensor rank holds. Entries are only there where something is sent. Raises `ClusterError` for
+    an unknown tier.
     """
-    layout = Layout.of(cluster, plan)
+    layout = everyone(cluster, plan)
+    flats = block_flats(cluster, plan, blocks)
     total: Bytes = defaultdict(int)
 
-    def add(message: MessageClass, numel: int, times: int = 1, source: int | None = None) -> None:
-        for hop in chain(*block_hops(layout, plan, message, layout.padded(numel), source)):
+    def add(message: MessageClass, flat: FlatSpec, times: int = 1, source: int | None = None) -> None:
+        for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
     for stay in residencies(blocks, num_micros, plan.unit, plan.prefetch):
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         source = layout.params if stay.opening else layout.params_backward
-        for numel in (blocks[stay.block].num_trainable, blocks[stay.block].num_frozen):
-            add(message, numel, source=source)
-    for block in blocks:
-        add(MessageClass.REDUCE, block.num_trainable, times=len(units(num_micros, plan.unit)))
-        add(MessageClass.SYNC, block.num_trainable)
-        add(MessageClass.REFRESH, block.num_trainable)
+        for flat in flats[stay.block]:
+            add(message, flat, source=source)
+    for flat in chain(*flats):
+        if flat.trainable:
+            add(MessageClass.REDUCE, flat, times=len(units(num_micros, plan.unit)))
+            add(MessageClass.SYNC, flat)
+            add(MessageClass.REFRESH, flat)
     for name, degree in zip(layout.tiers, layout.degrees, strict=True):
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
+    tensor = Tensor.of(Grid.of(cluster, plan), layout.tiers, plan, sequence)
+    again = recomputed(plan, blocks)
+    for index in range(len(blocks)):
+        forward, backward = block_messages(tensor, blocks, index)
+        for inside in [*forward, *(forward if index in again else []), *backward]:
+            for tier, num_bytes in tensor.sends(inside):
+                total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * num_bytes
     return dict(total)

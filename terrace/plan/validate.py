@@ -2,13 +2,14 @@
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.grid import TENSOR
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.plan import AXES, Plan
+from terrace.plan.plan import AXES, TENSOR_AXES, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
@@ -23,6 +24,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     except ClusterError as error:
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
     _check_placements(plan, layout)
+    _check_depth(cluster, plan, layout)
     _check_wire(plan, layout)
     _check_numbers(plan, blocks)
     return layout
@@ -44,15 +46,6 @@ def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
     return batch // unit
 
 
-def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
-    """Return the indexes of the blocks whose forward is run again in the backward."""
-    return frozenset(
-        index
-        for index, block in enumerate(blocks)
-        if any(fnmatch.fnmatchcase(block.name, pattern) for pattern in plan.recompute)
-    )
-
-
 def _check_mapping(cluster: Cluster, plan: Plan) -> None:
     sizes = {tier.name: tier.size for tier in cluster.tiers}
     for name, row in plan.mapping.items():
@@ -61,18 +54,41 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
         for axis, degree in row.items():
             if axis not in AXES:
                 raise PlanError(f"mapping.{name} names axis {axis!r}{did_you_mean(axis, AXES)}")
-            if degree < 1:
-                raise PlanError(f"mapping.{name}.{axis} = {degree}: a degree is at least 1")
-            if axis != "data" and degree > 1:
+            _check_degree(f"mapping.{name}.{axis}", axis, degree)
+            if axis not in ("data", "tensor") and degree != 1:
                 raise PlanError(
-                    f"mapping.{name}.{axis} = {degree}: this version runs the data axis only; "
+                    f"mapping.{name}.{axis} = {degree}: this version runs the data and the tensor axis only; "
                     f"write mapping.{name} = {{data = {sizes[name]}}}"
                 )
-        product = math.prod(row.values())
+        product = math.prod(plan.degree(name, axis, sizes[name]) for axis in AXES)
         if product != sizes[name]:
             raise PlanError(
                 f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
                 f"make them multiply to {sizes[name]}, or leave the row out to give the tier to the data axis"
+            )
+
+
+def _check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
+    if isinstance(degree, Mapping):
+        if axis != "tensor":
+            raise PlanError(f"{where} = {dict(degree)}: only the tensor axis is factored; give one number")
+        for factor, number in degree.items():
+            if factor not in TENSOR_AXES:
+                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, TENSOR_AXES)}")
+            _check_degree(f"{where}.{factor}", factor, number)
+    elif degree < 1:
+        raise PlanError(f"{where} = {degree}: a degree is at least 1")
+
+
+def _check_depth(cluster: Cluster, plan: Plan, layout: Layout) -> None:
+    """Depth is the data axis with weights sharded over it, so the placements must say that."""
+    for index, tier in enumerate(cluster.tiers):
+        depth = plan.degree(tier.name, "depth", tier.size)
+        if depth > 1 and layout.params < index:
+            raise PlanError(
+                f"mapping.{tier.name}.tensor.depth = {depth} shards weights over {tier.name!r}, but params = "
+                f"{plan.params!r} lies inside it: place params on {tier.name!r} or further out, or give its ranks to "
+                "the data axis"
             )
 
 
@@ -135,6 +151,10 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     index = layout.tiers.index(tier)
     if index in layout.route(message):
         return
+    if message is MessageClass.TENSOR:
+        if layout.grid is not None and layout.grid.combined(TENSOR)[index] > 1:
+            return
+        raise PlanError(f"wire.tensor.{tier} has no effect: the tensor axis has no ranks on {tier!r}; leave it out")
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
     raise PlanError(
         f"wire.{message.value}.{tier} has no effect: under params = {plan.params!r}, grads = {plan.grads!r}, "

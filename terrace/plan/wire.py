@@ -32,6 +32,7 @@ class MessageClass(StrEnum):
     REDUCE = "reduce"  # gradients of a unit of micro-batches, up to the grads tier
     SYNC = "sync"  # accumulated gradients, once a step, over the tiers outside
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
+    TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 

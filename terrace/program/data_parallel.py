@@ -10,23 +10,26 @@ blocks are still being refreshed.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.grid import Grid
+from terrace.plan.layout import DEVICE
 from terrace.plan.residency import Residency, residencies, step_visits
+from terrace.plan.slices import slice_blocks
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 
 _LARGEST_STEP = 2_000_000  # a program is a list: what one process builds in seconds
 
 
-def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Program:
-    """Return the program of every rank for a step of `num_micros` micro-batches.
+def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Program:
+    """Return the program of every rank for a step of `num_micros` micro-batches of sequences of `sequence` tokens.
 
-    Raises `PlanError` when the plan cannot run. Cost and size do not depend on the world size.
+    `blocks` is the whole model; the program's are what one tensor rank holds of it. Raises `PlanError` when the plan cannot run. Cost and size do not depend on the world size.
     """
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:
@@ -36,25 +39,29 @@ def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros:
             f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
             "that a program may have: give a smaller batch or a larger plan.micro_batch"
         )
-    instructions = [*_passes(layout, plan, blocks, num_micros), *_updates(layout, blocks)]
-    return Program(
+    frame = Program(
         cluster=cluster,
         plan=plan,
         layout=layout,
-        blocks=tuple(blocks),
+        blocks=slice_blocks(blocks, Grid.of(cluster, plan)),
         num_micros=num_micros,
-        instructions=tuple(instructions),
+        instructions=(),
+        sequence=sequence,
     )
+    if frame.tensor.degree > 1 and sequence < 1:
+        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+    return replace(frame, instructions=(*_passes(frame), *_updates(blocks)))
 
 
-def _passes(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int) -> Iterator[Instruction]:
+def _passes(frame: Program) -> Iterator[Instruction]:
+    layout, plan, blocks, num_micros = frame.layout, frame.plan, frame.blocks, frame.num_micros
     stays = residencies(blocks, num_micros, plan.unit, plan.prefetch) if layout.params != DEVICE else []
     issued, freed = defaultdict(list), defaultdict(list)
     for stay in stays:
         issued[stay.issue].append(stay)
         freed[stay.last].append(stay)
     for position, visit in enumerate(step_visits(len(blocks), num_micros, plan.unit)):
-        yield from (_gather(layout, stay) for stay in issued[position])
+        yield from (_gather(frame, stay) for stay in issued[position])
         op = Op.BACKWARD if visit.backward else Op.FORWARD
         yield from (Instruction(op, visit.block, micro) for micro in visit.micros)
         if visit.backward and blocks[visit.block].num_trainable:
@@ -64,12 +71,12 @@ def _passes(layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], num_micros:
         yield from (Instruction(Op.FREE, stay.block) for stay in freed[position])
 
 
-def _gather(layout: Layout, stay: Residency) -> Instruction:
-    secondary = layout.has_secondary and not stay.opening
+def _gather(frame: Program, stay: Residency) -> Instruction:
+    secondary = frame.has_secondary and not stay.opening
     return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
 
 
-def _updates(layout: Layout, blocks: Sequence[BlockSpec]) -> Iterator[Instruction]:
+def _updates(blocks: Sequence[BlockSpec]) -> Iterator[Instruction]:
     yield Instruction(Op.CLIP)
     for index, block in enumerate(blocks):
         if block.num_trainable:

@@ -8,7 +8,12 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.flats import FlatSpec, block_flats, everyone
+from terrace.plan.grid import Grid
 from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
+from terrace.plan.layout import message_lane, message_tiers
+from terrace.plan.residency import recomputed
+from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES
 from terrace.program.instruction import Instruction, Op
 
@@ -31,6 +36,27 @@ class Program:
     blocks: tuple[BlockSpec, ...]
     num_micros: int
     instructions: tuple[Instruction, ...]
+    sequence: int = 0  # tokens of a sequence; only what the tensor axis sends depends on it
+
+    @cached_property
+    def everyone(self) -> Layout:
+        """The layout of all ranks that hold some part of a block together; `layout` where there is no tensor axis."""
+        return everyone(self.cluster, self.plan)
+
+    @cached_property
+    def flats(self) -> tuple[tuple[FlatSpec, ...], ...]:
+        """The flat buffers of every block."""
+        return block_flats(self.cluster, self.plan, self.blocks)
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """The tensor axis."""
+        return Tensor.of(Grid.of(self.cluster, self.plan), self.layout.tiers, self.plan, self.sequence)
+
+    @cached_property
+    def has_secondary(self) -> bool:
+        """Whether some block keeps a secondary copy of its parameters."""
+        return any(flat.layout.has_secondary for flat in chain(*self.flats))
 
     def message(self, instruction: Instruction) -> MessageClass:
         """Return the class of the messages a collective instruction sends."""
@@ -40,29 +66,21 @@ class Program:
 
     def crossed(self, instruction: Instruction) -> tuple[int, ...]:
         """Return the indexes of the tiers on which a collective instruction has someone to talk to."""
-        layout = self.layout
-        tiers = layout.route(self.message(instruction))
-        if instruction.op is Op.GATHER and instruction.secondary:
-            tiers = range(layout.params_backward + 1)
-        return tuple(tier for tier in tiers if layout.degrees[tier] > 1)
+        return message_tiers(self.everyone, self.message(instruction), self._source(instruction))
 
     def lane(self, instruction: Instruction) -> int:
-        """Return the lane of a collective instruction: the outermost tier it crosses, 0 if it is local.
-
-        What stays on fast inner tiers so never waits behind a message on a slow outer one.
-        """
-        return max(self.crossed(instruction), default=0)
+        """Return the lane of a collective instruction (terrace.plan.layout.message_lane)."""
+        return message_lane(self.everyone, self.message(instruction), self._source(instruction))
 
     def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
         """Yield (tier index, bytes) for every collective that an instruction makes this rank take part in."""
-        layout, message = self.layout, self.message(instruction)
+        layout, message = self.everyone, self.message(instruction)
         if message is MessageClass.CONTROL:
             message_bytes = control_numbers(layout, self.plan) * CONTROL_NUMBER_BYTES
             yield from ((tier, (layout.degrees[tier] - 1) * message_bytes) for tier in self.crossed(instruction))
             return
-        source = layout.params_backward if instruction.secondary else None
-        for numel in self._carried(instruction):
-            hops = block_hops(layout, self.plan, message, numel, source)
+        for flat in self._carried(instruction):
+            hops = block_hops(flat.layout, self.plan, message, flat.padded, self._source(instruction))
             yield from ((hop.tier, hop.sent_bytes) for hop in chain(*hops))
 
     def coding_bytes(self, instruction: Instruction) -> float:
@@ -70,16 +88,28 @@ class Program:
         message = self.message(instruction)
         if message is MessageClass.CONTROL or not self._codes:
             return 0.0
-        source = self.layout.params_backward if instruction.secondary else None
+        source = self._source(instruction)
         carried = self._carried(instruction)
-        return sum(coding_bytes(self.layout, self.plan, message, numel, source) for numel in carried)
+        return sum(coding_bytes(flat.layout, self.plan, message, flat.padded, source) for flat in carried)
+
+    def inside(self, instruction: Instruction) -> list[TensorMessage]:
+        """Return what a FORWARD or a BACKWARD sends to the ranks of the tensor axis, in order."""
+        forward, backward = block_messages(self.tensor, self.blocks, instruction.block)
+        if instruction.op is Op.FORWARD:
+            return forward
+        return [*(forward if instruction.block in self._recomputed else []), *backward]
+
+    def _source(self, instruction: Instruction) -> int | None:
+        return self.layout.params_backward if instruction.secondary else None
+
+    @cached_property
+    def _recomputed(self) -> frozenset[int]:
+        return recomputed(self.plan, self.blocks)
 
     @cached_property
     def _codes(self) -> bool:
-        return bool(lossy_messages(self.layout, self.plan))
+        return bool(lossy_messages(self.everyone, self.plan))
 
-    def _carried(self, instruction: Instruction) -> list[int]:
-        """Return the padded elements of each flat buffer that a collective of a block carries."""
-        block = self.blocks[instruction.block]
-        numels = (block.num_trainable, *([block.num_frozen] if instruction.op is Op.GATHER else []))
-        return [self.layout.padded(numel) for numel in numels]
+    def _carried(self, instruction: Instruction) -> list[FlatSpec]:
+        """Return the flat buffers that a collective of a block carries."""
+        return [flat for flat in self.flats[instruction.block] if flat.trainable or instruction.op is Op.GATHER]

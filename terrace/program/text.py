@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from terrace.program.instruction import COLLECTIVES, Instruction, Op
 from terrace.program.program import Program
 

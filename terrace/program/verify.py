@@ -35,7 +35,7 @@ def verify(program: Program, rank: int = 0) -> None:
         walker.step(position, instruction)
     walker.finish()
     _check_bytes(program, rank)
-    memory = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+    memory = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
     held = walker.peak_resident * FORMATS[program.plan.compute].element_bytes
     if held > memory["gathered"]:
         raise ProgramError(
@@ -56,7 +56,11 @@ def _check_bytes(program: Program, rank: int) -> None:
         if instruction.op in COLLECTIVES:
             for tier, num_bytes in program.sends(instruction):
                 sent[program.message(instruction), program.layout.tiers[tier]] += num_bytes
-    declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+        elif instruction.op in (Op.FORWARD, Op.BACKWARD):
+            for message in program.inside(instruction):
+                for tier, num_bytes in program.tensor.sends(message):
+                    sent[MessageClass.TENSOR, program.layout.tiers[tier]] += num_bytes
+    declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
     for key in sorted(sent.keys() | declared.keys()):
         if sent.get(key, 0) != declared.get(key, 0):
             raise ProgramError(
@@ -175,7 +179,7 @@ class _Walker:
             self._fail("the parameters are replicated: there is nothing to gather")
         if now.block in self.resident:
             self._fail("the block is already gathered")
-        if now.secondary and not self.program.layout.has_secondary:
+        if now.secondary and not self.program.has_secondary:
             self._fail("the plan keeps no secondary copy")
         if now.secondary and now.block not in self.opened:
             self._fail("the secondary copy is only written by a gather from the primary copy")
@@ -185,11 +189,7 @@ class _Walker:
             self._fail("the parameters are being updated")
         self.resident.add(now.block)
         self.unused.add(now.block)
-        layout, blocks = self.program.layout, self.program.blocks
-        held = sum(
-            layout.padded(blocks[block].num_trainable) + layout.padded(blocks[block].num_frozen)
-            for block in self.resident
-        )
+        held = sum(flat.padded for block in self.resident for flat in self.program.flats[block])
         self.peak_resident = max(self.peak_resident, held)
 
     def _free(self, now: Instruction) -> None:

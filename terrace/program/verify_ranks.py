@@ -41,7 +41,7 @@ def _check_collectives(programs: Mapping[int, Program]) -> None:
         if by_tier is None:
             by_tier = cache[id(program)] = _collectives_by_tier(program)
         for tier, sequence in by_tier.items():
-            group = (tier, program.cluster.peers(rank, tier))
+            group = (tier, program.everyone.peers(rank, tier))
             first_rank, expected = orders.setdefault(group, (rank, sequence))
             if sequence is not expected and sequence != expected:
                 _fail_order(program.layout.tiers[tier], first_rank, expected, rank, sequence)
@@ -89,7 +89,7 @@ def _play_lanes(programs: Mapping[int, Program]) -> None:
     while moved:
         rank = moved.popleft()
         if heads[rank] < len(lanes[rank]):
-            group = programs[rank].cluster.peers(rank, lanes[rank][heads[rank]][0])
+            group = programs[rank].everyone.peers(rank, lanes[rank][heads[rank]][0])
             waiting[group].add(rank)
             if waiting[group] >= set(group) & programs.keys():
                 waiting[group].clear()
@@ -106,7 +106,7 @@ def _fail_circle(
     programs: Mapping[int, Program], lanes: Mapping[int, list[Item]], heads: Mapping[int, int], rank: int
 ) -> None:
     tier, instruction = lanes[rank][heads[rank]]
-    peers = programs[rank].cluster.peers(rank, tier)
+    peers = programs[rank].everyone.peers(rank, tier)
     other = next(peer for peer in peers if peer in heads and lanes[peer][heads[peer]][0] != tier)
     their_tier, theirs = lanes[other][heads[other]]
     names = programs[rank].layout.tiers

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from terrace.comm import Collectives, Lane, Ticket
 from terrace.plan.layout import DEVICE
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import Clock

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work

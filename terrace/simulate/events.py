@@ -20,7 +20,7 @@ from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, model_state_bytes
-from terrace.plan.validate import recomputed
+from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 

@@ -1,0 +1,62 @@
+"""The flat buffers of a block: which parameters stand together, and which ranks hold them.
+
+Parameters of one block that are held by the same ranks and train, or do not, stand in one buffer. Without a tensor
+axis that is one buffer of trainable and one of frozen parameters. With it, what the axis does not cut (norms, say) has
+buffers of its own, which the tensor ranks share as data ranks do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.grid import TENSOR
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class FlatSpec:
+    """One flat buffer: its parameters in order, matrices, which decay, first; and the layout of its slices."""
+
+    layout: Layout
+    params: tuple[ParamSpec, ...]
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(param.numel for param in self.params)
+
+    @property
+    def padded(self) -> int:
+        """Elements with the padding that makes every tier divide them."""
+        return self.layout.padded(self.numel)
+
+
+def everyone(cluster: Cluster, plan: Plan) -> Layout:
+    """Return the layout of all ranks that hold some part of a block together: what control messages cross."""
+    return Layout.of(cluster, plan, TENSOR)
+
+
+def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatSpec, ...], ...]:
+    """Return the flat buffers of every block, the trainable ones first. `blocks` is what one tensor rank holds."""
+    layouts: dict[tuple[str, ...], Layout] = {}
+    known: dict[tuple[ParamSpec, ...], tuple[FlatSpec, ...]] = {}  # most blocks of a model are alike
+
+    def flats(params: tuple[ParamSpec, ...]) -> tuple[FlatSpec, ...]:
+        groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
+        for param in params:
+            groups.setdefault((param.trainable and param.numel > 0, param.shared), []).append(param)
+        made = []
+        for (trainable, shared), members in sorted(groups.items(), key=lambda item: (not item[0][0], item[0][1])):
+            if shared not in layouts:
+                layouts[shared] = Layout.of(cluster, plan, shared)
+            ordered = tuple(sorted(members, key=lambda param: not param.decays))
+            made.append(FlatSpec(layouts[shared], ordered, trainable))
+        return tuple(made)
+
+    for block in blocks:
+        if block.params not in known:
+            known[block.params] = flats(block.params)
+    return tuple(known[block.params] for block in blocks)

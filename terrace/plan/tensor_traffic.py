@@ -1,0 +1,171 @@
+"""What ranks of the tensor axis send one another inside the blocks, in closed form.
+
+A block's activations have T = micro_batch x sequence tokens, padded to T' for the rows to divide. Let R and C be rows and
+columns, H the hidden size, n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce made
+of a reduce-scatter and an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form:
+Korthikanti et al. 2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4):
+
+    layer      attention and MLP each: T' H / C over rows, a gather and a reduction forward, the same backward
+               each linear layer into the inner size: an all-reduce of T n over columns, forward
+               each linear layer out of it: an all-reduce of T n over columns, backward
+    embedding  forward: a reduction of T' H over columns, then of T' H / C over rows; backward: gathers of the same
+    head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
+
+Without sequence parallelism a whole all-reduce stands on one side and nothing on the other: the same bytes for a layer,
+one leg more for embedding and head. With columns, every norm also sums one number a token (two of a layer norm)
+over them, forward and backward. A block that is recomputed does its forward twice. `tests/test_tensor.py` holds the
+runtime's ledger against this.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.grid import Grid
+from terrace.plan.hops import Hop, gather_hops, reduce_hops
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS, MessageClass
+
+
+class Leg(StrEnum):
+    """What a message does."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    NUMBERS = "numbers"  # a gather of a few numbers a token, never rounded
+
+
+@dataclass(frozen=True)
+class TensorMessage:
+    """One message inside a block: `numel` padded elements between the ranks of `axes`."""
+
+    leg: Leg
+    axes: tuple[str, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The tensor axis of a plan: its lines of ranks, and the tokens of a micro-batch."""
+
+    plan: Plan
+    rows: Layout
+    columns: Layout
+    both: Layout
+    tokens: int
+
+    @staticmethod
+    def of(grid: Grid, tiers: Sequence[str], plan: Plan, sequence: int) -> "Tensor":
+        """Return the tensor axis of `plan` for sequences of `sequence` tokens."""
+
+        def line(*axes: str) -> Layout:
+            outermost = len(tiers) - 1  # a line has no states: everything it carries is cut over all its ranks
+            return Layout(
+                tiers=tuple(tiers), degrees=grid.combined(axes), axes=axes, grid=grid,
+                params=outermost, params_backward=outermost, grads=outermost, optimizer=outermost,
+            )  # fmt: skip
+
+        return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), plan.micro_batch * sequence)
+
+    @property
+    def degree(self) -> int:
+        """Number of tensor ranks."""
+        return self.both.data_degree
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of a micro-batch, padded for the rows to divide them."""
+        return self.rows.padded(self.tokens)
+
+    def line(self, axes: tuple[str, ...]) -> Layout:
+        """Return the layout of the ranks that differ on `axes` alone."""
+        return {self.rows.axes: self.rows, self.columns.axes: self.columns, self.both.axes: self.both}[axes]
+
+    def hops(self, message: TensorMessage) -> list[Hop]:
+        """Return the hops of a message that is gathered or reduced."""
+        line = self.line(message.axes)
+        hops = gather_hops if message.leg is Leg.GATHER else reduce_hops
+        ends = (line.outermost, DEVICE) if message.leg is Leg.GATHER else (DEVICE, line.outermost)
+        return hops(line, self.plan, MessageClass.TENSOR, message.numel, *ends)
+
+    def sends(self, message: TensorMessage) -> Iterator[tuple[int, int]]:
+        """Yield (tier index, bytes that a rank sends) of a message."""
+        if message.leg is not Leg.NUMBERS:
+            yield from ((hop.tier, hop.sent_bytes) for hop in self.hops(message))
+            return
+        line, held = self.line(message.axes), message.numel * number_bytes(self.plan)
+        for tier, degree in enumerate(line.degrees):
+            if degree > 1:
+                yield tier, (degree - 1) * held
+                held *= degree
+
+
+def number_bytes(plan: Plan) -> int:
+    """Return the bytes of a number of the loss or of a norm's statistics: fp32 at least."""
+    return max(4, FORMATS[plan.compute].element_bytes)
+
+
+def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
+    """Return (messages of a forward, messages of a backward without recomputation) of a block, in order."""
+    forward: list[TensorMessage] = []
+    backward: list[TensorMessage] = []
+    if tensor.degree == 1:
+        return forward, backward
+    block = blocks[index]
+    hidden = tensor.padded_tokens * _hidden(blocks)
+    forward_norms = _norm_messages(tensor, block)
+    whole, cut = hidden, hidden // tensor.columns.data_degree
+    rows, columns, both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
+    one_sided = not tensor.plan.sequence_parallel
+
+    def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
+        return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
+
+    if index == 0:
+        forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
+        forward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
+        backward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
+        backward += [TensorMessage(Leg.GATHER, columns, whole)]
+    elif index == len(blocks) - 1:
+        forward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
+        forward += [TensorMessage(Leg.GATHER, columns, whole), TensorMessage(Leg.NUMBERS, both, 3 * tensor.tokens)]
+        backward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
+        backward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
+    else:
+        for weight in (param for param in block.params if len(param.dims) == 2):
+            if weight.dims[0][0] == "hidden":
+                forward += all_reduce(rows, cut)
+                backward += [*all_reduce(rows, cut), *all_reduce(columns, _inner(tensor, weight.shape[1]))]
+            else:
+                one_of = weight.dims[0][1] if "rows" in weight.shared else 1  # of key-value heads that all ranks hold
+                forward += all_reduce(columns, _inner(tensor, weight.shape[0] // one_of))
+    forward += forward_norms
+    backward += forward_norms
+    return _crossing(tensor, forward), _crossing(tensor, backward)
+
+
+def _crossing(tensor: Tensor, messages: list[TensorMessage]) -> list[TensorMessage]:
+    return [message for message in messages if tensor.line(message.axes).data_degree > 1 and message.numel]
+
+
+def _inner(tensor: Tensor, size: int) -> int:
+    """Elements of an activation of all tokens and `size` features, padded for the columns to divide them."""
+    return tensor.columns.padded(tensor.tokens * size)
+
+
+def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
+    """One sum of a number a token for each parameter of a norm: a layer norm has two of both."""
+    tokens = tensor.padded_tokens // tensor.rows.data_degree if tensor.plan.sequence_parallel else tensor.tokens
+    norms = [param for param in block.params if _is_norm(param)]
+    return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
+
+
+def _is_norm(param: ParamSpec) -> bool:
+    return len(param.dims) == 1 and "norm" in param.name.split(".")[-2]
+
+
+def _hidden(blocks: Sequence[BlockSpec]) -> int:
+    """The model's hidden size."""
+    return next(size for param in blocks[0].params for name, size in param.dims if name == "features")
