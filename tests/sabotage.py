@@ -7,6 +7,7 @@ from torch import Tensor
 
 from terrace.comm import Collectives, Origin
 from terrace.plan import MessageClass
+from terrace.runtime.block_state import Gradient
 from terrace.runtime.engine import Engine
 
 VICTIM = 2  # the block that a fault befalls
@@ -36,9 +37,9 @@ def skipped_reduce(engine: Engine) -> None:
     state = engine.states[VICTIM]
     inner = state.reduce
 
-    def lossy(collectives: Collectives, buffer: Tensor) -> None:
-        if state._is_fresh:
-            inner(collectives, buffer)
+    def lossy(collectives: Collectives, gradient: Gradient) -> None:
+        if state.shards[0]._is_fresh:
+            inner(collectives, gradient)
 
     state.reduce = lossy  # type: ignore[method-assign]
 
@@ -49,7 +50,7 @@ def stale_refresh(engine: Engine) -> None:
     inner = state.refresh
 
     def stale(collectives: Collectives) -> None:
-        flat, layout = state.trainable, engine.program.layout
+        flat, layout = state.shards[0].trainable, engine.program.layout
         assert flat is not None
         own = flat.part_within(layout.optimizer, layout.params)
         inner(collectives)
@@ -58,8 +59,9 @@ def stale_refresh(engine: Engine) -> None:
         flat.shard[others] = before[others]
         before.copy_(flat.shard)
 
-    assert state.trainable is not None
-    before = state.trainable.shard.clone()
+    whole = state.shards[0].trainable
+    assert whole is not None
+    before = whole.shard.clone()
     state.refresh = stale  # type: ignore[method-assign]
 
 

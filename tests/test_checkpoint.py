@@ -69,16 +69,14 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """Everything a rank keeps from one step to the next."""
     kept: dict[str, Tensor] = {}
-    for state in engine.states:
-        for group, flat in (("trainable", state.trainable), ("frozen", state.fixed)):
+    for part in (part for state in engine.states for part in state.shards):
+        for group, flat in (("trainable", part.trainable), ("frozen", part.fixed)):
             if flat is not None:
-                kept[f"{state.spec.name} {group}"] = flat.shard.clone()
-        if state.optimizer is not None:
-            held = state.optimizer
-            kept |= {
-                f"{state.spec.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")
-            }
-            kept[f"{state.spec.name} num_steps"] = torch.tensor(held.num_steps)
+                kept[f"{part.name} {group}"] = flat.shard.clone()
+        if part.optimizer is not None:
+            held = part.optimizer
+            kept |= {f"{part.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
+            kept[f"{part.name} num_steps"] = torch.tensor(held.num_steps)
     return kept
 
 
@@ -173,10 +171,10 @@ def test_layouts_are_those_of_the_runtime() -> None:
     """The order on disk comes from the specs alone; the runtime's buffers must agree."""
     engine = make(ALONE, (1,), "ddp")
     layouts = block_layouts([state.spec for state in engine.states])
-    for state in engine.states:
-        for group, flat in (("trainable", state.trainable), ("frozen", state.fixed)):
+    for part in (part for state in engine.states for part in state.shards):
+        for group, flat in (("trainable", part.trainable), ("frozen", part.fixed)):
             found = [(spec.name, spec.shape, *at) for spec, *at in flat.extents()] if flat is not None else []
-            assert layouts[state.spec.name][group] == found
+            assert layouts[part.name][group] == found
 
 
 def saved_alone(folder: Path) -> tuple[Engine, Path]:

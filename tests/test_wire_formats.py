@@ -101,9 +101,9 @@ def repeated(world: World, cluster: Cluster, wires: Sequence[str]) -> list[float
     for wire in wires:
         plan = replace(preset("hsdp", cluster), wire={"sync": {"system": wire}})
         layout = validate(cluster, plan, [])
-        groups = TierGroups(cluster, layout, world.rank, timedelta(seconds=30))
+        groups = TierGroups(layout, world.rank, timedelta(seconds=30))
         collectives = Collectives(groups, layout, plan, Ledger(), Meter(), torch.device("cpu"))
-        origin = Origin("block", torch.device("cpu"), Meter())
+        origin = Origin("block", layout, torch.device("cpu"), Meter())
         gradient = torch.randn(640, generator=torch.Generator().manual_seed(world.rank))
         exact = sum(torch.randn(640, generator=torch.Generator().manual_seed(rank)) for rank in range(4))
         assert isinstance(exact, torch.Tensor)

@@ -45,7 +45,8 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestan
         return Result(loss=done.loss, grad_norm=done.grad_norm, time_s=done.time_s)
 
     def states() -> list[Tensor]:
-        owned = [state.optimizer for state in engine.states if state.optimizer is not None]
+        shards = [shard for state in engine.states for shard in state.shards]
+        owned = [shard.optimizer for shard in shards if shard.optimizer is not None]
         return [value for one in owned for value in (one.master, one.exp_avg, one.exp_avg_sq)]
 
     def close() -> None:

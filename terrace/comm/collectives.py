@@ -37,6 +37,7 @@ from terrace.comm.pace import Pacer
 from terrace.comm.rounding import ErrorLog, Origin
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.hops import Hop, encodings, gather_hops, lossy_messages, reduce_hops
+from terrace.plan.layout import INSIDE
 from terrace.plan.memory import gather_buffers, reduce_buffers
 from terrace.plan.wire import SCALE_BYTES
 
@@ -54,20 +55,22 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class _Lane:
     """What the collectives of one lane use."""
 
-    def __init__(self, index: int, groups: TierGroups, arenas: dict[int, Arena]) -> None:
+    def __init__(self, index: int, axes: tuple[str, ...], groups: TierGroups, arenas: dict[int, Arena]) -> None:
         self._index = index
+        self._axes = axes
         self._groups = groups
         self.arena = arenas[index]
 
     def group(self, hop: Hop) -> TierGroup:
-        return self._groups[self._index, hop.tier]
+        return self._groups.of(self._index, self._axes, hop.tier)
 
 
 class Collectives:
     """The collectives of one rank.
 
-    `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding
-    does to them. A `pacer` holds every collective to the rate of its tier.
+    `layout` is that of all ranks that hold some part of a block together; an origin has the one of its own slices.
+    `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding does to
+    them. A `pacer` holds every collective to the rate of its tier.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Collectives:
         self._pacer = pacer
         self._master = DTYPES[plan.master]
         meter.add("buffers", 0)  # a category of every report, as in the formula
-        self._arenas = {lane: Arena(device, meter) for lane in groups.lanes}
+        self._arenas = {lane: Arena(device, meter) for lane in {INSIDE, *groups.lanes}}
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
     def gather(self, message: MessageClass, piece: Piece, outer: int, inner: int, origin: Origin) -> None:
@@ -95,11 +98,11 @@ class Collectives:
 
         A rounding format rounds the rank's own part too, so that all members hold the same values.
         """
-        numel = piece(inner).numel() * self._layout.span(inner)
-        hops = gather_hops(self._layout, self._plan, message, numel, outer, inner)
+        numel = piece(inner).numel() * origin.layout.span(inner)
+        hops = gather_hops(origin.layout, self._plan, message, numel, outer, inner)
         if not hops:
             return
-        lane = _Lane(max(hop.tier for hop in hops), self._groups, self._arenas)
+        lane = self._lane(message, inner, outer, origin)
         lane.arena.begin(gather_buffers(self._plan, message, hops))
         for run in encodings(hops):
             if run[0].wire.block:
@@ -113,11 +116,11 @@ class Collectives:
         The result is in the master dtype and valid until the lane's next collective; where no tier between has
         peers it is `source` itself, in its own.
         """
-        numel = source.numel() * self._layout.span(inner)
-        hops = reduce_hops(self._layout, self._plan, message, numel, inner, outer)
+        numel = source.numel() * origin.layout.span(inner)
+        hops = reduce_hops(origin.layout, self._plan, message, numel, inner, outer)
         if not hops:
             return source
-        lane = _Lane(max(hop.tier for hop in hops), self._groups, self._arenas)
+        lane = self._lane(message, inner, outer, origin)
         lane.arena.begin(reduce_buffers(self._plan, message, hops))
         for hop in hops:
             reduce_hop = self._reduce_codes if hop.wire.block else self._reduce_values
@@ -138,6 +141,26 @@ class Collectives:
                 all_gather(everyone, values, group=group.handle)
             values = everyone.view(group.size, -1).sum(0)
         return values
+
+    def gather_numbers(self, numbers: Tensor, line: Layout) -> Tensor:
+        """Return `numbers` (n) of every rank of a tensor line, (ranks, n), the same rows on each; never rounded."""
+        rows = numbers.reshape(1, -1)
+        for tier, degree in enumerate(line.degrees):
+            if degree > 1:
+                group = self._groups.of(INSIDE, line.axes, tier)
+                everyone = rows.new_empty(degree * rows.shape[0], rows.shape[1])
+                with self._sending(MessageClass.TENSOR, group, (degree - 1) * rows.nbytes):
+                    all_gather(everyone.view(-1), rows.view(-1), group=group.handle)
+                rows = everyone
+        return rows
+
+    def _lane(self, message: MessageClass, inner: int, outer: int, origin: Origin) -> _Lane:
+        """Return the lane of a collective over the tiers in (inner, outer], the same for all shards of a block."""
+        if message is MessageClass.TENSOR:
+            return _Lane(INSIDE, origin.layout.axes, self._groups, self._arenas)
+        low, high = sorted((inner, outer))
+        crossed = [tier for tier in range(low + 1, high + 1) if self._layout.degrees[tier] > 1]
+        return _Lane(max(crossed), origin.layout.axes, self._groups, self._arenas)
 
     def _gather_values(self, message: MessageClass, hop: Hop, piece: Piece, lane: _Lane) -> None:
         group, dtype = lane.group(hop), DTYPES[hop.wire.codec]

@@ -1,7 +1,7 @@
 """Process groups by lane and tier.
 
-The peers of a rank on a tier are the ranks that differ from it on that tier only, in tier order. A lane is
-named after the outermost tier its messages cross (terrace.program), and each lane has groups of its own,
+The peers of a rank on a tier are the ranks that differ from it on that tier and on some axes only, in tier order. A
+lane is named after the outermost tier its messages cross (terrace.program), and each lane has groups of its own,
 since lanes run side by side and a group carries one collective after the other.
 
 Each group costs threads and file descriptors on gloo, so only the pairs of lane and tier that some message
@@ -10,14 +10,15 @@ they were made in: torch names a group after its ranks and the number of groups 
 the same ones in the same order.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from terrace.cluster import Cluster
 from terrace.plan import Layout, MessageClass
+from terrace.plan.layout import INSIDE, message_tiers
 
 _Made = dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
 _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
@@ -39,30 +40,53 @@ class TierGroup:
 
 
 class TierGroups:
-    """All groups of one rank, by indexes of lane and tier. `lanes` are those that carry something."""
+    """All groups of one rank, by lane, axes and tier. `lanes` are those that carry something."""
 
-    def __init__(self, cluster: Cluster, layout: Layout, rank: int, timeout: timedelta) -> None:
-        """Create the groups. Every rank of the world calls this at the same point."""
-        self.backend = dist.get_backend() if cluster.world_size > 1 else "none"
-        coordinates = cluster.coordinates(rank)
-        self._groups = {}
-        for lane, tier in _used(layout):
-            peers = cluster.peers(rank, tier)
-            self._groups[lane, tier] = TierGroup(
-                layout.tiers[tier], peers, coordinates[tier], _group(lane, peers, timeout)
-            )
-        self.lanes = sorted({lane for lane, _ in self._groups})
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        timeout: timedelta,
+        parts: Collection[Layout] = (),
+        lines: Collection[Layout] = (),
+    ) -> None:
+        """Create the groups. Every rank of the world calls this at the same point.
+
+        `layout` is that of all ranks that hold some part of a block together, `parts` those of the flat buffers where
+        they are others, `lines` the ranks of the tensor axis.
+        """
+        self.backend = dist.get_backend() if dist.is_initialized() else "none"
+        self._axes = layout.axes
+        self._groups: dict[tuple[int, tuple[str, ...], int], TierGroup] = {}
+        self.lanes = sorted({lane for lane, _ in _used(layout)})
+        for part in {each.axes: each for each in (layout, *parts)}.values():
+            for lane, tier in _used(layout):
+                self._add(lane, part, tier, rank, timeout)
+        for line in lines:
+            for tier in range(len(line.tiers)):
+                self._add(INSIDE, line, tier, rank, timeout)
 
     def __getitem__(self, lane_and_tier: tuple[int, int]) -> TierGroup:
-        return self._groups[lane_and_tier]
+        lane, tier = lane_and_tier
+        return self._groups[lane, self._axes, tier]
+
+    def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
+        """Return the peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
+        return self._groups[lane, axes, tier]
+
+    def _add(self, lane: int, layout: Layout, tier: int, rank: int, timeout: timedelta) -> None:
+        if layout.degrees[tier] > 1:
+            peers = layout.peers(rank, tier)
+            self._groups[lane, layout.axes, tier] = TierGroup(
+                layout.tiers[tier], peers, layout.coordinates(rank)[tier], _group(lane, peers, timeout)
+            )
 
 
 def _used(layout: Layout) -> list[tuple[int, int]]:
     """Return the pairs of lane and tier on which some message travels, the same list on every rank."""
-    routes = [layout.route(message) for message in MessageClass]
     pairs = set()
-    for route in routes:
-        crossed = [tier for tier in route if layout.degrees[tier] > 1]
+    for message in MessageClass:
+        crossed = message_tiers(layout, message)
         pairs |= {(max(crossed), tier) for tier in crossed}
     return sorted(pairs)
 

@@ -11,9 +11,10 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
     buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops
 
-P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout. The categories need not peak together, so their sum is a bound that a step may stay below.
-Activations are not model state and are not counted here, nor is what a kernel allocates for itself.
-NCCL receives sums, so there a message in flight takes less than the formula's.
+P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout.
+The categories need not peak together, so their sum is a bound that a step may stay below. Activations are not model
+state and are not counted here, nor is what a kernel allocates for itself. NCCL receives sums, so there a message in
+flight takes less than the formula's.
 """
 
 from collections import defaultdict

@@ -1,9 +1,9 @@
 """What ranks of the tensor axis send one another inside the blocks, in closed form.
 
-A block's activations have T = micro_batch x sequence tokens, padded to T' for the rows to divide. Let R and C be rows and
-columns, H the hidden size, n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce made
-of a reduce-scatter and an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form:
-Korthikanti et al. 2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4):
+A block's activations have T = micro_batch x sequence tokens, padded to T' for the rows to divide. Let R and C be rows
+and columns, H the hidden size, n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce
+made of a reduce-scatter and an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel
+form: Korthikanti et al. 2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4):
 
     layer      attention and MLP each: T' H / C over rows, a gather and a reduction forward, the same backward
                each linear layer into the inner size: an all-reduce of T n over columns, forward
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.grid import Grid
+from terrace.plan.grid import Grid, position
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
@@ -73,6 +73,16 @@ class Tensor:
     def degree(self) -> int:
         """Number of tensor ranks."""
         return self.both.data_degree
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Number of ranks on each of the axes."""
+        return {"columns": self.columns.data_degree, "rows": self.rows.data_degree}
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Return the place of `rank` on each of the axes: which part of a cut dim it holds."""
+        lines = {"columns": self.columns, "rows": self.rows}
+        return {axis: position(line.degrees, line.coordinates(rank)) for axis, line in lines.items()}
 
     @property
     def padded_tokens(self) -> int:

@@ -11,8 +11,8 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     refresh                   tiers optimizer .. params+1  once a step
 
 Frozen parameters are gathered and nothing else. What the tensor axis shares is counted with the ranks that share it;
-what its ranks send inside a block is in terrace.plan.tensor_traffic. Summed over all ranks, the bytes between N nodes are
-2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
+what its ranks send inside a block is in terrace.plan.tensor_traffic. Summed over all ranks, the bytes between N nodes
+are 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
 """
 
 from collections import defaultdict

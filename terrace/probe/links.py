@@ -35,15 +35,15 @@ class TierLinks:
         self, cluster: Cluster, tier: int, rank: int, device: torch.device, timeout: timedelta, pacer: Pacer | None
     ) -> None:
         name = cluster.tiers[tier].name
-        alone: dict[str, dict[str, int]] = {each.name: {} for each in cluster.tiers if each.name != name}
+        alone = {each.name: {"pipeline": each.size} for each in cluster.tiers if each.name != name}
         plan = Plan(params=name, grads=name, optimizer=name, mapping=alone)
         self.name, self.degree, self._tier = name, cluster.tiers[tier].size, tier
         self._layout = Layout.of(cluster, plan)
-        self._coordinates = cluster.coordinates(rank)
+        self._coordinates = self._layout.coordinates(rank)
         self._device, meter = device, Meter()
-        groups = TierGroups(cluster, self._layout, rank, timeout)
+        groups = TierGroups(self._layout, rank, timeout)
         self._collectives = Collectives(groups, self._layout, plan, Ledger(), meter, device, pacer)
-        self._origin = Origin("probe", device, meter)
+        self._origin = Origin("probe", self._layout, device, meter)
         self._lane = make_lane(device)
 
     def call(self, kind: str, whole_bytes: int) -> Work:

@@ -29,7 +29,8 @@ _LARGEST_STEP = 2_000_000  # a program is a list: what one process builds in sec
 def build(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Program:
     """Return the program of every rank for a step of `num_micros` micro-batches of sequences of `sequence` tokens.
 
-    `blocks` is the whole model; the program's are what one tensor rank holds of it. Raises `PlanError` when the plan cannot run. Cost and size do not depend on the world size.
+    `blocks` is the whole model; the program's are what one tensor rank holds of it. Raises `PlanError` when the plan
+    cannot run. Cost and size do not depend on the world size.
     """
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:

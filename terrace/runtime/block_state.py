@@ -1,184 +1,121 @@
-"""Everything a rank keeps of one block, and the operations on it that instructions stand for."""
+"""Everything a rank keeps of one block, and the operations on it that instructions stand for.
+
+A block has one shard for every set of ranks that hold the same parameters: one, unless the tensor axis leaves some of
+its parameters whole. A message of the block is the messages of its shards, one after the other on one lane.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from terrace.comm import Collectives, Meter, Origin
-from terrace.comm.collectives import DTYPES
+from terrace.comm import Collectives, Meter
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.layout import DEVICE
-from terrace.plan.memory import accumulates_in_place, keeps_master
-from terrace.runtime.adamw import ShardedAdamW
-from terrace.runtime.flat import Flat, Initial
+from terrace.plan import MessageClass, Plan
+from terrace.plan.flats import FlatSpec
+from terrace.runtime.flat import Initial
 from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.shard import Shard
+
+Gradient = list[tuple[Shard, Tensor]]  # gradient buffers on their way to be reduced
 
 
 class BlockState:
-    """One block on one rank: its flat buffers, accumulated gradient and optimizer state.
-
-    `grads` is the accumulated gradient, sharded on the grads tier, in the master dtype. `owned` is the
-    part of it that this rank's optimizer updates. A gradient buffer in the compute dtype exists only from
-    a block's backward to its reduction, unless autograd can add straight into `grads`.
-    """
+    """One block on one rank: its module and its shards."""
 
     def __init__(
         self,
         spec: BlockSpec,
         module: nn.Module,
-        layout: Layout,
-        coordinates: tuple[int, ...],
+        flats: Sequence[FlatSpec],
+        rank: int,
         plan: Plan,
         device: torch.device,
         meter: Meter,
     ) -> None:
         self.spec = spec
         self.module = module
-        self._layout = layout
-        self._meter = meter
-        self._origin = Origin(spec.name, device, meter)
-        self._master_dtype = DTYPES[plan.master]
-        self._keeps_master = keeps_master(plan, layout)
-        self._in_place = accumulates_in_place(plan, layout)
+        layouts = {flat.layout.axes: flat.layout for flat in flats}
+        members: dict[tuple[str, ...], list[ParamSpec]] = {axes: [] for axes in layouts}
+        for flat in flats:
+            members[flat.layout.axes] += flat.params
+        self.shards = [
+            Shard(spec.name, layout, members[axes], rank, plan, device, meter) for axes, layout in layouts.items()
+        ]
 
-        def flat(params: Sequence[ParamSpec]) -> Flat | None:
-            return Flat(params, layout, coordinates, DTYPES[plan.compute], device, meter) if params else None
-
-        self.trainable = flat([param for param in spec.params if param.trainable and param.numel])
-        self.fixed = flat([param for param in spec.params if not (param.trainable and param.numel)])
-        self.flats = [part for part in (self.trainable, self.fixed) if part is not None]
-        self._buffer: Tensor | None = None
-        self._is_fresh = True  # nothing of this step is in `grads` yet
-        self.grads = torch.empty(0)
-        self.owned = torch.empty(0)
-        self.optimizer: ShardedAdamW | None = None
+    @property
+    def trainable(self) -> list[Shard]:
+        """The shards that have something to train."""
+        return [shard for shard in self.shards if shard.trainable is not None]
 
     def initialise(self, initial: Initial, config: AdamWConfig) -> None:
         """Set the parameters and make the gradient and the optimizer state."""
-        if self.fixed is not None:
-            self.fixed.fill(initial)
-        if self.trainable is not None:
-            self._make_optimizer(self.trainable, self.trainable.fill(initial), config)
-        for flat in self.flats:
-            self._meter.add("params", flat.shard.nbytes)
-            self._meter.add("secondary", flat.secondary.nbytes if flat.secondary is not None else 0)
+        for shard in self.shards:
+            shard.initialise(initial, config)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters this block owns; their values are there only while gathered."""
-        for flat in self.flats:
-            for spec, parameter in zip(flat.specs, flat.parameters, strict=True):
-                yield spec.name, parameter
+        for shard in self.shards:
+            yield from shard.named_parameters()
 
     def gather(self, collectives: Collectives, message: MessageClass, secondary: bool) -> None:
         """Materialise the full parameters from the primary or the secondary copy."""
-        layout = self._layout
-        source = layout.params_backward if secondary else layout.params
-        for flat in self.flats:
-            flat.materialise()
-            copy = flat.secondary if secondary else flat.shard
-            assert copy is not None, f"block {self.spec.name} has no secondary copy"
-            flat.full[flat.part(source)].copy_(copy)
-
-            def piece(tier: int, flat: Flat = flat) -> Tensor:
-                return flat.full[flat.part(tier)]
-
-            collectives.gather(message, piece, source, DEVICE, self._origin)
-            if flat.secondary is not None and not secondary:
-                flat.secondary.copy_(piece(layout.params_backward))
+        for shard in self.shards:
+            shard.gather(collectives, message, secondary)
 
     def free(self) -> None:
         """Drop the full parameters."""
-        for flat in self.flats:
-            flat.free()
+        for shard in self.shards:
+            shard.free()
 
     @property
     def needs_buffer(self) -> bool:
         """Whether a backward through this block's parameters needs a gradient buffer that is not there."""
-        return self.trainable is not None and not self._in_place and self._buffer is None
+        return any(shard.needs_buffer for shard in self.shards)
 
     def open_gradient(self) -> None:
-        """Make a gradient buffer in which the backwards to come add up."""
-        assert self.trainable is not None, f"block {self.spec.name} has nothing to train"
-        self._buffer = torch.empty_like(self.trainable.full, memory_format=torch.contiguous_format)
-        self._meter.add("grads_full", self._buffer.nbytes)
-        self.trainable.collect_gradients_in(self._buffer)
+        """Make gradient buffers in which the backwards to come add up."""
+        for shard in self.shards:
+            if shard.needs_buffer:
+                shard.open_gradient()
 
-    def take_gradient(self) -> Tensor | None:
-        """Hand over the gradient buffer for `reduce` and then `release`; None when autograd added it up in place."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None and self.trainable is not None:
-            self.trainable.drop_gradients()
-        return buffer
+    def take_gradient(self) -> Gradient:
+        """Hand over the gradient buffers for `reduce` and then `release`; none when autograd added up in place."""
+        taken = [(shard, shard.take_gradient()) for shard in self.shards]
+        return [(shard, buffer) for shard, buffer in taken if buffer is not None]
 
-    def reduce(self, collectives: Collectives, buffer: Tensor) -> None:
-        """Reduce one micro-batch's gradient to the grads tier and add it up."""
-        result = collectives.reduce(MessageClass.REDUCE, buffer, DEVICE, self._layout.grads, self._origin)
-        if self._is_fresh:
-            self.grads.copy_(result)
-        else:
-            self.grads.add_(result)
-        self._is_fresh = False
+    def reduce(self, collectives: Collectives, gradient: Gradient) -> None:
+        """Reduce one unit's gradient to the grads tier and add it up."""
+        for shard, buffer in gradient:
+            shard.reduce(collectives, buffer)
 
-    def release(self, buffer: Tensor) -> None:
-        """Count a reduced gradient buffer as gone; the caller drops it."""
-        self._meter.add("grads_full", -buffer.nbytes)
+    def release(self, gradient: Gradient) -> None:
+        """Count reduced gradient buffers as gone; the caller drops them."""
+        for shard, buffer in gradient:
+            shard.release(buffer)
 
     def sync(self, collectives: Collectives) -> None:
-        """Finish the accumulated gradient: `owned` becomes the sum over all ranks."""
-        flat, layout = self.trainable, self._layout
-        assert flat is not None, f"block {self.spec.name} has nothing to train"
+        """Finish the accumulated gradient: what this rank owns of it becomes the sum over all ranks."""
+        for shard in self.trainable:
+            shard.sync(collectives)
 
-        def piece(tier: int) -> Tensor:
-            return self.grads[flat.part_within(tier, layout.grads)]
-
-        total = collectives.reduce(MessageClass.SYNC, self.grads, layout.grads, layout.outermost, self._origin)
-        if total is not self.grads:
-            piece(layout.outermost).copy_(total)
-        collectives.gather(MessageClass.SYNC, piece, layout.outermost, layout.optimizer, self._origin)
+    def owned(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield the parts of the gradient that this rank's optimizer updates, and whether their norm counts here."""
+        for shard in self.trainable:
+            if shard.owned.numel():
+                yield shard.owned, shard.counts
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
-        flat = self.trainable
-        assert flat is not None, f"block {self.spec.name} has nothing to train"
-        assert self.optimizer is not None, f"block {self.spec.name} is not initialised"
-        self.owned.mul_(scale.to(self.owned.dtype))
-        self.optimizer.update(lr)
-        if self._in_place:
-            self.grads.zero_()
-        self._is_fresh = True
-        self.publish()
+        for shard in self.trainable:
+            shard.update(scale, lr)
 
     def publish(self) -> None:
         """Round the master parameters into this rank's part of the working copy."""
-        if self._keeps_master and self.trainable is not None and self.optimizer is not None:
-            flat = self.trainable
-            flat.shard[flat.part_within(self._layout.optimizer, self._layout.params)].copy_(self.optimizer.master)
+        for shard in self.trainable:
+            shard.publish()
 
     def refresh(self, collectives: Collectives) -> None:
         """Bring the new parameters of the other ranks into the working copy."""
-        flat, layout = self.trainable, self._layout
-        assert flat is not None, f"block {self.spec.name} has nothing to train"
-
-        def piece(tier: int) -> Tensor:
-            return flat.shard[flat.part_within(tier, layout.params)]
-
-        collectives.gather(MessageClass.REFRESH, piece, layout.optimizer, layout.params, self._origin)
-
-    def _make_optimizer(self, flat: Flat, values: Tensor, config: AdamWConfig) -> None:
-        layout = self._layout
-        self.grads = torch.zeros(
-            flat.padded // layout.span(layout.grads), dtype=self._master_dtype, device=flat.full.device
-        )
-        self.owned = self.grads[flat.part_within(layout.optimizer, layout.grads)]
-        if self._keeps_master:
-            master = values.to(device=flat.full.device, dtype=self._master_dtype)
-        else:
-            master = flat.shard[flat.part_within(layout.optimizer, layout.params)]
-        num_decayed = flat.num_decayed - flat.part(layout.optimizer).start
-        self.optimizer = ShardedAdamW(master, self.owned, num_decayed, config)
-        self._meter.add("grads", self.grads.nbytes)
-        self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
-        if self._in_place:
-            flat.point_gradients_at(self.grads)
+        for shard in self.trainable:
+            shard.refresh(collectives)

@@ -79,7 +79,7 @@ class Engine:
         pacer: Pacer | None = None,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
-        specs = describe(blocks, names, freeze)
+        specs = self.whole = describe(blocks, names, freeze)
         self.program = program or build(cluster, plan, specs, num_micros)
         asked = (cluster, plan, specs, num_micros)
         if (self.program.cluster, self.program.plan, self.program.blocks, self.program.num_micros) != asked:
@@ -90,16 +90,15 @@ class Engine:
         if self.device.type == "cpu":
             return_large_buffers()
         adamw = adamw or AdamWConfig()
-        layout, coordinates = self.program.layout, cluster.coordinates(rank)
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
-        self.groups = TierGroups(cluster, layout, rank, timeout)
+        self.groups = self._make_groups(rank, timeout)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
         everyone = _EXCHANGE_TIMEOUTS * timeout
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
         self.states = [
-            BlockState(spec, block, layout, coordinates, plan, self.device, self._meter)
-            for spec, block in zip(specs, blocks, strict=True)
+            BlockState(spec, block, flats, rank, plan, self.device, self._meter)
+            for spec, block, flats in zip(self.program.blocks, blocks, self.program.flats, strict=True)
         ]
         self._adopt(blocks, initial, adamw)
         self.collectives = self._make_collectives(self._ledger, self._meter)
@@ -154,7 +153,7 @@ class Engine:
     def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
         """Return what the plan's formula says a step sends."""
         program = self.program
-        return step_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+        return step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
 
     def report(self, time_s: dict[str, float]) -> StepReport:
         """Return the measured report of a step with these times; bytes are the mean of all steps so far."""
@@ -170,9 +169,8 @@ class Engine:
         self._executor.drain()  # a refresh under way would bring old values after the new ones
         collectives = self._make_collectives(Ledger(), Meter())
         for state in self.states:
-            if state.trainable is not None:
-                state.publish()
-                state.refresh(collectives)
+            state.publish()
+            state.refresh(collectives)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the small picklable `value` of every rank, in rank order. Every rank calls this."""
@@ -190,7 +188,13 @@ class Engine:
 
     def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
-        return Collectives(self.groups, program.layout, program.plan, ledger, meter, self.device, self.pacer)
+        return Collectives(self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer)
+
+    def _make_groups(self, rank: int, timeout: timedelta) -> TierGroups:
+        program = self.program
+        parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
+        lines = (program.tensor.rows, program.tensor.columns, program.tensor.both)
+        return TierGroups(program.everyone, rank, timeout, parts.values(), lines)
 
     def _adopt(self, blocks: Sequence[nn.Module], initial: InitialValue | None, adamw: AdamWConfig) -> None:
         replacements: dict[int, nn.Parameter] = {}

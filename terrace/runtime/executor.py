@@ -23,7 +23,7 @@ from terrace.comm import Collectives, Lane, Ticket
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
-from terrace.runtime.block_state import BlockState
+from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
@@ -94,7 +94,7 @@ class Executor:
         self._progress = progress
         self._again = recomputed(program.plan, program.blocks)
         self._waiters = _Waiters(program, rank)
-        self._counts_norm = all(here == 0 for here in program.cluster.coordinates(rank)[program.layout.optimizer + 1 :])
+        self._tensor_first = not any(program.tensor.both.coordinates(rank))  # whose losses count: all have the same
         self._handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.GATHER: self._gather,
             Op.FREE: self._free,
@@ -110,7 +110,7 @@ class Executor:
         assert not missing, f"the executor has no handler for {sorted(missing)}"
         self._gathers: dict[int, _Pending] = {}
         self._refreshes: dict[int, _Pending] = {}
-        self._reductions: deque[tuple[_Pending, BlockState, Tensor]] = deque()
+        self._reductions: deque[tuple[_Pending, BlockState, Gradient]] = deque()
         self._reduced: dict[int, _Pending] = {}  # block -> its newest reduction
         self._syncs: list[_Pending] = []
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
@@ -222,17 +222,17 @@ class Executor:
 
     def _reduce(self, now: Instruction) -> None:
         state = self._states[now.block]
-        buffer = state.take_gradient()
-        if buffer is not None:
-            pending = self._reduced[now.block] = self._submit(lambda: state.reduce(self._collectives, buffer))
-            self._reductions.append((pending, state, buffer))
+        gradient = state.take_gradient()
+        if gradient:
+            pending = self._reduced[now.block] = self._submit(lambda: state.reduce(self._collectives, gradient))
+            self._reductions.append((pending, state, gradient))
 
     def _finish_reduction(self) -> None:
         # Only now may the buffer go: on CUDA the lane may still read it when the work was merely enqueued,
         # and the allocator would hand its memory to the compute stream.
-        pending, state, buffer = self._reductions.popleft()
+        pending, state, gradient = self._reductions.popleft()
         self._wait(pending, "wait reduce")
-        state.release(buffer)
+        state.release(gradient)
 
     def _sync(self, now: Instruction) -> None:
         state = self._states[now.block]
@@ -246,12 +246,12 @@ class Executor:
             self._wait(pending, "wait sync")
         self._syncs.clear()
         self._reduced.clear()
-        owned = [state.owned for state in self._states if state.owned.numel()]
-        squares = torch.stack([squared_norm(part) for part in owned]).sum() if owned else torch.zeros_like(self._loss)
-        num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in self._batches]).sum().double()
         # Not `* 0`: that of an infinite norm or loss is not a number.
-        norm_part = squares if self._counts_norm else torch.zeros_like(squares)
-        values = torch.stack([norm_part, self._loss, num_tokens])
+        nothing = torch.zeros_like(self._loss)
+        counted = [part for state in self._states for part, counts in state.owned() if counts]
+        squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
+        num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in self._batches]).sum().double()
+        values = torch.stack([squares, *((self._loss, num_tokens) if self._tensor_first else (nothing, nothing))])
         total: list[Tensor] = []
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
         (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]
@@ -284,7 +284,7 @@ class _Waiters:
         if tiers not in self._by_tiers:
             ranks = [self._rank]
             for tier in tiers:
-                ranks = [peer for rank in ranks for peer in self._program.cluster.peers(rank, tier)]
+                ranks = [peer for rank in ranks for peer in self._program.everyone.peers(rank, tier)]
             self._by_tiers[tiers] = tuple(sorted(ranks))
         return self._by_tiers[tiers]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError
-from terrace.runtime.block_state import BlockState
 from terrace.runtime.engine import Engine
 from terrace.runtime.flat import Flat
+from terrace.runtime.shard import Shard
 from terrace.train.checkpoint.layout import (
     FORMAT,
     FROZEN,
@@ -134,8 +134,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     """
     check_model(checkpoint.folder, checkpoint.layout, [state.spec for state in engine.states])
     with torch.no_grad():
-        for state in engine.states:
-            _restore_block(engine, state, checkpoint)
+        for shard in (shard for state in engine.states for shard in state.shards):
+            _restore_shard(shard, checkpoint)
         engine.refresh_all()
 
 
@@ -145,8 +145,8 @@ def clipped(flat: Flat, tier: int) -> tuple[int, int]:
     return min(part.start, flat.numel), min(part.stop, flat.numel)
 
 
-def _restore_block(engine: Engine, state: BlockState, checkpoint: Checkpoint) -> None:
-    layout, name = engine.program.layout, state.spec.name
+def _restore_shard(state: Shard, checkpoint: Checkpoint) -> None:
+    layout, name = state.layout, state.name
     if state.trainable is not None and state.optimizer is not None:
         start, stop = clipped(state.trainable, layout.optimizer)
         targets = (state.optimizer.master, state.optimizer.exp_avg, state.optimizer.exp_avg_sq)

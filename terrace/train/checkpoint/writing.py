@@ -52,7 +52,6 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
 
 def _write_own(engine: Engine, partial: Path) -> Files:
     """Write the pieces this rank is the first to hold; return the manifest's entry of its file."""
-    layout, coordinates = engine.program.layout, engine.program.cluster.coordinates(engine.rank)
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, list[tuple[str, int, int]]] = {group: [] for group in KINDS}
 
@@ -64,12 +63,13 @@ def _write_own(engine: Engine, partial: Path) -> Files:
             # A copy, since safetensors refuses tensors that share a storage.
             tensors[f"{block}/{kind}"] = source[: stop - start].detach().to("cpu", copy=True)
 
-    for state in engine.states:
-        if state.trainable is not None and state.optimizer is not None and not any(coordinates[layout.optimizer + 1 :]):
-            held = (state.optimizer.master, state.optimizer.exp_avg, state.optimizer.exp_avg_sq)
-            add(TRAINABLE, state.spec.name, *clipped(state.trainable, layout.optimizer), held)
-        if state.fixed is not None and not any(coordinates[layout.params + 1 :]):
-            add(FROZEN, state.spec.name, *clipped(state.fixed, layout.params), (state.fixed.shard,))
+    for shard in (shard for state in engine.states for shard in state.shards):
+        layout, coordinates = shard.layout, shard.coordinates
+        if shard.trainable is not None and shard.optimizer is not None and not any(coordinates[layout.optimizer + 1 :]):
+            held = (shard.optimizer.master, shard.optimizer.exp_avg, shard.optimizer.exp_avg_sq)
+            add(TRAINABLE, shard.name, *clipped(shard.trainable, layout.optimizer), held)
+        if shard.fixed is not None and not any(coordinates[layout.params + 1 :]):
+            add(FROZEN, shard.name, *clipped(shard.fixed, layout.params), (shard.fixed.shard,))
     if not tensors:
         return {}
     path = partial / f"rank-{engine.rank:05d}.safetensors"
@@ -80,7 +80,8 @@ def _write_own(engine: Engine, partial: Path) -> Files:
 
 
 def _manifest(engine: Engine, step: int, facts: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    updates = [state.optimizer.num_steps for state in engine.states if state.optimizer is not None]
+    shards = [shard for state in engine.states for shard in state.shards]
+    updates = [shard.optimizer.num_steps for shard in shards if shard.optimizer is not None]
     return {
         "format": FORMAT,
         "step": step,
