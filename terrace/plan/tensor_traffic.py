@@ -70,6 +70,16 @@ class Tensor:
         return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), plan.micro_batch * sequence)
 
     @property
+    def lines(self) -> tuple[Layout, Layout, Layout]:
+        """The ranks that differ on rows, on columns, and on either."""
+        return self.rows, self.columns, self.both
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether norms and residual stream are split over the rows."""
+        return self.plan.sequence_parallel and self.rows.data_degree > 1
+
+    @property
     def degree(self) -> int:
         """Number of tensor ranks."""
         return self.both.data_degree
@@ -124,11 +134,11 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     if tensor.degree == 1:
         return forward, backward
     block = blocks[index]
-    hidden = tensor.padded_tokens * _hidden(blocks)
     forward_norms = _norm_messages(tensor, block)
-    whole, cut = hidden, hidden // tensor.columns.data_degree
+    whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * _hidden(blocks)
+    cut = tensor.rows.padded(whole // tensor.columns.data_degree)
     rows, columns, both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
-    one_sided = not tensor.plan.sequence_parallel
+    one_sided = not tensor.splits_tokens
 
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
@@ -167,7 +177,7 @@ def _inner(tensor: Tensor, size: int) -> int:
 
 def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
     """One sum of a number a token for each parameter of a norm: a layer norm has two of both."""
-    tokens = tensor.padded_tokens // tensor.rows.data_degree if tensor.plan.sequence_parallel else tensor.tokens
+    tokens = tensor.padded_tokens // tensor.rows.data_degree if tensor.splits_tokens else tensor.tokens
     norms = [param for param in block.params if _is_norm(param)]
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 

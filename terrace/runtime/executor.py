@@ -25,6 +25,7 @@ from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
+from terrace.runtime.tensor import TensorAxis
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 Batch = tuple[Tensor, Tensor]  # inputs and labels of one micro-batch
@@ -83,7 +84,9 @@ class Executor:
         clip: float,
         rank: int,
         progress: Progress,
+        axis: TensorAxis | None = None,
     ) -> None:
+        self._axis = axis
         self._program = program
         self._states = states
         self._collectives = collectives
@@ -175,6 +178,7 @@ class Executor:
         self._states[now.block].free()
 
     def _forward(self, now: Instruction) -> None:
+        self._clock.doing = "forward"
         self._await_parameters(now.block)
         self._progress(self._counter, now, ())
         inputs, labels = self._batches[now.micro]
@@ -189,9 +193,10 @@ class Executor:
             self._loss += output.detach()
         else:
             self._flow[now.micro] = output
-        self._clock.mark("forward")
+        self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
+        self._clock.doing = "backward"
         self._await_parameters(now.block)
         for needed in self._parameters_of(now.block):
             self._open_gradient(self._states[needed])
@@ -208,9 +213,11 @@ class Executor:
         if now.block > 0:
             assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
             self._flow[now.micro] = kept.inputs.grad
-        self._clock.mark("backward")
+        self._clock.mark(self._clock.doing)
 
     def _run_block(self, block: int, inputs: Tensor, labels: Tensor) -> Tensor:
+        if self._axis is not None:
+            self._axis.shape = tuple(labels.shape)
         output: Tensor = self._states[block].module(inputs)
         return self._objective(output, labels) if block == len(self._states) - 1 else output
 
