@@ -45,3 +45,50 @@ def check_case(cluster: Cluster, case: Case, outcomes: list[Outcome]) -> None:
 def test_two_rows_equal_one_process(pool: LocalPool, model: str, splits: bool) -> None:
     plan = tensor(cluster_of(2), "ddp", {"package": {"tensor": 2}}, sequence_parallel=splits)
     check(pool, (2,), [Case(plan, num_micros=2, model=model)])
+
+
+def factorings(total: int) -> list[tuple[int, int, int]]:
+    """Every rows x columns x depth of `total` ranks."""
+    return [
+        (rows, columns, total // rows // columns)
+        for rows in range(1, total + 1)
+        for columns in range(1, total + 1)
+        if total % (rows * columns) == 0
+    ]
+
+
+FAMILIES = ("wide llama, 1 kv head", "wide llama, 2 kv heads", "wide llama, 8 kv heads", "wide gpt2", "wide gpt_neox")
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("total", [4, 8])
+def test_every_factoring_equals_one_process(pool: LocalPool, total: int, model: str) -> None:
+    cluster = cluster_of(total)
+    cases = []
+    for index, (rows, columns, depth) in enumerate(factorings(total)):
+        row = {"package": {"tensor": {"rows": rows, "columns": columns, "depth": depth}}}
+        splits = index % 2 == total % 8 // 4  # each form for every other factoring; the other total has the others
+        plan = tensor(cluster, "zero3", row, sequence_parallel=splits)
+        cases.append(Case(plan, num_micros=2, model=model))
+    check(pool, (total,), cases)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero++", "three-level"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"package": {"tensor": 2}},
+        {"node": {"tensor": 2}},
+        {"system": {"tensor": {"columns": 2}}},
+        {"package": {"tensor": 2}, "node": {"tensor": 2}},
+        {"package": {"tensor": {"columns": 2}}, "system": {"tensor": {"rows": 2}}},
+    ],
+    ids=str,
+)
+def test_every_placement_of_states_beside_it(pool: LocalPool, name: str, rows: dict[str, Any]) -> None:
+    cluster = cluster_of(2, 2, 2)
+    cases = [
+        Case(tensor(cluster, name, rows), num_micros=3, model="wide llama, 2 kv heads"),
+        Case(tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False), num_micros=2, model="wide gpt2"),
+    ]
+    check(pool, (2, 2, 2), cases)

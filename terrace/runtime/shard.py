@@ -75,12 +75,11 @@ class Shard:
     def gather(self, collectives: Collectives, message: MessageClass, secondary: bool) -> None:
         """Materialise the full parameters from the primary or the secondary copy."""
         layout = self.layout
-        secondary = secondary and layout.has_secondary  # where it has none, both are one slice
         source = layout.params_backward if secondary else layout.params
         for flat in self.flats:
             flat.materialise()
-            copy = flat.secondary if secondary else flat.shard
-            assert copy is not None, f"block {self.name} has no secondary copy"
+            # Where another shard of the block has a secondary copy and this one has not, both are one slice.
+            copy = flat.secondary if secondary and flat.secondary is not None else flat.shard
             flat.full[flat.part(source)].copy_(copy)
 
             def piece(tier: int, flat: Flat = flat) -> Tensor:
