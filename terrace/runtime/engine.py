@@ -21,6 +21,7 @@ from terrace.runtime.clock import make_clock
 from terrace.runtime.describe import describe, replace_parameters
 from terrace.runtime.executor import Batch, Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
+from terrace.runtime.linear import WeightGradients
 from terrace.runtime.settings import AdamWConfig
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -101,12 +102,22 @@ class Engine:
             BlockState(spec, block, layout, coordinates, plan, self.device, self._meter)
             for spec, block in zip(specs, blocks, strict=True)
         ]
+        self._weights = WeightGradients()
         self._adopt(blocks, initial, adamw)
         self.collectives = self._make_collectives(self._ledger, self._meter)
         self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
         self._clock = make_clock(self.device)
         self._executor = Executor(
-            self.program, self.states, self.collectives, self._lanes, self._clock, objective, adamw.clip, rank, progress
+            self.program,
+            self.states,
+            self.collectives,
+            self._lanes,
+            self._clock,
+            self._weights,
+            objective,
+            adamw.clip,
+            rank,
+            progress,
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -203,6 +214,8 @@ class Engine:
                 return old[spec.name].detach()
 
             state.initialise(value, adamw)
+            if state.trainable is not None:
+                self._weights.own(state.trainable.parameters, state.trainable)
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)
