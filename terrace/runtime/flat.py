@@ -103,9 +103,9 @@ class Flat:
             ]
 
     def _collect(self, parameter: Tensor) -> None:
-        view = self._awaited.pop(parameter, None)
-        if view is not None:
-            assert parameter.grad is not None, "autograd calls this after it has set the gradient"
+        # Autograd calls this also when it has no gradient to add, as for a weight whose gradient is recorded.
+        if parameter.grad is not None and parameter in self._awaited:
+            view = self._awaited.pop(parameter)
             view.copy_(parameter.grad)
             parameter.grad = view
 
