@@ -16,6 +16,7 @@ from terrace.comm import Collectives, Ledger, Meter, Pacer, TierGroups, make_lan
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.plan.grid import Grid
+from terrace.plan.layout import INSIDE
 from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build, verify
 from terrace.runtime.block_state import BlockState
@@ -23,8 +24,9 @@ from terrace.runtime.clock import make_clock
 from terrace.runtime.describe import describe, replace_parameters, with_dims
 from terrace.runtime.executor import Batch, Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
+from terrace.runtime.linear import WeightGradients
 from terrace.runtime.settings import AdamWConfig
-from terrace.runtime.tensor import make_axis, parallelise, slice_value
+from terrace.runtime.tensor import Means, make_axis, parallelise, slice_value
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
@@ -105,9 +107,12 @@ class Engine:
         self._clock = make_clock(self.device)
         self.collectives = self._make_collectives(self._ledger, self._meter)
         values = [dict(block.named_parameters()) for block in blocks]
+        self._weights = WeightGradients()
+        self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
         axis = None
         if self.program.tensor.degree > 1:
-            axis = make_axis(self.program, self.collectives, rank, self.device, self._meter, self._clock)
+            means = Means(self._lanes.setdefault(INSIDE, make_lane(self.device)), self._clock, self._weights)
+            axis = make_axis(self.program, self.collectives, rank, means, self.device, self._meter)
             blocks, objective = parallelise(blocks, self.program, rank, axis, objective)
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
         self.states = [
@@ -115,13 +120,13 @@ class Engine:
             for spec, block, flats in zip(self.program.blocks, blocks, self.program.flats, strict=True)
         ]
         self._adopt(blocks, values, initial, adamw)
-        self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
         self._executor = Executor(
             self.program,
             self.states,
             self.collectives,
             self._lanes,
             self._clock,
+            self._weights,
             objective,
             adamw.clip,
             rank,
@@ -236,6 +241,9 @@ class Engine:
                 return slice_value(whole, spec, self.program, self.rank)
 
             state.initialise(value, adamw)
+            for shard in state.shards:
+                if shard.trainable is not None:
+                    self._weights.own(shard.trainable.parameters, shard.trainable)
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)

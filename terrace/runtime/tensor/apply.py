@@ -16,8 +16,7 @@ from terrace.model import decoder, layers
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.program import Program
-from terrace.runtime.clock import Clock
-from terrace.runtime.tensor.line import Line
+from terrace.runtime.tensor.line import Line, Means
 from terrace.runtime.tensor.loss import vocabulary_loss
 from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, Norm, RowLinear, TensorAxis
 
@@ -28,13 +27,13 @@ def make_axis(
     program: Program,
     collectives: Collectives,
     rank: int,
+    means: Means,
     device: torch.device,
     meter: Meter,
-    clock: Clock,
 ) -> TensorAxis:
     """Return the tensor axis of one rank."""
     tensor = program.tensor
-    rows, columns, both = (Line(collectives, layout, rank, device, meter, clock) for layout in tensor.lines)
+    rows, columns, both = (Line(layout, rank, collectives, means, device, meter) for layout in tensor.lines)
     return TensorAxis(rows, columns, both, tensor.splits_tokens)
 
 
@@ -115,11 +114,11 @@ class _Cutter:
             return RowLinear(weight, bias, self._axis)
         return ColumnLinear(weight, bias, self._used(spec), self._axis)
 
-    def _used(self, spec: ParamSpec) -> slice:
-        """The part of the output that this rank's queries need: all of a slice, one head of whole key-value heads."""
+    def _used(self, spec: ParamSpec) -> slice | None:
+        """The part of the output that this rank's queries need: None for all of a slice, one head of whole key-value heads."""
         name, units = spec.dims[0]
         if name != "kv_heads" or "rows" not in spec.shared:
-            return slice(None)
+            return None
         size, rows = spec.shape[0] // units, self._degrees["rows"]
         head = self._places["rows"] * units // rows
         return slice(head * size, (head + 1) * size)

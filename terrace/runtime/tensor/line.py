@@ -17,85 +17,115 @@ its own part of a result.
 Messages are of class `tensor`, in the wire format of each tier, but numbers travel as they are.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from terrace.comm import Collectives, Meter, Origin
+from terrace.comm import Collectives, Lane, Meter, Origin, Ticket
 from terrace.plan import Layout, MessageClass
 from terrace.plan.grid import position
 from terrace.plan.layout import DEVICE
 from terrace.runtime.clock import Clock
+from terrace.runtime.linear import WeightGradients
 
 
 class Line:
     """The ranks that differ from this one on one tensor axis.
 
-    The time of messages goes to the category `wait tensor` of the clock.
+    Messages are part of computing, in its order; the time that they take is in the clock's category `wait tensor`. Those
+    that end a region's backward go to a lane of their own, and the weight gradients that wait are computed meanwhile.
     """
 
     def __init__(
-        self,
-        collectives: Collectives,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
-        meter: Meter,
-        clock: Clock,
+        self, layout: Layout, rank: int, collectives: Collectives, means: "Means", device: torch.device, meter: Meter
     ) -> None:
         self.degree = layout.data_degree
-        self._collectives = collectives
-        self._layout = layout
         self.place = position(layout.degrees, layout.coordinates(rank))
+        self._layout = layout
         self._coordinates = layout.coordinates(rank)
+        self._collectives = collectives
+        self._means = means
         self._origin = Origin(f"tensor {'x'.join(layout.axes)}", layout, device, meter)
-        self._clock = clock
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...)."""
         whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
+        with self._means.message():
+            self._gather_into(whole, x)
+        return whole
+
+    def start_gather(self, whole: Tensor, x: Tensor) -> Ticket:
+        """Fill `whole` (n m, ...) with x (m, ...) of all ranks; wait for the ticket before the next message."""
+        return self._means.lane.submit(lambda: self._gather_into(whole, x))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
+        part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
+        with self._means.message():
+            self._reduce_into(part, x)
+        return part
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks, the same bits on each."""
+        padded, part = self._padded(x)
+        with self._means.message():
+            self._reduce_into(part, padded)
+            self._gather_into(padded, part)
+        return padded[: x.numel()].view(x.shape)
+
+    def last_reduce_scatter(self, x: Tensor) -> Tensor:
+        """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
+        part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
+        self._means.meanwhile(lambda: self._reduce_into(part, x))
+        return part
+
+    def last_all_reduce(self, x: Tensor) -> Tensor:
+        """The same as `all_reduce`, while the weight gradients that wait are computed."""
+        padded, part = self._padded(x)
+
+        def both() -> None:
+            self._reduce_into(part, padded)
+            self._gather_into(padded, part)
+
+        self._means.meanwhile(both)
+        return padded[: x.numel()].view(x.shape)
+
+    def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a copy of x in one row that the ranks divide, and room for a rank's part of it."""
+        padded = x.new_zeros(-(-x.numel() // self.degree) * self.degree)
+        padded[: x.numel()] = x.reshape(-1)
+        return padded, x.new_empty(padded.numel() // self.degree)
+
+    def _gather_into(self, whole: Tensor, x: Tensor) -> None:
         flat = whole.view(-1)
 
         def piece(tier: int) -> Tensor:
             return flat[self._layout.slice(tier, self._coordinates, flat.numel())]
 
         piece(self._layout.outermost).view(x.shape).copy_(x)
-        self._clock.mark(self._clock.doing)
         self._collectives.gather(MessageClass.TENSOR, piece, self._layout.outermost, DEVICE, self._origin)
-        self._clock.mark("wait tensor")
-        return whole
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
-        part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        self._clock.mark(self._clock.doing)
-        total = self._collectives.reduce(
-            MessageClass.TENSOR, x.contiguous().view(-1), DEVICE, self._layout.outermost, self._origin
-        )
-        self._clock.mark("wait tensor")
-        part.view(-1).copy_(total)
-        return part
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, the same bits on each."""
-        flat = x.reshape(-1)
-        missing = -flat.numel() % self.degree
-        padded = F.pad(flat, (0, missing)) if missing else flat
-        return self.all_gather(self.reduce_scatter(padded))[: flat.numel()].view(x.shape)
+    def _reduce_into(self, part: Tensor, x: Tensor) -> None:
+        source, outermost = x.contiguous().view(-1), self._layout.outermost
+        part.view(-1).copy_(self._collectives.reduce(MessageClass.TENSOR, source, DEVICE, outermost, self._origin))
 
     def every(self, x: Tensor) -> Tensor:
         """Return numbers x (m) of all ranks, (n, m), unrounded."""
-        self._clock.mark(self._clock.doing)
-        rows = self._collectives.gather_numbers(x, self._layout)
-        self._clock.mark("wait tensor")
-        return rows
+        with self._means.message():
+            return self._collectives.gather_numbers(x, self._layout)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
         return x if self.degree == 1 else _apply(_Gather, x, self)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return `gather(x)`, whose backward ends that of a region."""
+        return x if self.degree == 1 else _apply(_Enter, x, self)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum of x (n m, ...); backward: all-gather."""
@@ -114,6 +144,34 @@ class Line:
         return x if self.degree == 1 else _apply(_Numbers, x, self)
 
 
+@dataclass(frozen=True)
+class Means:
+    """What the lines of a rank have in common: a lane, the clock, the weight gradients that wait."""
+
+    lane: Lane
+    clock: Clock
+    weights: WeightGradients
+
+    @contextmanager
+    def message(self) -> Iterator[None]:
+        """Time the body, a message, apart from the computing before it."""
+        self.clock.mark(self.clock.doing)
+        yield
+        self.clock.mark("wait tensor")
+
+    def meanwhile(self, work: Callable[[], None]) -> None:
+        """Do `work`, a message; compute the weight gradients that wait while it is under way."""
+        queue = self.weights.current
+        if not queue:
+            with self.message():
+                work()
+            return
+        ticket = self.lane.submit(work)
+        queue.run()
+        with self.message():
+            ticket.wait()
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
@@ -123,6 +181,12 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.line.reduce_scatter(gradients[0]), None
+
+
+class _Enter(_Gather):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.last_reduce_scatter(gradients[0]), None
 
 
 class _Scatter(Function):
@@ -144,7 +208,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.line.all_reduce(gradients[0]), None
+        return ctx.line.last_all_reduce(gradients[0]), None
 
 
 class _Total(Function):

@@ -36,7 +36,7 @@ class TensorAxis:
         """From the residual stream into attention, MLP or head: (B, S, H/C)."""
         if not self.splits_tokens:
             return self.rows.copy(x)
-        return self.unpad(self.rows.gather(x))
+        return self.unpad(self.rows.enter(x))
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the parts of x (B, S, H/C) that the rows have, back into the residual stream."""
@@ -72,10 +72,10 @@ class TensorAxis:
 class ColumnLinear(nn.Module):
     """From (B, S, H/C) to (B, S, n): a rank has some rows of the weight, so some columns of the result.
 
-    `used` is the part of the output that this rank needs where it holds all of it (key-value heads).
+    `used` is the part of the output that this rank needs where it holds all of it (key-value heads), else None.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, used: slice, axis: TensorAxis) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, used: slice | None, axis: TensorAxis) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
         self._used = used
@@ -83,8 +83,10 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the columns, add the bias."""
-        y = self._axis.columns.total(F.linear(x, self.weight[self._used]))
-        return y if self.bias is None else y + share(self.bias[self._used], self._axis.columns.degree)
+        y = self._axis.columns.total(F.linear(x, self.weight if self._used is None else self.weight[self._used]))
+        if self.bias is None:
+            return y
+        return y + share(self.bias if self._used is None else self.bias[self._used], self._axis.columns.degree)
 
 
 class RowLinear(nn.Module):
