@@ -245,6 +245,7 @@ class Executor:
     def _run_block(self, block: int, inputs: Tensor, labels: Tensor) -> Tensor:
         if self._axis is not None:
             self._axis.shape = tuple(labels.shape)
+            self._axis.drops_inputs = block not in self._again  # a recomputed one needs them at once
         output: Tensor = self._states[block].module(inputs)
         return self._objective(output, labels) if block == len(self._states) - 1 else output
 

@@ -115,7 +115,7 @@ class _Cutter:
         return ColumnLinear(weight, bias, self._used(spec), self._axis)
 
     def _used(self, spec: ParamSpec) -> slice | None:
-        """The part of the output that this rank's queries need: None for all of a slice, one head of whole key-value heads."""
+        """What this rank's queries need of the output: None for all of a slice, one head of whole key-value heads."""
         name, units = spec.dims[0]
         if name != "kv_heads" or "rows" not in spec.shared:
             return None

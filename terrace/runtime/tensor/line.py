@@ -37,8 +37,8 @@ from terrace.runtime.linear import WeightGradients
 class Line:
     """The ranks that differ from this one on one tensor axis.
 
-    Messages are part of computing, in its order; the time that they take is in the clock's category `wait tensor`. Those
-    that end a region's backward go to a lane of their own, and the weight gradients that wait are computed meanwhile.
+    Messages are part of computing, in its order; the time that they take is in the clock's category `wait tensor`.
+    Those that end a region's backward go to a lane, and the weight gradients that wait are computed meanwhile.
     """
 
     def __init__(
@@ -62,6 +62,11 @@ class Line:
     def start_gather(self, whole: Tensor, x: Tensor) -> Ticket:
         """Fill `whole` (n m, ...) with x (m, ...) of all ranks; wait for the ticket before the next message."""
         return self._means.lane.submit(lambda: self._gather_into(whole, x))
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait for what was started."""
+        with self._means.message():
+            ticket.wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
@@ -123,9 +128,17 @@ class Line:
         """Return x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
         return x if self.degree == 1 else _apply(_Gather, x, self)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return `gather(x)`, whose backward ends that of a region."""
-        return x if self.degree == 1 else _apply(_Enter, x, self)
+    def enter(self, x: Tensor, entry: "Entry") -> Tensor:
+        """Return `gather(x)`, the input of a region, which `entry` may drop until the region's backward."""
+        return _apply(_Enter, x, self, entry)
+
+    def needs_input(self, y: Tensor, entry: "Entry") -> Tensor:
+        """Return y, whose backward reads the region's input itself, not by way of the weight gradients that wait."""
+        return _apply(_Refilled, y, self, entry)
+
+    def leave(self, x: Tensor, entry: "Entry") -> Tensor:
+        """Return `scatter(x)`, the output of the region; in its backward the dropped input is gathered again."""
+        return _apply(_Leave, x, self, entry)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum of x (n m, ...); backward: all-gather."""
@@ -183,12 +196,6 @@ class _Gather(Function):
         return ctx.line.reduce_scatter(gradients[0]), None
 
 
-class _Enter(_Gather):
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.line.last_reduce_scatter(gradients[0]), None
-
-
 class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
@@ -198,6 +205,85 @@ class _Scatter(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.line.all_gather(gradients[0]), None
+
+
+class Entry:
+    """The gathered input of a region: dropped after its forward, gathered again for its weight gradients.
+
+    So a rank keeps its part of every input alone (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has saved
+    views of the whole: it stays the same storage, empty in between. It is refilled through a view with a version
+    counter of its own, since its values are what they were.
+    """
+
+    def __init__(self, drops: bool) -> None:
+        self._drops = drops and torch.is_grad_enabled()
+        self._ticket: Ticket | None = None
+
+    def hold(self, whole: Tensor, x: Tensor) -> None:
+        """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
+        if self._drops:
+            self._part = x.detach()
+            self._storage = whole.untyped_storage()
+            self._num_bytes = self._storage.nbytes()
+            self._again = torch.empty(0, dtype=whole.dtype, device=whole.device)
+            self._again.set_(self._storage, 0, whole.shape, whole.stride())
+
+    def drop(self) -> None:
+        """Free the whole input: the region's forward is done."""
+        if self._drops:
+            self._storage.resize_(0)
+
+    def refill(self, line: Line) -> None:
+        """Begin to gather it again."""
+        if self._drops:
+            self._storage.resize_(self._num_bytes)
+            self._ticket = line.start_gather(self._again, self._part)
+
+    def await_refilled(self, line: Line) -> None:
+        """Return when it is there; a region's first to ask waits."""
+        if self._ticket is not None:
+            line.wait(self._ticket)
+            self._ticket = None
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
+        ctx.line, ctx.entry = line, entry
+        whole = line.all_gather(x)
+        entry.hold(whole, x)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.entry.await_refilled(ctx.line)
+        return ctx.line.last_reduce_scatter(gradients[0]), None, None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
+        ctx.line, ctx.entry = line, entry
+        entry.drop()
+        return line.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient = ctx.line.all_gather(gradients[0])
+        ctx.entry.refill(ctx.line)
+        return gradient, None, None
+
+
+class _Refilled(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, line: Line, entry: Entry) -> Tensor:
+        ctx.line, ctx.entry = line, entry
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.entry.await_refilled(ctx.line)
+        return gradients[0], None, None
 
 
 class _Copy(Function):

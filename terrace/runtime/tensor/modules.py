@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.runtime.tensor.line import Line, share
+from terrace.runtime.tensor.line import Entry, Line, share
 
 
 @dataclass
@@ -25,6 +25,7 @@ class TensorAxis:
     columns: Line
     both: Line
     splits_tokens: bool  # sequence parallelism
+    drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
     shape: Sequence[int] = field(default=(0, 0))
 
     @property
@@ -33,16 +34,21 @@ class TensorAxis:
         return 1 if self.splits_tokens else self.rows.degree
 
     def enter(self, x: Tensor) -> Tensor:
-        """From the residual stream into attention, MLP or head: (B, S, H/C)."""
+        """From the residual stream into attention or MLP: (B, S, H/C)."""
         if not self.splits_tokens:
             return self.rows.copy(x)
-        return self.unpad(self.rows.enter(x))
+        self._entry = Entry(self.drops_inputs)
+        return self.unpad(self.rows.enter(x, self._entry))
+
+    def reads_input(self, y: Tensor) -> Tensor:
+        """Return y, made of the input of a region by something that autograd differentiates alone."""
+        return self.rows.needs_input(y, self._entry) if self.splits_tokens else y
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the parts of x (B, S, H/C) that the rows have, back into the residual stream."""
         if not self.splits_tokens:
             return self.rows.total(x)
-        return self.rows.scatter(self.pad(x))
+        return self.rows.leave(self.pad(x), self._entry)
 
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""
@@ -83,10 +89,13 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the columns, add the bias."""
-        y = self._axis.columns.total(F.linear(x, self.weight if self._used is None else self.weight[self._used]))
-        if self.bias is None:
-            return y
-        return y + share(self.bias if self._used is None else self.bias[self._used], self._axis.columns.degree)
+        axis, used = self._axis, self._used
+        if used is None:
+            y, bias = F.linear(x, self.weight), self.bias
+        else:
+            y, bias = axis.reads_input(F.linear(x, self.weight[used])), None if self.bias is None else self.bias[used]
+        y = axis.columns.total(y)
+        return y if bias is None else y + share(bias, axis.columns.degree)
 
 
 class RowLinear(nn.Module):
