@@ -90,6 +90,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the columns, add the bias."""
         axis, used = self._axis, self._used
+        bias: Tensor | None
         if used is None:
             y, bias = F.linear(x, self.weight), self.bias
         else:
