@@ -48,6 +48,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_output(options.output, options.force)
     task = read_task(options, rest)
     plan, words = _plan(task, options.plan)
+    if options.compute not in (None, plan.compute):  # a file's dtype: all else takes the task's
+        raise ConfigError(
+            f"--compute {options.compute}: plan {options.plan} computes in {plan.compute}; leave --compute out, or "
+            f'set compute = "{options.compute}" in the plan'
+        )
     task = with_formats(task, plan)
     outer, console = task.cluster.tiers[-1], Terminal()
     titles: dict[Scaling, str] = {
