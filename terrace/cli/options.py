@@ -6,6 +6,8 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.train.config import RunConfig, resolve
 
 OVERRIDES_HELP = "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4."
@@ -24,6 +26,15 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Return the checked configuration of the options and the dotted overrides in `rest`."""
     flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
     return resolve(options.config, flags, parse_overrides(rest))
+
+
+def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
+    """Return the cluster `name` with the dotted overrides in `rest`; `instead` says where keys of others belong."""
+    overrides = parse_overrides(rest)
+    for section in overrides:
+        if section != "cluster":
+            raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
+    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
 
 
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
