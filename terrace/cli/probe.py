@@ -18,7 +18,7 @@ from rich.table import Table
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.options import read_cluster
+from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal
 from terrace.probe.assemble import Probed, Row, assemble
 from terrace.report.tables import quantity, seconds
@@ -34,15 +34,25 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
         help="measure this machine or job and write a cluster file",
-        epilog="Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4.",
+        description="Measure what this machine reaches, or the ranks of torchrun, srun or mpirun, and write it down.",
+        epilog=CLUSTER_EPILOG,
     )
     parser.add_argument(
-        "--cluster", metavar="NAME|FILE", default="local", help="names, sizes and peaks to start from (default: local)"
+        "--cluster",
+        metavar="NAME|FILE",
+        default="local",
+        help="cluster preset or TOML file whose names, sizes and peaks to start from (default: local)",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("cluster.toml"), help="default: cluster.toml")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="time for all measurements together (default: 60)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("cluster.toml"),
+        help="cluster file to write, ending in .toml (default: cluster.toml)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the --out file if it is there")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="seconds for all measurements together (default: 60)"
     )
     parser.set_defaults(run=run)
 

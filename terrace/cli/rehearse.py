@@ -21,7 +21,7 @@ from rich.console import Console
 
 from terrace.base.errors import ConfigError
 from terrace.cli.files import check_writable, write_file
-from terrace.cli.options import read_cluster
+from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal, Terminated, sigterm_raises
 from terrace.cli.rehearse_screen import counts_table, findings_table, lost_delays
 from terrace.cluster import Cluster
@@ -42,20 +42,35 @@ _SCALE_HELP = (
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("rehearse", help="emulate a cluster on this machine and run a program in it")
+    parser = commands.add_parser(
+        "rehearse",
+        help="emulate a cluster on this machine and run a program in it",
+        description="Emulate a cluster on this machine by network namespaces and rate limits. Needs Linux and root, "
+        "except for run --paced.",
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|check|clean")
     run_parser = actions.add_parser(
         "run",
         help="run a program as every rank of the cluster",
-        usage="terrace rehearse run --cluster C [--scale F] [--counters FILE] -- COMMAND ...",
+        usage="terrace rehearse run --cluster NAME|FILE [--scale F] [--counters FILE] -- COMMAND ...\n"
+        "       terrace rehearse run --paced [--scale F] -- terrace ...",
+        epilog=CLUSTER_EPILOG,
     )
     _add_cluster(run_parser)
-    run_parser.add_argument("--counters", metavar="FILE", type=Path, help="write what every link carried, as JSON")
     run_parser.add_argument(
-        "--paced", action="store_true", help="no network, no root: `terrace` itself keeps the rates"
+        "--counters",
+        metavar="FILE",
+        type=Path,
+        help="write (or replace) the bytes every link carried, as JSON",
+    )
+    run_parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="build no network and need no root: the command, a `terrace` one, holds its own messages to the rates of "
+        "the cluster it names",
     )
     run_parser.set_defaults(run=_run)
-    check = actions.add_parser("check", help="build the network and measure every tier of it")
+    check = actions.add_parser("check", help="build the network and measure every tier of it", epilog=CLUSTER_EPILOG)
     _add_cluster(check)
     check.set_defaults(run=_check)
     clean = actions.add_parser("clean", help="remove what killed rehearsals left behind")
@@ -71,7 +86,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file to emulate, e.g. lab")
     parser.add_argument("--scale", type=float, default=1.0, metavar="F", help=_SCALE_HELP)
 
 
