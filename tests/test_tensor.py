@@ -1,6 +1,7 @@
 """The tensor axis: the same numbers as one process, and the bytes that its formula declares."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,3 +93,14 @@ def test_every_placement_of_states_beside_it(pool: LocalPool, name: str, rows: d
         Case(tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False), num_micros=2, model="wide gpt2"),
     ]
     check(pool, (2, 2, 2), cases)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 100])
+def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> None:
+    """Six tokens on two rows and on four: parts that are not equal, and padding."""
+    cases = []
+    for row in ({"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}):
+        for model in ("wide llama, 1 kv head", "wide gpt_neox"):
+            plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks)
+            cases += [Case(plan, num_micros=2, model=model), Case(replace(plan, recompute=("block.1",)), model=model)]
+    check(pool, (2, 2), cases)

@@ -101,6 +101,14 @@ class Tensor:
         """Tokens of a micro-batch, padded for the rows to divide them."""
         return self.rows.padded(self.tokens)
 
+    @property
+    def token_chunks(self) -> list[int]:
+        """Padded tokens of each part in which the messages of a region travel."""
+        rows = self.rows.data_degree
+        return [
+            rows * (stop - start) for start, stop in chunk_bounds(self.padded_tokens // rows, self.plan.tensor_chunks)
+        ]
+
     def line(self, axes: tuple[str, ...]) -> Layout:
         """Return the layout of the ranks that differ on `axes` alone."""
         return {self.rows.axes: self.rows, self.columns.axes: self.columns, self.both.axes: self.both}[axes]
@@ -122,6 +130,12 @@ class Tensor:
             if degree > 1:
                 yield tier, (degree - 1) * held
                 held *= degree
+
+
+def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of as equal parts of `size` as there can be, none of them empty."""
+    num = max(1, min(num_chunks, size))
+    return [(index * size // num, (index + 1) * size // num) for index in range(num)]
 
 
 def number_bytes(plan: Plan) -> int:
@@ -159,8 +173,13 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     else:
         for weight in (param for param in block.params if len(param.dims) == 2):
             if weight.dims[0][0] == "hidden":
-                forward += all_reduce(rows, cut)
-                backward += [*all_reduce(rows, cut), *all_reduce(columns, _inner(tensor, weight.shape[1]))]
+                parts = [cut] if one_sided else [cut // tensor.padded_tokens * part for part in tensor.token_chunks]
+                forward += [TensorMessage(leg, rows, part) for part in parts for leg in (Leg.REDUCE, Leg.GATHER)]
+                backward += [TensorMessage(Leg.GATHER, rows, part) for part in parts]
+                backward += [
+                    TensorMessage(Leg.REDUCE, rows, cut),
+                    *all_reduce(columns, _inner(tensor, weight.shape[1])),
+                ]
                 backward += [TensorMessage(Leg.GATHER, rows, cut)] if regathers else []
             else:
                 one_of = weight.dims[0][1] if "rows" in weight.shared else 1  # of key-value heads that all ranks hold

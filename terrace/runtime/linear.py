@@ -160,6 +160,15 @@ class WeightGradients:
             self.current = before
 
 
+def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> bool:
+    """Record the weight gradient of dy (N, O) and x (..., I), if there is a queue for it; return whether there is."""
+    queue = weight.gradients.current if isinstance(weight, Matrix) and weight.gradients is not None else None
+    if queue is None:
+        return False
+    queue.add(_Product(output_gradient, inputs, weight))
+    return True
+
+
 class Matrix(nn.Parameter):
     """A parameter of two dims whose products may be recorded; a plain parameter until it is owned."""
 

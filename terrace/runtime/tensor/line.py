@@ -30,6 +30,7 @@ from terrace.comm import Collectives, Lane, Meter, Origin, Ticket
 from terrace.plan import Layout, MessageClass
 from terrace.plan.grid import position
 from terrace.plan.layout import DEVICE
+from terrace.plan.tensor_traffic import chunk_bounds
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
 
@@ -62,6 +63,10 @@ class Line:
     def start_gather(self, whole: Tensor, x: Tensor) -> Ticket:
         """Fill `whole` (n m, ...) with x (m, ...) of all ranks; wait for the ticket before the next message."""
         return self._means.lane.submit(lambda: self._gather_into(whole, x))
+
+    def start_reduce(self, part: Tensor, x: Tensor) -> Ticket:
+        """Set `part` (m, ...) to this rank's part of the sum of x (n m, ...); keep x until it was waited for."""
+        return self._means.lane.submit(lambda: self._reduce_into(part, x))
 
     def wait(self, ticket: Ticket) -> None:
         """Wait for what was started."""
@@ -215,9 +220,51 @@ class Entry:
     counter of its own, since its values are what they were.
     """
 
-    def __init__(self, drops: bool) -> None:
+    def __init__(self, drops: bool, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
         self._drops = drops and torch.is_grad_enabled()
         self._ticket: Ticket | None = None
+        self._arriving: list[tuple[int, int, Tensor, Ticket]] = []  # parts under way: (start, stop, values, ticket)
+
+    @property
+    def line(self) -> Line:
+        """The ranks that the input was gathered from."""
+        return self._line
+
+    @property
+    def num_rows(self) -> int:
+        """How many these are."""
+        return self._line.degree
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one of them, padded."""
+        return self._whole.shape[1]
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether parts of the input are still under way."""
+        return bool(self._arriving)
+
+    def start(self, whole: Tensor, x: Tensor, line: Line) -> None:
+        """Begin to gather x (m, ...) into `whole` (n m, ...), part by part, each of all ranks."""
+        self._line, self._whole = line, whole.view(line.degree, *x.shape)
+        for start, stop in chunk_bounds(x.shape[0], self.num_chunks):
+            part = x.new_empty((line.degree * (stop - start), *x.shape[1:]))
+            self._arriving.append((start, stop, part, line.start_gather(part, x[start:stop])))
+
+    def parts(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (start, stop, values of all ranks) as they arrive; they are in the whole input then."""
+        for start, stop, part, ticket in self._arriving:
+            self._line.wait(ticket)
+            self._whole[:, start:stop] = part.view(self._line.degree, stop - start, *part.shape[1:])
+            yield start, stop, part
+        self._arriving = []
+
+    def await_arrived(self) -> None:
+        """Return when all parts are there."""
+        for _ in self.parts():
+            pass
 
     def hold(self, whole: Tensor, x: Tensor) -> None:
         """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
@@ -250,7 +297,11 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
         ctx.line, ctx.entry = line, entry
-        whole = line.all_gather(x)
+        if entry.num_chunks == 1:
+            whole = line.all_gather(x)
+        else:
+            whole = x.new_empty((line.degree * x.shape[0], *x.shape[1:]))
+            entry.start(whole, x, line)
         entry.hold(whole, x)
         return whole
 
