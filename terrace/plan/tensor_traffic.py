@@ -28,6 +28,7 @@ from terrace.plan.grid import Grid, position
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
+from terrace.plan.slices import CUT_BY
 from terrace.plan.wire import FORMATS, MessageClass
 
 
@@ -160,18 +161,19 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
 
-    if index == 0:
+    inner = [param for param in block.params if _is_inner(param)]
+    if not inner and not forward_norms:  # the embedding
         forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
         backward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
         backward += [TensorMessage(Leg.GATHER, columns, whole)]
-    elif index == len(blocks) - 1:
+    elif not inner:  # the head
         forward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, columns, whole), TensorMessage(Leg.NUMBERS, both, 3 * tensor.tokens)]
         backward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         backward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
     else:
-        for weight in (param for param in block.params if len(param.dims) == 2):
+        for weight in inner:
             if weight.dims[0][0] == "hidden":
                 parts = [cut] if one_sided else [cut // tensor.padded_tokens * part for part in tensor.token_chunks]
                 forward += [TensorMessage(leg, rows, part) for part in parts for leg in (Leg.REDUCE, Leg.GATHER)]
@@ -205,10 +207,17 @@ def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 
 
+def _is_inner(param: ParamSpec) -> bool:
+    """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
+    names = [name for name, _ in param.dims]
+    return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
+
+
 def _is_norm(param: ParamSpec) -> bool:
     return len(param.dims) == 1 and "norm" in param.name.split(".")[-2]
 
 
 def _hidden(blocks: Sequence[BlockSpec]) -> int:
     """The model's hidden size."""
-    return next(size for param in blocks[0].params for name, size in param.dims if name == "features")
+    names = ("hidden", "features")
+    return next(size for block in blocks for param in block.params for name, size in param.dims if name in names)
