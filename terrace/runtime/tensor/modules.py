@@ -55,9 +55,11 @@ class TensorAxis:
         """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream."""
         if not self.splits_tokens:
             return self.rows.total(F.linear(x, weight))
+        entry = self._entry
+        del self._entry  # it lives as long as the graph of its region
         if self.num_chunks > 1:
-            return product_scatter(self.pad(x), weight, self.rows, self._entry)
-        return self.rows.leave(self.pad(F.linear(x, weight)), self._entry)
+            return product_scatter(self.pad(x), weight, self.rows, entry)
+        return self.rows.leave(self.pad(F.linear(x, weight)), entry)
 
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""
