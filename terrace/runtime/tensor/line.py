@@ -51,12 +51,15 @@ class Line:
         self._coordinates = layout.coordinates(rank)
         self._collectives = collectives
         self._means = means
+        self._ranks: tuple[int, ...] = (rank,)
+        for tier in range(len(layout.tiers)):
+            self._ranks = tuple(peer for each in self._ranks for peer in layout.peers(each, tier))
         self._origin = Origin(f"tensor {'x'.join(layout.axes)}", layout, device, meter)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...)."""
         whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
-        with self._means.message():
+        with self._means.message(self._ranks):
             self._gather_into(whole, x)
         return whole
 
@@ -70,20 +73,20 @@ class Line:
 
     def wait(self, ticket: Ticket) -> None:
         """Wait for what was started."""
-        with self._means.message():
+        with self._means.message(self._ranks):
             ticket.wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        with self._means.message():
+        with self._means.message(self._ranks):
             self._reduce_into(part, x)
         return part
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, the same bits on each."""
         padded, part = self._padded(x)
-        with self._means.message():
+        with self._means.message(self._ranks):
             self._reduce_into(part, padded)
             self._gather_into(padded, part)
         return padded[: x.numel()].view(x.shape)
@@ -91,7 +94,7 @@ class Line:
     def last_reduce_scatter(self, x: Tensor) -> Tensor:
         """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        self._means.meanwhile(lambda: self._reduce_into(part, x))
+        self._means.meanwhile(lambda: self._reduce_into(part, x), self._ranks)
         return part
 
     def last_all_reduce(self, x: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ class Line:
             self._reduce_into(part, padded)
             self._gather_into(padded, part)
 
-        self._means.meanwhile(both)
+        self._means.meanwhile(both, self._ranks)
         return padded[: x.numel()].view(x.shape)
 
     def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +129,7 @@ class Line:
 
     def every(self, x: Tensor) -> Tensor:
         """Return numbers x (m) of all ranks, (n, m), unrounded."""
-        with self._means.message():
+        with self._means.message(self._ranks):
             return self._collectives.gather_numbers(x, self._layout)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -162,31 +165,38 @@ class Line:
         return x if self.degree == 1 else _apply(_Numbers, x, self)
 
 
-@dataclass(frozen=True)
+def _nobody_asks(ranks: tuple[int, ...]) -> None:
+    """Nobody is told."""
+
+
+@dataclass
 class Means:
     """What the lines of a rank have in common: a lane, the clock, the weight gradients that wait."""
 
     lane: Lane
     clock: Clock
     weights: WeightGradients
+    waiting_on: Callable[[tuple[int, ...]], None] = _nobody_asks  # told for whom the rank waits; () when it goes on
 
     @contextmanager
-    def message(self) -> Iterator[None]:
-        """Time the body, a message, apart from the computing before it."""
+    def message(self, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Time the body, a message among `ranks`, apart from the computing before it; tell that they are awaited."""
         self.clock.mark(self.clock.doing)
+        self.waiting_on(ranks)
         yield
+        self.waiting_on(())
         self.clock.mark("wait tensor")
 
-    def meanwhile(self, work: Callable[[], None]) -> None:
+    def meanwhile(self, work: Callable[[], None], ranks: tuple[int, ...]) -> None:
         """Do `work`, a message; compute the weight gradients that wait while it is under way."""
         queue = self.weights.current
         if not queue:
-            with self.message():
+            with self.message(ranks):
                 work()
             return
         ticket = self.lane.submit(work)
         queue.run()
-        with self.message():
+        with self.message(ranks):
             ticket.wait()
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.runtime.tensor.line import Entry, Line, share
+from terrace.runtime.tensor.line import Entry, Line, Means, share
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 
 
@@ -25,6 +25,7 @@ class TensorAxis:
     rows: Line
     columns: Line
     both: Line
+    means: Means
     splits_tokens: bool  # sequence parallelism
     num_chunks: int = 1  # parts in which the messages of a region travel
     drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
