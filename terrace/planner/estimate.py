@@ -23,7 +23,7 @@ from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
 from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s, tensor_messages
+from terrace.simulate.links import all_gather_s, all_reduce_s, rate_bytes_per_s, send_s, tensor_messages
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
@@ -81,13 +81,17 @@ class Estimator:
 
     def work(self, rows: Rows, micro_batch: int, recompute: int = 0) -> Work:
         """Return what a rank computes of a micro-batch."""
+        software = self.task.software
         return Work(
             model=self.task.model,
             sequence=self.task.sequence,
             micro_batch=micro_batch,
             tensor=shape_of(rows).tensor,
             context=shape_of(rows).context,
+            sequence_parallel=software.sequence_parallel,
             recompute="full" if recompute else "none",
+            flash=software.flash,
+            dropout=software.dropout,
             compute=self.task.compute,
         )
 
@@ -104,13 +108,30 @@ class Estimator:
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
         cluster, work = self.task.cluster, self.work(rows, micro_batch)
         seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
-        forward_s = backward_s = 0.0
+        tensor_s, context_s = self._inner_messages(kind, rows, work)
+        forward_s = seconds.forward_s + tensor_s[0] + context_s[0]
+        backward_s = seconds.input_s + seconds.weight_s + tensor_s[1] + context_s[1]
+        return Seconds(forward_s, backward_s, seconds.weight_s, forward_s)
+
+    def inner_messages(
+        self, kind: int, rows: Rows, micro_batch: int
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return (forward, backward) seconds of a block's tensor messages and of its context messages."""
+        return self._inner_messages(kind, rows, self.work(rows, micro_batch))
+
+    def _inner_messages(self, kind: int, rows: Rows, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
+        cluster, tensor = self.task.cluster, axis_group(rows, TENSOR)
         if kind == LAYER:
-            messages = tensor_messages(cluster, axis_group(rows, TENSOR), work)
+            messages = tensor_messages(cluster, tensor, work)
             keys_s = all_gather_s(cluster, axis_group(rows, CONTEXT), self._key_bytes(work) * work.context)
-            forward_s, backward_s = messages.forward_s + keys_s, messages.backward_s + 2 * keys_s
-        forward_s += seconds.forward_s
-        return Seconds(forward_s, seconds.input_s + seconds.weight_s + backward_s, seconds.weight_s, forward_s)
+            return (messages.forward_s, messages.backward_s), (keys_s, 2 * keys_s)
+        # Words are cut over the tensor ranks: the embedding's outputs are summed, so are the gradients of the head's
+        # input. Where these are cut along the sequence, either is scattered, and the head gathers its input both ways.
+        gather_s = all_gather_s(cluster, tensor, work.tokens * work.model.hidden_size * self.item)
+        if not work.sequence_parallel:
+            sum_s = all_reduce_s(cluster, tensor, work.tokens * work.model.hidden_size * self.item)
+            return ((sum_s, 0.0) if kind == EMBEDDING else (0.0, sum_s)), (0.0, 0.0)
+        return (gather_s, gather_s if kind == EMBEDDING else 2 * gather_s), (0.0, 0.0)
 
     def _key_bytes(self, work: Work) -> int:
         """Return the bytes of a rank's keys and values of one layer and micro-batch."""
@@ -125,6 +146,9 @@ class Estimator:
         if found is None:
             part = self._boundary_bytes(rows, micro_batch)
             found = max((send_s(self.task.cluster, tier, part) for tier in shape.crossed), default=0.0)
+            if shape.crossed and not self.task.software.sequence_parallel:
+                # The parts are put together on the other side (Narayanan et al. 2104.04473, section 4.1).
+                found += all_gather_s(self.task.cluster, axis_group(rows, TENSOR), part * shape.tensor)
             self._edges[key] = found
         return found
 

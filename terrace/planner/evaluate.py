@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from terrace.plan import step_bytes
+from terrace.plan import MessageClass, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline
@@ -30,6 +30,7 @@ from terrace.simulate.cost import update_seconds
 from terrace.simulate.events import step_seconds
 
 BUBBLE = "wait pipeline"
+SYNC = f"wait {MessageClass.SYNC.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ class Evaluator:
         pipeline, played = self.stages(choice)
         parts, alone_s = pipeline.parts, pipeline.stages_s
         lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
+        if self.task.software.late_sync:
+            lines = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in lines.items()}
         totals = [math.fsum(lines[part].values()) for part in parts]
         stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
         tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
@@ -128,6 +131,14 @@ class Evaluator:
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
+
+    def _sync_s(self, part: Part, choice: Choice) -> float:
+        """Return the seconds of all sums of gradients of a stage, one after the other."""
+        state, numels = shape_of(choice.rows).state, self.estimator.numels(shape_of(choice.rows).tensor)
+        return math.fsum(
+            count * self.estimator.message(state, choice.placement, MessageClass.SYNC, numel)[1]
+            for count, numel in zip(part.counts, numels, strict=True)
+        )
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(

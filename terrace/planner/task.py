@@ -20,8 +20,28 @@ Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in
 
 
 @dataclass(frozen=True, kw_only=True)
+class Software:
+    """How the runtime that is predicted computes and sends; the defaults are this project's.
+
+    `flash`: attention that never writes its scores; `dropout`: masks are drawn and kept; `sequence_parallel`: norms and
+    residuals cut over the tensor ranks. With `blocking_sends` a stage computes nothing while it hands a micro-batch on:
+    the exchange after each task is waited for. With `late_sync` a pipeline sums its gradients over the data ranks once
+    all stages have ended, and hides none of it. `MEGATRON` is Megatron-LM as Narayanan et al. (2104.04473) ran it.
+    """
+
+    flash: bool = True
+    dropout: bool = False
+    sequence_parallel: bool = True
+    blocking_sends: bool = False
+    late_sync: bool = False
+
+
+MEGATRON = Software(flash=False, dropout=True, sequence_parallel=False, blocking_sends=True, late_sync=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, a cluster, a global batch in sequences, a sequence length in tokens, and the dtypes.
+    """A model, a cluster, a global batch in sequences, a sequence length in tokens, the dtypes, and the software.
 
     `wire` holds the formats of every plan of the task: the search never rounds a message by its own choice.
     Raises `ModelError` or `PlanError` for a task that no plan can do.
@@ -34,6 +54,7 @@ class Task:
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
     wire: Wire = field(default_factory=dict, hash=False)
+    software: Software = Software()
 
     def __post_init__(self) -> None:
         if self.batch < 1:
