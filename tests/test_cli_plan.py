@@ -43,6 +43,12 @@ class Here:
         out, error = self._capsys.readouterr()
         return code, out, error
 
+    def out(self) -> str:
+        return self._capsys.readouterr().out
+
+    def error(self) -> str:
+        return self._capsys.readouterr().err
+
     def refused(self, command: str, *words: str | Path, **task: Any) -> str:
         before = sorted(self.folder.iterdir())
         code, _, error = self.say(command, *words, **task)
@@ -85,13 +91,74 @@ def test_plan_refuses_to_overwrite(here: Here) -> None:
     assert "params" in (here.folder / "plan.toml").read_text()
 
 
-def test_plan_of_other_axes_is_shown_and_not_written(here: Here) -> None:
+def test_plan_of_other_axes_is_written_to_be_looked_at(here: Here) -> None:
     code, out, _ = here.say("plan", "--nodes", "1", "--axes", "tensor", "--pin", "tensor=2")
     assert code == 0
     assert "tensor 2" in out
-    assert "not written" in out
+    assert "to be looked at" in out
     assert "this version runs the data axis only" in out
-    assert not (here.folder / "plan.toml").exists()
+    assert "to train" not in out
+    assert main(["train", "--plan", "plan.toml"]) == 2
+    assert "runs the data axis only" in here.error()
+
+
+def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Here) -> None:
+    """Model, cluster and batch come from its [task] table; flags and dotted keys override them."""
+    words = ("--nodes", "3", "--cluster.tiers.node.size", "2", "--cluster.device.memory_bytes", "30e9")
+    assert here.say("plan", *words, batch=48)[0] == 0
+    here.model.unlink()
+    (here.folder / "away").mkdir()
+    (here.folder / "plan.toml").rename(here.folder / "away" / "p.toml")
+    run = resolve(None, {"plan": "away/p.toml"}, {})
+    assert (run.train.batch, run.train.sequence, run.cluster.world_size) == (48, 256, 12)
+    assert (run.model.num_layers, run.cluster.device.memory_bytes) == (4, 30e9)
+    assert run.cluster.tiers[1].bandwidth_bytes_per_s == load_cluster("frontier").tiers[1].bandwidth_bytes_per_s
+    (here.folder / "run.toml").write_text('plan = "away/p.toml"\n[train]\nbatch = 96\n')
+    other = resolve("run.toml", {"cluster": "lab"}, {"train": {"sequence": 128}})
+    assert (other.train.batch, other.train.sequence, other.cluster.name) == (96, 128, "lab")
+    assert other.plan == run.plan
+    for command in ("explain", "simulate", "scale"):
+        assert main([command, "--plan", "away/p.toml"]) == 0
+        assert "48" in here.out() if command == "scale" else here.out()
+    assert main(["scale", "--plan", "away/p.toml", "--batch", "96"]) == 0
+    assert "96 sequences x 256 tokens" in here.out()
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Here, command: str) -> None:
+    (here.folder / "mine.toml").write_text('preset = "zero3"\n')
+    assert main([command, "--plan", "mine.toml", "--cluster", "lab", "--train.batch", "64"]) == 2
+    error = here.error()
+    assert "mine.toml does not say what it was made for" in error
+    assert "give --model, --train.sequence, or --config FILE" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("task = 3", "task = 3 must be a table"),
+        ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"', "task.cluster is missing"),
+        ('[task]\nbatch = 0\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "task.batch = 0"),
+        ("[task]\nbatches = 8", "did you mean 'batch'"),
+        ('[task]\nbatch = 8\nsequence = 8\nmodel = 1\ncluster = "lab"', "task.model = 1"),
+        ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "cannot read"),
+    ],
+)
+def test_a_task_that_is_not_whole_is_one_line(here: Here, task: str, said: str) -> None:
+    (here.folder / "mine.toml").write_text(f'preset = "zero3"\n{task}\n')
+    assert main(["simulate", "mine.toml"]) == 2
+    error = here.error()
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_task_written_by_hand_names_files_beside_the_plan(here: Here) -> None:
+    (here.folder / "sub").mkdir()
+    task = '[task]\nbatch = 16\nsequence = 128\nmodel = "../config.json"\ncluster = "lab"\n'
+    (here.folder / "sub" / "mine.toml").write_text(f'preset = "zero3"\n{task}')
+    run = resolve(None, {"plan": "sub/mine.toml"}, {})
+    assert (run.model.num_layers, run.cluster.name, run.train.batch) == (4, "lab", 16)
 
 
 @pytest.mark.parametrize(

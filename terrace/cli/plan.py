@@ -40,6 +40,7 @@ from terrace.report.plans import (
 )
 from terrace.report.tables import plan_table, seconds
 from terrace.simulate.advice import advice
+from terrace.train.planned import TASK, planned_table
 
 
 def add_parser(commands: Any) -> None:
@@ -151,26 +152,20 @@ def _how(found: Found) -> str:
 
 
 def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
-    """Write the plan if it can run; returns what was done."""
+    """Write the plan with what it was made for; returns what was done, and what can be done with it."""
     refused = runs_today(task, best.choice)
-    if refused is not None:
-        return f"not written, because this version cannot run it: {refused}"
-    plan = plan_of(task, best.choice)
     head = (
         f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
         f"{task.cluster.name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
-        f"predicted step {seconds(best.step_s)}.\n"
+        f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
-    write_output(options.output, head + tomli_w.dumps(dump(plan)))
-    outer = task.cluster.tiers[-1]
-    sizes = (
-        f"--model {options.model} --cluster {options.cluster} --cluster.tiers.{outer.name}.size {outer.size} "
-        f"--train.batch {task.batch} --train.sequence {task.sequence}"
-    )
-    return (
-        f"wrote {options.output}\nto train: terrace train --plan {options.output} {sizes}\n"
-        f"to look at its step: terrace simulate {options.output} {sizes}"
-    )
+    table = dump(plan_of(task, best.choice))
+    table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
+    write_output(options.output, head + tomli_w.dumps(table))
+    look = f"to look at its step: terrace simulate {options.output}"
+    if refused is not None:
+        return f"wrote {options.output}, to be looked at: this version cannot train it, since {refused}\n{look}"
+    return f"wrote {options.output}\nto train: terrace train --plan {options.output}\n{look}"
 
 
 def _axes(names: Sequence[str]) -> str:

@@ -23,12 +23,13 @@ from terrace.planner.explain import lack, placement_of
 from terrace.planner.scaling import Scaling, sizes_up_to
 from terrace.report.plans import plan_words, scaling_svg, scaling_table
 from terrace.train.config import section
+from terrace.train.planned import read_planned
 
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("scale", help="predict how a plan scales", epilog=TASK_EPILOG)
-    add_task_options(parser)
+    add_task_options(parser, required=False)
     parser.add_argument(
         "--plan", metavar="NAME|FILE", help="preset or TOML file (default: the best plan at the largest size)"
     )
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--price {options.price} must be a positive number")
     if options.output is not None:
         check_output(options.output, options.force)
-    task = read_task(options, rest)
+    task = read_task(options, rest, read_planned(options.plan))
     plan, words = _plan(task, options.plan)
     task = with_formats(task, plan)
     outer, console = task.cluster.tiers[-1], Terminal()

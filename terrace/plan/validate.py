@@ -65,8 +65,8 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
                 raise PlanError(f"mapping.{name}.{axis} = {degree}: a degree is at least 1")
             if axis != "data" and degree > 1:
                 raise PlanError(
-                    f"mapping.{name}.{axis} = {degree}: this version runs the data axis only; "
-                    f"write mapping.{name} = {{data = {sizes[name]}}}"
+                    f"mapping.{name}.{axis} = {degree}: this version runs the data axis only (terrace simulate plays "
+                    f"the others); write mapping.{name} = {{data = {sizes[name]}}}"
                 )
         product = math.prod(row.values())
         if product != sizes[name]:
@@ -155,6 +155,8 @@ def _check_numbers(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
         )
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
+    if plan.schedule is not None:  # here every rank is of the data axis
+        raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"

@@ -308,7 +308,7 @@ class Estimator:
 
     def _plan(self, choice: Choice) -> Plan:
         if choice not in self._plans:
-            self._plans[choice] = plan_of(self.task, choice)
+            self._plans[choice] = replace(plan_of(self.task, choice), schedule=None)  # memory knows it by `waiting`
         return self._plans[choice]
 
     def index(self, kind: int) -> int:

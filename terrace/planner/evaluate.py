@@ -168,7 +168,7 @@ class Evaluator:
         """Return the program of the data ranks of a stage for a step of `micros` micro-batches, and its costs."""
         estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
         blocks = estimator.stage_blocks(part.kinds, shape.tensor)
-        plan = replace(plan_of(task, choice), mapping={})
+        plan = replace(plan_of(task, choice), mapping={}, schedule=None)
         program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
         seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
         costs = Costs(

@@ -133,7 +133,7 @@ def num_micros(task: Task, choice: Choice) -> int:
 
 
 def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
-    """Return the choice as a plan. The schedule and its chunks are not part of a plan."""
+    """Return the choice as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
     mapping = {
@@ -154,4 +154,10 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
         micro_batch=choice.micro_batch,
         recompute=("layers.*",) if choice.recompute else (),
         unit=choice.unit,
+        schedule=schedule_text(choice.schedule, choice.chunks) if choice.degree(PIPELINE) > 1 else None,
     )
+
+
+def schedule_text(schedule: str, chunks: int) -> str:
+    """Return a schedule as a plan names it: with the chunks of a stage where there are several."""
+    return f"{schedule}:{chunks}" if chunks > 1 else schedule
