@@ -335,3 +335,55 @@ def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.Captu
     out, error = capsys.readouterr()
     assert out == ""
     assert "memory" in error
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins"),
+    [
+        ("dgx-a100", ("pipeline=2", "tensor=2")),
+        ("dgx-a100", ("pipeline=4", "params=system", "schedule=1f1b")),
+        ("frontier", ("tensor=2", "context=2", "pipeline=1")),
+        ("frontier", ("pipeline=2", "schedule=interleaved", "recompute=layers")),
+        ("frontier", ("data=16",)),
+    ],
+)
+def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster: str, pins: tuple[str, ...]) -> None:
+    """From plan.toml alone, with a page and a trace; the seconds are those of the table of plans."""
+    words = [word for pin in pins for word in ("--pin", pin)]
+    code, out, _ = here.say("plan", "--nodes", "2", "--axes", "all", *words, cluster=cluster)
+    assert code == 0
+    step = next(line.split()[1:3] for line in out.splitlines() if line.startswith(" 1 "))
+    here.model.unlink()
+    assert main(["simulate", "plan.toml", "--page", "p.html", "--trace", "t.json"]) == 0
+    played = here.out()
+    pipelined = "pipeline=1" not in pins and "data=16" not in pins
+    assert ("stages down, time across" in played) == pipelined
+    assert ("this step cannot be trained yet" in played) == (pins != ("data=16",))
+    said = [line for line in played.splitlines() if line.startswith(("step ", " step "))]
+    assert any(" ".join(step) in line for line in said), (step, said)
+    assert "On the critical path of the step: " in played
+    assert "Best next change: " in played
+    page = (here.folder / "p.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert ("Timeline of all stages" in page) == pipelined
+    trace = json.loads((here.folder / "t.json").read_text())
+    seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[step[1]] * float(step[0])
+    assert trace["otherData"]["step_s"] == pytest.approx(seconds, rel=5e-3)
+    # Another batch, by a dotted key, is another step.
+    assert main(["simulate", "plan.toml", "--train.batch", "64"]) == 0
+    assert here.out() != played
+
+
+def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Here) -> None:
+    assert here.say("plan", "--nodes", "1", "--axes", "all", "--pin", "pipeline=2")[0] == 0
+    for words, said in (
+        (("--cluster.device.memory_bytes", "1e9"), "too much"),
+        (("--train.batch", "7"), "not a multiple"),
+        (("--plan.schedule", "2f2b"), "no schedule '2f2b'"),
+        (("--train.freeze", "['embedding.*']"), "train.freeze"),
+        (("--cluster.tiers.system.size", "4", "--cluster.tiers.node.size", "3"), "joins"),
+    ):
+        assert main(["simulate", "plan.toml", *words]) == 2
+        error = here.error()
+        assert said in error, error
+        assert error.count("\n") == 1

@@ -23,6 +23,7 @@ from terrace.plan import AXES, MessageClass
 from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Part
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.pipelines import Pipeline
+from terrace.planner.search import runnable_axes
 from terrace.planner.space import shape_of
 from terrace.planner.task import CONTEXT, TENSOR, Choice, Task, num_micros
 from terrace.program.schedules import Kind
@@ -212,6 +213,9 @@ def _curve(
         times_s.append(stretch * (start_s if kind is Kind.FORWARD else end_s))
         held.append(now)
     constant = {name: size for name, size in memory.items() if name not in ("activations", "logits")}
+    # Where activations are highest the running block may take less than at the worst moment of all.
+    beyond = max(0, sum(constant.values()) + max(held) - sum(memory.values()))
+    constant["working"] = max(0, constant.get("working", 0) - beyond)
     return MemoryCurve(
         constant_bytes=constant, times_s=tuple(times_s), varying_bytes={"activations": tuple(map(float, held))}
     )
@@ -283,8 +287,8 @@ def played_words(step: StagedStep) -> Sequence[str]:
     """Return what of the step is played, and how: this version has no program for these axes."""
     shape = shape_of(step.choice.rows)
     lines = [
-        "Played as orders, not as the runtime's program: this version runs the data axis only, so nothing of what "
-        f"follows can be trained yet. The orders of schedule {step.choice.schedule} are played with the seconds of its "
+        "Played as orders, not as the runtime's program: this version runs the "
+        f"{', '.join(runnable_axes())} axis only, so this step cannot be trained yet. The orders of schedule {step.choice.schedule} are played with the seconds of its "
         "stages; a message between stages costs the stages no time of their own."
     ]
     if step.stretch > 1.0005:

@@ -7,7 +7,8 @@ that come from names (tiers, plans, blocks, clusters) are escaped, in the markup
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from terrace.plan import MessageClass
+from terrace.cluster import Cluster
+from terrace.plan import MessageClass, Plan
 from terrace.program import StepReport
 from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
 from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, tools
@@ -28,13 +29,17 @@ def page_html(
     *,
     subtitle: str,
     advice: str,
+    whole: tuple[Cluster, Plan] | None = None,
+    note: str = "",
 ) -> str:
     """Return the page of a recorded step.
 
-    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice).
+    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice). Where the
+    program is that of the data ranks of a larger plan, `whole` is that plan with its cluster; `note` says so.
     """
     program, report = recording.program, recording.report
-    title = plan_title(program.cluster, program.plan)
+    cluster, plan = whole or (program.cluster, program.plan)
+    title = plan_title(cluster, plan)
     timelines, charts = _timelines(recording, path)
     has_activations = any(curve.varying_bytes["activations"])
     charts.append(
@@ -44,8 +49,9 @@ def page_html(
         f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>",
         _figures(recording, curve, path),
         f"<div class=lead><p>{prose(critical_words(path))}</p><p>{prose(advice)}</p></div>",
+        f"<p class=quiet>{escape(note)}</p>" if note else "",
         "<h2>Tiers, axes and placements</h2>",
-        html_table(*plan_rows(program.cluster, program.plan), left=("tier", "states placed here")),
+        html_table(*plan_rows(cluster, plan), left=("tier", "states placed here")),
         timelines,
         "<h2>Memory of one rank over the step</h2>",
         f"<figure><div class=scroll>{memory_svg(curve, report.step_s, program.cluster.device.memory_bytes)}</div>",

@@ -12,7 +12,8 @@ def picture(timeline: Timeline, width: int = 100, *, stretch: float = 1.0, tails
 
     A column shows what runs in its middle, `.` if nothing does. A task is its letter, then its micro-batch where
     there is room, then dashes: `F3--`; in chunk 1, `F1.3`. Where tasks are shorter than a column some are not seen.
-    Every moment comes `stretch` times as late; `tails_s` is what each stage does after the last task of all.
+    Every moment comes `stretch` times as late; `tails_s` is what each stage does after the last task of all, and then
+    the bubble, which the tails change, is left to who knows the step.
     """
     orders = timeline.orders
     names = [f"stage {stage} " for stage in range(orders.num_stages)]
@@ -29,7 +30,8 @@ def picture(timeline: Timeline, width: int = 100, *, stretch: float = 1.0, tails
         lines.append(name.ljust(indent) + line)
     kinds = {task.kind for tasks in orders.tasks for task in tasks}
     words = ", ".join(f"{kind.letter} {kind.name.lower().replace('_', ' ')}" for kind in Kind if kind in kinds)
-    words += ", U sums of gradients and update" if tails_s else ""
+    if tails_s:
+        return "\n".join([*lines, f"{words}, U sums of gradients and update, . idle; a column is {column_s:.3g} s"])
     return "\n".join([*lines, f"{words}, . idle", f"a column is {column_s:.3g} s, the bubble {timeline.bubble:.1%}"])
 
 
