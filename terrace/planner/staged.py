@@ -288,8 +288,9 @@ def played_words(step: StagedStep) -> Sequence[str]:
     shape = shape_of(step.choice.rows)
     lines = [
         "Played as orders, not as the runtime's program: this version runs the "
-        f"{', '.join(runnable_axes())} axis only, so this step cannot be trained yet. The orders of schedule {step.choice.schedule} are played with the seconds of its "
-        "stages; a message between stages costs the stages no time of their own."
+        f"{', '.join(runnable_axes())} axis only, so this step cannot be trained yet. The orders of schedule "
+        f"{step.choice.schedule} are played with the seconds of its stages; a message between stages costs the stages "
+        "no time of their own."
     ]
     if step.stretch > 1.0005:
         lines.append(
