@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
+from terrace.model.config import parse_model
 from terrace.plan import Plan
 from terrace.planner import Choice, Evaluator, Placement, Space, plan_of
 from terrace.planner.chosen import choice_of, parse_schedule
@@ -21,11 +22,13 @@ from terrace.planner.search import cores_of
 from terrace.planner.space import placements, shapes, units
 from terrace.planner.staged import IDLE, StagedStep, path_sentence, played_words, stage_steps
 from terrace.planner.stages import SERIAL, traits
-from terrace.planner.task import num_micros
+from terrace.planner.task import MEGATRON, num_micros
+from terrace.program import build
 from terrace.report.stages import stages_page
 from terrace.report.stages_svg import MAX_BARS, memories_svg, stage_bars, stages_svg
 from terrace.report.svg import PLOT
-from terrace.simulate import Change
+from terrace.simulate import Change, simulate, step_costs
+from terrace.simulate.footprint import work_of
 from terrace.simulate.timeline_picture import picture
 from terrace.simulate.trace import stages_trace_json
 from tests.planner_cases import CLUSTERS, evaluator_of, gpt, small_task
@@ -214,6 +217,31 @@ def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
                 assert -0.01 <= float(x) <= width + 0.01
             for y in re.findall(r"(?:V|M[\d.e+-]+ )([\d.e+-]+)", shape.attrib["d"]):
                 assert -0.01 <= float(y) <= height + 0.01
+
+
+@pytest.mark.parametrize(("compute", "kv_heads"), [("fp32", 2), ("fp32", 4), ("fp64", 4), ("bf16", 2)])
+def test_planned_is_simulated_whatever_attention_the_decoder_takes(compute: Any, kv_heads: int) -> None:
+    """Grouped heads in fp32 and all in fp64 attend with plain products on CUDA."""
+    llama = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 512, "num_hidden_layers": 4}
+    llama |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "intermediate_size": 1024}
+    master: Any = "fp64" if compute == "fp64" else "fp32"
+    task = replace(small_task(DGX, batch=32, model=parse_model(llama)), compute=compute, master=master)
+    choice = Choice(0, 1, SERIAL, 1, 1, Placement(0, 1, 1), ((4, 1, 1, 1), (2, 1, 1, 1)))
+    plan = plan_of(task, choice)
+    program = build(task.cluster, plan, task.blocks, num_micros(task, choice))
+    report = simulate(program, step_costs(program, work_of(task.cluster, plan, task.model, task.sequence)))
+    assert evaluator_of(task).evaluate(choice).step_s == pytest.approx(report.step_s, rel=1e-9)
+
+
+def test_late_sums_follow_the_orders() -> None:
+    task = small_task(DGX, batch=16, model=EIGHT)
+    choice = Choice(0, 1, "1f1b", 1, 1, REPLICATED, TWO_TWO)
+    late = evaluator_of(replace(task, software=MEGATRON))
+    step = stage_steps(late, choice)
+    assert step.stretch * step.timeline.makespan_s + step.tail_s == pytest.approx(late.evaluate(choice).step_s)
+    assert step.stretch == pytest.approx(1.0)
+    assert all("wait sync" in dict(stage.tail) for stage in step.stages)
+    assert step.exposed_s["pipeline", "system"] > 0
 
 
 def test_names_on_the_page_are_text() -> None:

@@ -154,9 +154,10 @@ def _how(found: Found) -> str:
 def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     """Write the plan with what it was made for; returns what was done, and what can be done with it."""
     refused = runs_today(task, best.choice)
+    name = " ".join(task.cluster.name.split())  # a comment ends with its line
     head = (
         f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
-        f"{task.cluster.name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
+        f"{name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
         f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
     table = dump(plan_of(task, best.choice))

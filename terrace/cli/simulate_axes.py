@@ -149,7 +149,9 @@ def _serial(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
 
     whole = (task.cluster, plan)
     words = _subtitle(task, choice)
-    page = page_html(recording, curve, path, candidates, subtitle=words, advice=advice, whole=whole, note=note)
+    page = page_html(
+        recording, curve, path, candidates, subtitle=words, advice=advice, whole=whole, sent=sent, note=note
+    )
     return Played(
         words=words,
         page=page,

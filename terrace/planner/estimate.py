@@ -21,7 +21,7 @@ from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, T
 from terrace.program import Instruction, Op, Program
 from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
+from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint, work_of
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.links import all_gather_s, all_reduce_s, rate_bytes_per_s, send_s, tensor_messages
 from terrace.simulate.states import KINDS as STATE_KINDS
@@ -70,6 +70,9 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
+        anywhere = Plan(params="device", grads="device", optimizer="device", compute=task.compute, master=task.master)
+        own = work_of(task.cluster, anywhere, task.model, task.sequence)  # knows which attention the decoder takes
+        self._flash = own.flash and task.software.flash
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
         self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
@@ -90,7 +93,7 @@ class Estimator:
             context=shape_of(rows).context,
             sequence_parallel=software.sequence_parallel,
             recompute="full" if recompute else "none",
-            flash=software.flash,
+            flash=self._flash,
             dropout=software.dropout,
             compute=self.task.compute,
         )
@@ -157,21 +160,23 @@ class Estimator:
         work = self.work(rows, micro_batch)
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
-    def inner_bytes(self, choice: Choice, num_micros: int, layers: int) -> dict[tuple[str, str], int]:
-        """Return what a rank sends in a step to its tensor and context ranks, by (axis, tier)."""
+    def inner_bytes(self, choice: Choice, num_micros: int, part: Part) -> dict[tuple[str, str], int]:
+        """Return what a rank of a stage sends in a step to its tensor and context ranks, by (axis, tier)."""
         work = self.work(choice.rows, choice.micro_batch)
         whole = work.tokens * self.task.model.hidden_size * self.item
-        passes = 10 + 4 * choice.recompute  # gathers and scatters of a layer: forward 4, backward 6, again 4
+        # Gathers and scatters of a layer: forward 4, backward 6, again 4; of an embedding 2 and of a head 3 in all.
+        embeddings, layers, heads = part.counts
+        passes = layers * (10 + 4 * choice.recompute) + 2 * embeddings + 3 * heads
         volumes = {
             TENSOR: ("tensor", passes * whole),
-            CONTEXT: ("context", (3 + choice.recompute) * self._key_bytes(work) * work.context),
+            CONTEXT: ("context", layers * (3 + choice.recompute) * self._key_bytes(work) * work.context),
         }
         sent: dict[tuple[str, str], int] = {}
         for axis, (name, volume) in volumes.items():
             left = volume
             for row, tier in zip(choice.rows, self.task.cluster.tiers, strict=True):
                 if row[axis] > 1:
-                    sent[name, tier.name] = layers * num_micros * left * (row[axis] - 1) // row[axis]
+                    sent[name, tier.name] = num_micros * left * (row[axis] - 1) // row[axis]
                     left //= row[axis]
         return sent
 

@@ -102,11 +102,7 @@ class Evaluator:
             (message.value, tier): count
             for (message, tier), count in step_bytes(program.cluster, program.plan, program.blocks, micros).items()
         }
-        return (
-            sent
-            | self.estimator.inner_bytes(choice, micros, sum(part.layers))
-            | self.estimator.boundary_bytes(choice, micros)
-        )
+        return sent | self.estimator.inner_bytes(choice, micros, part) | self.estimator.boundary_bytes(choice, micros)
 
     def _whole(self) -> Part:
         return Part(True, (self.task.model.num_layers,), True)
@@ -119,18 +115,24 @@ class Evaluator:
 
     def _pipelined(self, choice: Choice, micros: int) -> Estimate:
         pipeline, played = self.stages(choice)
-        parts, alone_s = pipeline.parts, pipeline.stages_s
-        lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
-        if self.task.software.late_sync:
-            lines = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in lines.items()}
-        totals = [math.fsum(lines[part].values()) for part in parts]
+        alone_s, lines = pipeline.stages_s, self.lines(choice)
+        totals = [math.fsum(line.values()) for line in lines]
         stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
         tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
-        slowest = max(range(len(parts)), key=totals.__getitem__)
-        time_s = dict(lines[parts[slowest]])
+        slowest = max(range(len(lines)), key=totals.__getitem__)
+        time_s = dict(lines[slowest])
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
+
+    def lines(self, choice: Choice) -> list[dict[str, float]]:
+        """Return the seconds by category of every stage's step by itself."""
+        pipeline, played = self.stages(choice)
+        micros = num_micros(self.task, choice)
+        known = {part: stage.report(micros) for part, stage in zip(pipeline.parts, played, strict=True)}
+        if self.task.software.late_sync:
+            known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
+        return [known[part] for part in pipeline.parts]
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
         """Return the seconds of all sums of gradients of a stage, one after the other."""

@@ -91,7 +91,7 @@ def stage_steps(evaluator: Evaluator, choice: Choice) -> StagedStep:
     task, micros = evaluator.task, num_micros(evaluator.task, choice)
     estimate = evaluator.evaluate(choice)
     pipeline, played = evaluator.stages(choice)
-    lines = [stage.report(micros) for stage in played]
+    lines = evaluator.lines(choice)
     further = [{name: micros * add for name, add in stage.further_s.items()} for stage in played]
     tails = [_tail(line, units) for line, units in zip(lines, further, strict=True)]
     tail_s = max(
@@ -227,8 +227,7 @@ def _exposed(step: StagedStep, places: Mapping[str, tuple[str, str]]) -> dict[tu
     for name, seconds in step.stages[step.slowest].time_s.items():
         if name in places:
             found[places[name]] += seconds
-    without = replace(step.timeline.seconds, edge_s=(0.0,) * len(step.timeline.seconds.edge_s))
-    sends_s = step.pipeline.span_s - play(step.pipeline.orders, without).makespan_s
+    sends_s = step.pipeline.span_s - replace(step.pipeline, edge_s=0.0).span_s
     found[places["pipeline"]] += step.stretch * sends_s
     return {place: spent for place, spent in found.items() if spent > 0}
 

@@ -6,7 +6,7 @@ from html import escape
 from importlib import resources
 
 from terrace.report.palette import colour_variables
-from terrace.report.tables import seconds
+from terrace.report.tables import quantity, seconds
 from terrace.simulate.changes import Change
 
 _INK = {False: "--ink:#191b20;--soft:#555b66;--line:#d9dce2;--faint:#f2f3f6"}
@@ -98,3 +98,12 @@ def changes_table(candidates: Sequence[Change], step_s: float) -> str:
         for change in shortest
     ]
     return html_table(["change", "in the", "step", "against now", "and also"], rows, ["change", "in the", "and also"])
+
+
+def sent_html(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> str:
+    """Return what one rank sends in a step: messages and axes down, tiers across."""
+    rows = [
+        [message, *(quantity(sent[message, tier], "B") if sent.get((message, tier)) else "-" for tier in tiers)]
+        for message in dict.fromkeys(message for message, _ in sent)
+    ]
+    return html_table(["message", *tiers], rows, ("message",))

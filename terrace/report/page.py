@@ -11,7 +11,7 @@ from terrace.cluster import Cluster
 from terrace.plan import MessageClass, Plan
 from terrace.program import StepReport
 from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
-from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, tools
+from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, sent_html, tools
 from terrace.report.palette import MESSAGES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, memory_columns, memory_svg, row_boxes, timeline_svg
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
@@ -30,12 +30,14 @@ def page_html(
     subtitle: str,
     advice: str,
     whole: tuple[Cluster, Plan] | None = None,
+    sent: Mapping[tuple[str, str], int] | None = None,
     note: str = "",
 ) -> str:
     """Return the page of a recorded step.
 
     `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice). Where the
-    program is that of the data ranks of a larger plan, `whole` is that plan with its cluster; `note` says so.
+    program is that of the data ranks of a larger plan, `whole` is that plan with its cluster, `sent` what a rank sends
+    by (message, tier) on all axes, and `note` says so.
     """
     program, report = recording.program, recording.report
     cluster, plan = whole or (program.cluster, program.plan)
@@ -47,7 +49,7 @@ def page_html(
     )
     sections = [
         f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>",
-        _figures(recording, curve, path),
+        _figures(recording, curve, path, sum(report.sent_bytes.values()) if sent is None else sum(sent.values())),
         f"<div class=lead><p>{prose(critical_words(path))}</p><p>{prose(advice)}</p></div>",
         f"<p class=quiet>{escape(note)}</p>" if note else "",
         "<h2>Tiers, axes and placements</h2>",
@@ -58,7 +60,8 @@ def page_html(
         legend(_memory_legend(curve)),
         f"<figcaption>{_memory_caption(recording, curve, has_activations)}</figcaption></figure>",
         f"<div class=columns><div><h2>Where the time goes</h2>{_time_table(report)}</div>",
-        f"<div><h2>Bytes one rank sends, by tier</h2>{_bytes_table(recording)}</div></div>",
+        "<div><h2>Bytes one rank sends, by tier</h2>",
+        f"{_bytes_table(recording) if sent is None else sent_html(sent, recording.program.layout.tiers)}</div></div>",
         "<h2>What one change would do</h2>",
         changes_table(candidates, report.step_s),
         f'<p class="quiet foot">Predicted by playing the {len(program.instructions):,} instructions of a rank '
@@ -104,14 +107,14 @@ def _chart_data(
     return {"start_s": first_s, "length_s": length_s, "zooms": zooms, "rows": row_boxes(recording.lanes), "bars": rows}
 
 
-def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath) -> str:
+def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath, sent_bytes: int) -> str:
     report, device = recording.report, recording.program.cluster.device
     waits = round(100 * path.waits_s / (report.step_s or 1.0))
     figures = [
         (seconds(report.step_s), "step"),
         (f"{waits} %", "of it waiting for messages"),
         (quantity(curve.peak[0], "B"), f"memory at its peak, of {quantity(device.memory_bytes, 'B')}"),
-        (quantity(sum(report.sent_bytes.values()), "B"), "sent by a rank"),
+        (quantity(sent_bytes, "B"), "sent by a rank"),
     ]
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in figures)
     return f"<div class=figures>{cells}</div>"

@@ -8,7 +8,7 @@ from rich.table import Table
 from terrace.plan import AXES
 from terrace.planner import plan_of
 from terrace.planner.staged import IDLE, StagedStep, path_sentence, played_words
-from terrace.report.markup import Markup, changes_table, document, html_table, legend, meter, prose, tools
+from terrace.report.markup import Markup, changes_table, document, html_table, legend, meter, prose, sent_html, tools
 from terrace.report.palette import PIPELINE, colour_key
 from terrace.report.stages_svg import (
     CATEGORIES,
@@ -91,7 +91,7 @@ def stages_page(
         f"<h2>Where the time goes</h2>{_time_table(step)}",
         "<div class=columns><div><h2>Messages that nothing hides, slowest stage</h2>",
         f"{html_table(*_exposed_rows(step.exposed_s, tiers, step.step_s), left=('axis',))}</div>",
-        f"<div><h2>Bytes one rank sends</h2>{_sent_table(sent, tiers)}</div></div>",
+        f"<div><h2>Bytes one rank sends</h2>{sent_html(sent, tiers)}</div></div>",
         f"<h2>What one change would do</h2>{changes_table(candidates, step.step_s)}",
     ]
     return document(title, "\n".join(body), {"gutter": GUTTER, "plot": PLOT, "charts": charts})
@@ -177,11 +177,3 @@ def _exposed_rows(
             cells = [f"{seconds(each)}, {100 * each / step_s:.1f} %" if each else "-" for each in here]
             rows.append([axis, *cells, f"{100 * sum(here) / step_s:.1f} %"])
     return ["axis", *tiers, "of the step"], rows
-
-
-def _sent_table(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> str:
-    rows = [
-        [message, *(quantity(sent[message, tier], "B") if sent.get((message, tier)) else "-" for tier in tiers)]
-        for message in dict.fromkeys(message for message, _ in sent)
-    ]
-    return html_table(["message", *tiers], rows, ("message",))
