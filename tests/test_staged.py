@@ -25,7 +25,7 @@ from terrace.planner.stages import SERIAL, traits
 from terrace.planner.task import MEGATRON, num_micros
 from terrace.program import build
 from terrace.report.stages import stages_page
-from terrace.report.stages_svg import MAX_BARS, memories_svg, stage_bars, stages_svg
+from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stage_bars, stages_svg
 from terrace.report.svg import PLOT
 from terrace.simulate import Change, simulate, step_costs
 from terrace.simulate.footprint import work_of
@@ -202,14 +202,18 @@ def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
     assert not re.findall(r"(?:src|href)=|url\(|@import", page)
     assert len(page.encode()) < 600_000
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
-    assert len(data["charts"]) == page.count('<svg class="chart"') == 3
-    assert [len(chart.get("bars", chart.get("memories", [0] * 4))) for chart in data["charts"]] == [4, 4, 4]
+    assert len(data["charts"]) == page.count('<svg class="chart"') == (3 if batch == 16 else 4)
+    assert all(len(chart.get("bars", chart.get("memories", [0] * 4))) == 4 for chart in data["charts"])
+    assert ("close up" in page) == (batch == 512)
     ends = [bar[1] for row in data["charts"][0]["bars"] for bar in row]
     assert max(ends) == pytest.approx(PLOT, abs=0.02)
     bars, least_s = stage_bars(step)
     assert sum(map(len, bars.values())) <= MAX_BARS
     assert (least_s > 0) == (batch == 512)
-    for text in (stages_svg(step, bars), memories_svg(step)):
+    window = close_up(step)
+    near, joined_s = stage_bars(step, window)
+    assert joined_s == 0
+    for text in (stages_svg(step, bars), stages_svg(step, near, window), memories_svg(step)):
         plot = next(child for child in ElementTree.fromstring(text) if child.tag.endswith("svg"))
         width, height = float(plot.attrib["width"]), float(plot.attrib["height"])
         for shape in plot:

@@ -74,7 +74,8 @@ def play_axes(table: Mapping[str, Any], cluster: Cluster, plan: Plan) -> Played:
 def _subtitle(task: Task, choice: Choice) -> str:
     """Return model, batch and cluster in a line."""
     words = task_words(task).replace("\n", "; ")
-    return f"{words}; {num_micros(task, choice)} micro-batches of {choice.micro_batch}"
+    micros = num_micros(task, choice)
+    return f"{words}; {micros} micro-batch{'es' if micros > 1 else ''} of {choice.micro_batch}"
 
 
 def _staged(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:

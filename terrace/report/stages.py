@@ -8,10 +8,12 @@ from rich.table import Table
 from terrace.plan import AXES
 from terrace.planner import plan_of
 from terrace.planner.staged import IDLE, StagedStep, path_sentence, played_words
+from terrace.report.bars import Bar, Window
 from terrace.report.markup import Markup, changes_table, document, html_table, legend, meter, prose, sent_html, tools
 from terrace.report.palette import PIPELINE, colour_key
 from terrace.report.stages_svg import (
     CATEGORIES,
+    close_up,
     memories_svg,
     memory_boxes,
     memory_totals,
@@ -56,14 +58,13 @@ def stages_page(
     bars, least_s = stage_bars(step)
     title, tiers = plan_title(task.cluster, plan), [tier.name for tier in task.cluster.tiers]
     fullest = step.stages[step.fullest]
-    boxes, rows = stage_boxes(len(step.stages)), []
-    for stage in range(len(step.stages)):
-        rows.append([[_unit(bar.start_s, step), _unit(bar.end_s, step), bar.words] for bar in bars[stage]])
     whole = {"start_s": 0.0, "length_s": step.step_s, "zooms": True}
     _, columns = memory_columns(fullest.curve, step.step_s)
     held = sum(fullest.curve.constant_bytes.values())
+    nearer, near = _close_up(step) if least_s else ("", [])
     charts = [
-        {**whole, "rows": boxes, "bars": rows},
+        _timeline(step, bars, (0.0, step.step_s), zooms=True),
+        *near,
         {**whole, "rows": memory_boxes(len(step.stages)), "memories": memory_totals(step)},
         {**whole, "memory": [round(held + value) for value in columns["activations"]]},
     ]
@@ -79,6 +80,7 @@ def stages_page(
         f"<figure><div class=scroll>{stages_svg(step, bars)}</div>",
         legend([(name, f"--c-{colour_key(name)}", said) for name, said in _drawn(step)], critical=True),
         f"<figcaption>{escape(_caption(least_s))}</figcaption></figure>",
+        nearer,
         "<h2>Memory of every stage</h2>",
         f"<figure><div class=scroll>{memories_svg(step)}</div>",
         legend([("held throughout", "--m-optimizer", ""), ("activations", "--m-activations", "")]),
@@ -97,8 +99,27 @@ def stages_page(
     return document(title, "\n".join(body), {"gutter": GUTTER, "plot": PLOT, "charts": charts})
 
 
-def _unit(moment_s: float, step: StagedStep) -> float:
-    return round(moment_s / step.step_s * PLOT, 2)
+def _timeline(step: StagedStep, bars: Mapping[int, Sequence[Bar]], window: Window, zooms: bool) -> dict[str, object]:
+    """What the script needs of a timeline: its window, and per row (top, height) and (start, end, words) of bars."""
+    first_s, length_s = window[0], window[1] - window[0]
+
+    def unit(moment_s: float) -> float:
+        return round((moment_s - first_s) / length_s * PLOT, 2)
+
+    rows = [[[unit(bar.start_s), unit(bar.end_s), bar.words] for bar in bars[stage]] for stage in sorted(bars)]
+    boxes = stage_boxes(len(step.stages))
+    return {"start_s": first_s, "length_s": length_s, "zooms": zooms, "rows": boxes, "bars": rows}
+
+
+def _close_up(step: StagedStep) -> tuple[str, list[dict[str, object]]]:
+    """Return the middle of the step, where the whole joins tasks, and what the script needs of it."""
+    window = close_up(step)
+    bars, _ = stage_bars(step, window)
+    text = (
+        "<h2>The middle of the step, close up</h2>"
+        f"<figure><div class=scroll>{stages_svg(step, bars, window)}</div></figure>"
+    )
+    return text, [_timeline(step, bars, window, zooms=False)]
 
 
 def _figures(step: StagedStep) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from terrace.planner.staged import StagedStep
 from terrace.program.schedules import Kind
-from terrace.report.bars import Bar, Piece, join_bars
+from terrace.report.bars import Bar, Piece, Window, join_bars
 from terrace.report.palette import colour_key
 from terrace.report.svg import (
     AXIS,
@@ -25,10 +25,11 @@ from terrace.report.svg import (
 )
 from terrace.report.tables import quantity
 
-MAX_BARS = 2000  # of all stages: with many, a page stays below half a megabyte
+MAX_BARS = 2000  # of all stages: a page with many stays below a megabyte
 CATEGORIES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward"}
 CATEGORIES[Kind.BACKWARD_WEIGHT] = "weight"
 _GAP, _TOP = 8, 4
+_CLOSE = 32  # tasks of a stage in a close-up
 
 
 def stage_boxes(num_stages: int) -> list[tuple[int, int]]:
@@ -45,8 +46,12 @@ def _boxes(num_stages: int, height: int) -> list[tuple[int, int]]:
     return [(_TOP + stage * (height + _GAP), height) for stage in range(num_stages)]
 
 
-def stage_bars(step: StagedStep) -> tuple[dict[int, list[Bar]], float]:
-    """Return the bars of every stage, its tail included, and below how many seconds tasks are joined."""
+def stage_bars(step: StagedStep, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
+    """Return the bars of every stage, its tail included, and below how many seconds tasks are joined.
+
+    Bars are cut at the ends of the window, which is the whole step if it is left out.
+    """
+    first_s, last_s = window or (0.0, step.step_s)
     orders, span_s = step.timeline.orders, step.stretch * step.pipeline.span_s
     rows: dict[int, list[Piece]] = {}
     for stage, tasks in enumerate(orders.tasks):
@@ -59,17 +64,27 @@ def stage_bars(step: StagedStep) -> tuple[dict[int, list[Bar]], float]:
         for number, (name, seconds) in enumerate(step.stages[stage].tail):
             pieces.append(Piece(now_s, now_s + seconds, name.removeprefix("wait "), len(tasks) + number))
             now_s += seconds
-        rows[stage] = pieces
+        cut = (each._replace(start_s=max(first_s, each.start_s), end_s=min(last_s, each.end_s)) for each in pieces)
+        rows[stage] = [each for each in cut if each.end_s > each.start_s]
 
     def words(stage: int, key: int) -> str:
         tasks, tail = orders.tasks[stage], step.stages[stage].tail
         return f"stage {stage}: {tasks[key] if key < len(tasks) else tail[key - len(tasks)][0]}"
 
-    return join_bars(rows, step.step_s, words, MAX_BARS)
+    return join_bars(rows, last_s - first_s, words, MAX_BARS)
 
 
-def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]]) -> str:
+def close_up(step: StagedStep) -> Window:
+    """Return a window in the middle of the orders in which tasks are wide enough to be told apart."""
+    span_s, num_tasks = step.stretch * step.pipeline.span_s, max(map(len, step.timeline.orders.tasks))
+    half_s = min(span_s / 2, _CLOSE * span_s / num_tasks / 2)
+    return span_s / 2 - half_s, span_s / 2 + half_s
+
+
+def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]], window: Window | None = None) -> str:
     """Return the timeline of all stages; tasks on the critical path are underlined."""
+    first_s, last_s = window or (0.0, step.step_s)
+    length_s = last_s - first_s
     boxes = stage_boxes(len(step.stages))
     height = boxes[-1][0] + boxes[-1][1] + _GAP + AXIS
     parts = [open_chart(height, "Timeline: a row for every pipeline stage")]
@@ -80,7 +95,8 @@ def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]]) -> str:
     for stage, (top, size) in enumerate(boxes):
         outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for bar in bars[stage]:
-            start, end, below = bar.start_s / step.step_s, min(1.0, bar.end_s / step.step_s), float(top + size)
+            start, end = (bar.start_s - first_s) / length_s, min(1.0, (bar.end_s - first_s) / length_s)
+            below = float(top + size)
             for category, share in bar.shares:
                 below -= share * size
                 wide = (end - start) * PLOT >= SEPARATED
@@ -89,11 +105,11 @@ def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]]) -> str:
             kind = ' class="wide"' if wide else ""
             parts.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(outline)}"/>')
     for stage, start_s, end_s in _critical(step):
-        top, size = boxes[stage]
-        parts.append(
-            f'<path class="critical" d="{box(start_s / step.step_s, end_s / step.step_s, top + size + 2, 3)}"/>'
-        )
-    return "".join([*parts, "</svg>", time_axis((0.0, step.step_s), height), "</svg>"])
+        start, end = max(0.0, (start_s - first_s) / length_s), min(1.0, (end_s - first_s) / length_s)
+        if end > start:
+            below = boxes[stage][0] + boxes[stage][1] + 2
+            parts.append(f'<path class="critical" d="{box(start, end, below, 3)}"/>')
+    return "".join([*parts, "</svg>", time_axis((first_s, last_s), height), "</svg>"])
 
 
 def _critical(step: StagedStep) -> list[tuple[int, float, float]]:
