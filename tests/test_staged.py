@@ -29,7 +29,7 @@ from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stage_ba
 from terrace.report.svg import PLOT
 from terrace.simulate import Change, simulate, step_costs
 from terrace.simulate.footprint import work_of
-from terrace.simulate.timeline_picture import picture
+from terrace.simulate.timeline_picture import memory_picture, picture
 from terrace.simulate.trace import stages_trace_json
 from tests.planner_cases import CLUSTERS, evaluator_of, gpt, small_task
 
@@ -172,6 +172,18 @@ def test_the_picture_has_a_line_a_stage_and_shows_the_tail() -> None:
     width = 80 - len("stage 0 ")
     for line, tail_s in zip(lines, tails_s, strict=True):
         assert line.count("U") == pytest.approx(width * tail_s / step.step_s, abs=1.5)
+
+
+def test_the_memory_picture_follows_the_curves() -> None:
+    step = step_of(Choice(0, 1, "1f1b", 1, 1, SHARDED, TWO_TWO))
+    curves = [stage.curve for stage in step.stages]
+    lines = memory_picture(curves, step.step_s, 80).splitlines()
+    highest = max(curve.peak[0] for curve in curves)
+    for line, curve in zip(lines, curves, strict=True):
+        digits = line.split()[-1]
+        assert len(line) == 80
+        assert max(digits) == str(min(9, int(10 * curve.peak[0] / highest)))
+        assert digits[-1] == str(min(9, int(10 * curve.total_bytes[-1] / highest)))
 
 
 def test_the_trace_has_a_track_a_stage_and_ends_with_the_step() -> None:

@@ -30,9 +30,9 @@ from terrace.report.advice import advice_words, timeline_text
 from terrace.report.page import page_html
 from terrace.report.plans import sent_table, split_table
 from terrace.report.stages import exposed_table, stages_page, stages_table
-from terrace.report.tables import seconds
+from terrace.report.tables import quantity, seconds
 from terrace.simulate import CriticalPath, Recording, critical_path, critical_words, memory_curve, record
-from terrace.simulate.timeline_picture import picture
+from terrace.simulate.timeline_picture import memory_picture, picture
 from terrace.simulate.trace import stages_trace_json, trace_json
 from terrace.train.config import TrainConfig
 
@@ -82,6 +82,7 @@ def _staged(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
     step, task = stage_steps(evaluator, choice), evaluator.task
     candidates, sent = choice_changes(evaluator, choice), evaluator.sent_bytes(choice)
     advice = advice_words(candidates, step.step_s)
+    curves = [stage.curve for stage in step.stages]
     tails, words = [stage.tail for stage in step.stages], _subtitle(task, choice)
 
     def show() -> None:
@@ -96,6 +97,9 @@ def _staged(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
         console.print("a step: stages down, time across", style="bold")
         ends_s = [fsum(spent for _, spent in tail) for tail in tails]
         print(f"{picture(step.timeline, 110, stretch=step.stretch, tails_s=ends_s)}\n")
+        highest = quantity(max(curve.peak[0] for curve in curves), "B")
+        console.print(f"memory meanwhile, 9 standing for more than nine tenths of {highest}", style="bold")
+        print(f"{memory_picture(curves, step.step_s, 110)}\n")
         print(
             f"step {seconds(step.step_s)}, as terrace plan says; bubble {100 * step.bubble:.1f} % of the stages' time"
         )
@@ -103,7 +107,6 @@ def _staged(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
         print("\n".join(played_words(step)))
 
     name = f"stages of plan {plan.name} on {task.cluster.name}"
-    curves = [stage.curve for stage in step.stages]
     return Played(
         words=words,
         page=stages_page(step, sent, candidates, subtitle=words, advice=advice),

@@ -1,9 +1,10 @@
-"""A timeline as text: stages down, time across."""
+"""A timeline, and memory over it, as text: stages down, time across."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from terrace.program.schedules import Kind, Task
+from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.timeline import Timeline
 
 
@@ -33,6 +34,24 @@ def picture(timeline: Timeline, width: int = 100, *, stretch: float = 1.0, tails
     if tails_s:
         return "\n".join([*lines, f"{words}, U sums of gradients and update, . idle; a column is {column_s:.3g} s"])
     return "\n".join([*lines, f"{words}, . idle", f"a column is {column_s:.3g} s, the bubble {timeline.bubble:.1%}"])
+
+
+def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 100) -> str:
+    """Return one line a stage over a step: the tenths of the highest peak that it holds, at most in each column."""
+    names = [f"stage {stage} " for stage in range(len(curves))]
+    indent = max(map(len, names))
+    columns, highest = max(8, width - indent), max(curve.peak[0] for curve in curves) or 1.0
+    lines = []
+    for name, curve in zip(names, curves, strict=True):
+        totals, index, line = curve.total_bytes, 0, ""
+        for column in range(columns):
+            most = totals[index]
+            while index + 1 < len(totals) and curve.times_s[index + 1] < (column + 1) / columns * step_s:
+                index += 1
+                most = max(most, totals[index])
+            line += str(min(9, int(10 * most / highest)))
+        lines.append(name.ljust(indent) + line)
+    return "\n".join(lines)
 
 
 def _runs(timeline: Timeline, stage: int, columns: int, column_s: float) -> Iterator[tuple[Task | None, int]]:
