@@ -100,13 +100,19 @@ def _beyond(task: Task, pins: Pins, best: Estimate, limit: int) -> str:
     refused = runs_today(task, other.choice)
     if refused is None:
         return "over all axes: the same plan is the best"
-    used = [name for axis, name in enumerate(AXES) if name not in runnable_axes() and other.choice.degree(axis) > 1]
+    used = _not_run(other)
     words = plan_words(task, other.choice)
     faster = best.step_s / other.step_s
     return (
         f"over all axes, not runnable yet ({_axes(used)}): {words}; step "
         f"{seconds(other.step_s)}, {faster:.2f} times as fast"
     )
+
+
+def _not_run(estimate: Estimate) -> list[str]:
+    """Return the axes of a plan that this version does not run."""
+    run = runnable_axes()
+    return [name for axis, name in enumerate(AXES) if name not in run and estimate.choice.degree(axis) > 1]
 
 
 def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
@@ -165,7 +171,9 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
     write_output(options.output, head + tomli_w.dumps(table))
     look = f"to look at its step: terrace simulate {options.output}"
     if refused is not None:
-        return f"wrote {options.output}, to be looked at: this version cannot train it, since {refused}\n{look}"
+        used = _not_run(best)
+        why = f"this version does not train the {_axes(used)}" if used else f"it cannot be trained, since {refused}"
+        return f"wrote {options.output}, to be looked at: {why}\n{look}"
     return f"wrote {options.output}\nto train: terrace train --plan {options.output}\n{look}"
 
 
