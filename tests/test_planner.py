@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,8 +35,9 @@ from terrace.planner.stages import SERIAL
 from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, num_micros
 from terrace.program import build
 from terrace.simulate import simulate, step_costs
+from terrace.simulate.footprint import work_of
 from terrace.simulate.timeline import play
-from tests.planner_cases import CLUSTERS, evaluator_of, gpt, sized, small_task
+from tests.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, sized, small_task
 
 
 @pytest.mark.parametrize(
@@ -101,23 +103,39 @@ def test_a_task_of_the_search_is_fast_enough() -> None:
     assert found.best[0].choice.degree(PIPELINE) > 1
 
 
-def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated() -> None:
+GROUPED = replace(SMALL, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "numbers", "flash"),
+    [
+        ("frontier 2x2x2", {}, True),
+        # The decoder attends with plain products here; `terrace simulate` says so, and the planner says the same.
+        ("frontier 2x2x2", {"compute": "fp32", "model": GROUPED}, False),
+        ("frontier 2x2x2", {"compute": "fp64", "master": "fp64"}, False),
+        ("lab 2x2x2", {"compute": "bf16", "sequence": 128}, False),
+        ("lab 2x2x2", {"compute": "bf16", "sequence": 129}, True),
+    ],
+)
+def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: str, numbers: Any, flash: bool) -> None:
     """The evaluation of a whole step of few micro-batches is the simulation of its program, bytes included."""
-    task = small_task(CLUSTERS["frontier 2x2x2"], batch=48)
+    task = replace(small_task(CLUSTERS[cluster], batch=48), **numbers)
     evaluator = evaluator_of(task)
     for unit, micro_batch in ((1, 3), (1, 2), (2, 1), (3, 1), (1, 1)):
         rows = tuple((tier.size, 1, 1, 1) for tier in task.cluster.tiers)
         choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), rows)
         estimate = evaluator.evaluate(choice)
         program, costs = evaluator.program(Part(True, (4,), True), choice, num_micros(task, choice))
-        work = evaluator.estimator.work(rows, micro_batch)
-        real = build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        plan = plan_of(task, choice)
+        work = work_of(task.cluster, plan, task.model, task.sequence)  # what `terrace simulate` prices
+        assert work.flash == flash
+        real = build(task.cluster, plan, task.blocks, num_micros(task, choice))
         whole = simulate(real, step_costs(real, work))
         assert simulate(program, costs).time_s == pytest.approx(whole.time_s)
         assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
         bytes_of_whole = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
         assert evaluator.sent_bytes(choice) == bytes_of_whole
-        states = model_state_bytes(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        states = model_state_bytes(task.cluster, plan, task.blocks, num_micros(task, choice))
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
 

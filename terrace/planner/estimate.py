@@ -21,7 +21,13 @@ from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, T
 from terrace.program import Instruction, Op, Program
 from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
+from terrace.simulate.footprint import (
+    CPU_CONTEXT_BYTES,
+    CUDA_ALLOCATOR_FACTOR,
+    CUDA_CONTEXT_BYTES,
+    footprint,
+    has_flash_attention,
+)
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s, tensor_messages
 from terrace.simulate.states import KINDS as STATE_KINDS
@@ -70,6 +76,7 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
+        self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
         self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
@@ -89,6 +96,7 @@ class Estimator:
             context=shape_of(rows).context,
             recompute="full" if recompute else "none",
             compute=self.task.compute,
+            flash=self._flash,
         )
 
     def block(self, kind: int, rows: Rows, micro_batch: int) -> Seconds:
