@@ -28,6 +28,7 @@ from terrace.planner import (
 from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator, Part, data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.figures import hfu, mfu
+from terrace.planner.ranking import TIE, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import cores_of, exhaustive
 from terrace.planner.space import placements, shape_of, shapes, units
@@ -59,7 +60,7 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
     tried = 0
     for share in (1.0, 0.5, 0.1):
         capacity = needs[int(share * (len(needs) - 1))]
-        fitting = [each for each in everything if each.needed_bytes <= capacity]
+        fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
         found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
         assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
         assert found.proved
@@ -213,7 +214,7 @@ def test_reasons_are_one_step_away() -> None:
     assert {"params", "grads", "micro_batch", "recompute"} <= {verdict.what.split(" = ")[0] for verdict in near}
     for verdict in near:
         if verdict.estimate is not None and not verdict.reason:
-            assert found.best[0].order <= verdict.estimate.order
+            assert ranked([verdict.estimate, found.best[0]])[0] == found.best[0]
 
 
 def test_what_fits_nowhere_names_the_nearest() -> None:
@@ -267,6 +268,28 @@ def test_a_search_that_stops_early_says_so() -> None:
     assert found.num_evaluated == 2
     assert not found.proved or len(found.best) < 2
     assert found.least_s < math.inf
+
+
+def test_what_is_as_good_as_equally_fast_is_ranked_by_simplicity() -> None:
+    """A difference below a thousandth decides nothing; groups begin at their fastest, so they do not run on."""
+    simple = evaluator_of(small_task(CLUSTERS["dgx 4x2"])).evaluate(
+        Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((4, 1, 1, 1), (2, 1, 1, 1)))
+    )
+
+    def plan(step_s: float, recompute: int = 0, more_bytes: int = 0, tensor: int = 1) -> Estimate:
+        choice = simple.choice._replace(recompute=recompute, rows=((4 // tensor, tensor, 1, 1), (2, 1, 1, 1)))
+        memory = dict(simple.memory_bytes) | {"context": simple.memory_bytes["context"] + more_bytes}
+        return replace(simple, choice=choice, step_s=step_s, memory_bytes=memory)
+
+    fastest, again, larger, split = plan(1, 1), plan(1 + 0.9 * TIE, 1, 5), plan(1 + 0.5 * TIE, 0, 9), plan(1, 0, 9, 2)
+    next_best, last = plan(1 + 1.1 * TIE), plan(1 + 2.2 * TIE)
+    order = [larger, split, fastest, again, next_best, last]
+    assert ranked(order) == ranked(order[::-1]) == order
+    by_time = sorted(order, key=lambda each: each.step_s)
+    assert window(by_time, 7).end_s == math.inf
+    assert window(by_time, 4).end_s == pytest.approx(1 + TIE)
+    assert window(by_time, 2).worst == (0, larger.needed_bytes)
+    assert window(by_time, 5).leader_s == next_best.step_s
 
 
 def _total(estimate: Estimate) -> float:

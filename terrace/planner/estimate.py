@@ -13,13 +13,11 @@ from functools import lru_cache
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan import Layout, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
@@ -78,7 +76,6 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
-        self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
@@ -170,35 +167,8 @@ class Estimator:
         """Return the seconds of the optimizer on a rank's part of `numel` parameters."""
         return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
 
-    def message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool = False
-    ) -> tuple[int, float]:
-        """Return (lane, seconds) of one message of a block of `numel` elements among `degrees` data ranks."""
-        key = (degrees, placement, message, numel, secondary)
-        if key not in self._messages:
-            self._messages[key] = self._message(degrees, placement, message, numel, secondary)
-        return self._messages[key]
-
-    def _message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool
-    ) -> tuple[int, float]:
-        layout, plan = self._layout(degrees, placement)
-        block = BlockSpec(name="any", params=(ParamSpec(name="all", shape=(numel,)),))
-        program = Program(
-            cluster=data_cluster(self.task.cluster, degrees),
-            plan=plan,
-            layout=layout,
-            blocks=(block,),
-            num_micros=1,
-            instructions=(),
-        )
-        backward = message is MessageClass.GATHER_BACKWARD
-        op = Op.GATHER if backward else Op(message.value.upper())
-        instruction = Instruction(op, 0, backward=backward, secondary=secondary)
-        costs = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
-        return program.lane(instruction), costs.collective_s(instruction)
-
-    def _layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+    def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+        """Return where `degrees` data ranks hold states, and a plan that says so."""
         key = (degrees, placement)
         if key not in self._layouts:
             rows = tuple((degree, 1, 1, 1) for degree in degrees)
@@ -214,7 +184,7 @@ class Estimator:
         return self._states[key]
 
     def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        layout, plan = self._layout(degrees, placement)
+        layout, plan = self.layout(degrees, placement)
         master = FORMATS[self.task.master].element_bytes
         copies = self.item / layout.span(layout.params)
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0

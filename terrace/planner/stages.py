@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules import Kind, Orders, looped, orders_for, schedule_names
+from terrace.program.schedules import Kind, Orders, looped, orders_for, schedule_names, v_shaped
 
 SERIAL = "serial"  # the name of having no pipeline
 SIMPLEST = "1f1b"
@@ -47,6 +47,7 @@ class Trait(NamedTuple):
     chunks: tuple[int, ...]
     split: bool
     looped: bool  # chunk c of stage r is virtual stage c p + r
+    folded: bool  # the stages are passed to and fro, in the shape of a V
 
 
 @lru_cache(maxsize=1)
@@ -65,7 +66,8 @@ def traits() -> dict[str, Trait]:
             split = any(task.kind is Kind.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
             numbers = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
-            found[name] = Trait(numbers[1:] if len(numbers) > 1 else numbers, split, is_looped)
+            is_folded = all(orders.placement == v_shaped(2) for orders in accepted)
+            found[name] = Trait(numbers[1:] if len(numbers) > 1 else numbers, split, is_looped, is_folded)
     return found
 
 
