@@ -42,8 +42,8 @@ class Core(NamedTuple):
     """A choice without placement and unit: what its computing takes at least.
 
     `span_s` are the seconds of the computing, `mean_s` those of a stage in the mean, `heavy` what the stage with most
-    layers holds, if known. `stages` holds (parameters per tensor rank, bytes of one micro-batch that wait at the peak) of stages
-    of which one needs most memory.
+    layers holds, if known. `stages` holds (parameters per tensor rank, bytes of one micro-batch that wait at the peak)
+    of stages of which one needs most memory.
     """
 
     shape: Shape

@@ -26,7 +26,7 @@ from terrace.simulate.footprint import (
     footprint,
     has_flash_attention,
 )
-from terrace.simulate.layers import block_seconds, optimizer_s
+from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
 from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s, tensor_messages
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
@@ -76,6 +76,7 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self._flash = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
+        self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
@@ -107,10 +108,18 @@ class Estimator:
         return found
 
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
-        cluster, work = self.task.cluster, self.work(rows, micro_batch)
-        seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
+        cluster, shape = self.task.cluster, shape_of(rows)
+        # Only attention sees sequences; an embedding and a head see tokens.
+        tokens = micro_batch * self.task.sequence // shape.context
+        key = (kind, shape.tensor, accumulate, *((shape.context, micro_batch) if kind == LAYER else (tokens,)))
+        seconds = self._kernels.get(key)
+        if seconds is None:
+            work = self.work(rows, micro_batch)
+            seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
+            self._kernels[key] = seconds
         forward_s = backward_s = 0.0
         if kind == LAYER:
+            work = self.work(rows, micro_batch)
             messages = tensor_messages(cluster, axis_group(rows, TENSOR), work)
             keys_s = all_gather_s(cluster, axis_group(rows, CONTEXT), self._key_bytes(work) * work.context)
             forward_s, backward_s = messages.forward_s + keys_s, messages.backward_s + 2 * keys_s

@@ -12,11 +12,12 @@ earlier; `Found.least_s` then says what nothing left can be faster than. Everyth
 as equally fast is ordered by `terrace.planner.ranking`.
 """
 
+import gc
 import heapq
 import math
 from bisect import insort
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -44,6 +45,7 @@ class Found:
     best: tuple[Estimate, ...]
     nearest: Estimate | None
     num_roots: int
+    num_played: int  # pipelines whose orders were played, or refused by their schedule
     num_evaluated: int
     least_s: float
     proved: bool  # whether no other choice of the space can be better
@@ -78,12 +80,13 @@ class Search:
         """Return the `count` best choices, after at most `limit` evaluations."""
         heap: list[Entry] = [(core.bound_s, Level.ROOT, core.key, core, _NOWHERE, 0) for core in self._roots()]
         heapq.heapify(heap)
-        num_roots, tried = len(heap), 0
+        num_roots, num_played, tried = len(heap), 0, 0
         fitting: list[Estimate] = []  # in ascending order of time
         open_window = window(fitting, count)
         while heap and heap[0][0] <= open_window.end_s and tried < limit:
             entry = heapq.heappop(heap)
             if entry[1] is not Level.PLACED:
+                num_played += entry[1] is Level.CHEAPEST
                 for further in self._opened(entry):
                     heapq.heappush(heap, further)
                 continue
@@ -101,6 +104,7 @@ class Search:
             best=tuple(best),
             nearest=nearest,
             num_roots=num_roots,
+            num_played=num_played,
             num_evaluated=tried,
             least_s=least_s,
             proved=not heap or (bool(best) and window(fitting, len(best)).end_s < least_s),
@@ -251,4 +255,18 @@ def runnable_axes() -> tuple[str, ...]:
 def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluator]:
     """Search a space on the memory of its cluster's device; the evaluator can say more about what was found."""
     evaluator = Evaluator(Bounds(Estimator(space.task)))
-    return Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit), evaluator
+    with _no_collection():
+        found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
+    return found, evaluator
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector rest: a search keeps nearly all that it makes, so looking for cycles finds nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
