@@ -28,9 +28,9 @@ from typing import NamedTuple
 from terrace.plan.layout import DEVICE
 from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator
 from terrace.planner.messages import Mail, Messages
-from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers
+from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
 from terrace.planner.space import Rows, Shape
-from terrace.planner.stages import MOST_CHUNKS, SERIAL, SIMPLEST, share_layers, traits
+from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
 from terrace.planner.task import Choice, Placement
 
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
@@ -138,11 +138,11 @@ class Bounds:
         ramp_s = (stages - 1) / 2 * (least * works[LAYER][0] + edge_s)
         if stages == 1:
             # A head keeps its logits only while it runs; layers keep until their backward.
-            held, counts = ((sum(numels) + (layers - 1) * numels[LAYER], layers * kept),), (1, layers, 1)
+            least_held, counts = ((sum(numels) + (layers - 1) * numels[LAYER], layers * kept),), (1, layers, 1)
         else:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
             most = -(-layers // stages)
-            held, counts = ((most * numels[LAYER], most * kept),), None
+            least_held, counts = ((most * numels[LAYER], most * kept),), None
         return Core(
             shape=shape,
             micro_batch=micro_batch,
@@ -153,16 +153,17 @@ class Bounds:
             heavy=counts,
             mean_s=micros * total_s / stages,
             span_s=micros * total_s / stages + ramp_s,
-            stages=held,
+            stages=least_held,
             played=False,
         )
 
     def core(self, root: Core, schedule: str, chunks: int) -> Core | None:
-        """Return the bound of a root with a schedule; None when it has more virtual stages than layers."""
+        """Return the bound of a root with a schedule; None for more virtual stages than layers, or too many passes."""
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
         shape, num_layers = root.shape, self.num_layers
-        if shape.pipeline * chunks > num_layers:
+        num_virtual = shape.pipeline * chunks
+        if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
         trait = traits()[schedule]
@@ -197,24 +198,29 @@ class Bounds:
             if core is not None:
                 yield core if core.schedule == schedule else core._replace(schedule=schedule)
 
-    def play(self, core: Core) -> Core:
-        """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
-        pipeline = self.pipeline(core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks)
-        kept = self.estimator.kept_bytes(LAYER, core.shape.rows, core.micro_batch, core.recompute)
-        numels = self.estimator.numels(core.shape.tensor)
+    def staged(self, core: Core) -> Core:
+        """Return a core that knows what its stages hold and keep; raises `PlanError` as the schedule does."""
+        shape = core.shape
+        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros)
+        works = self._works(shape, core.micro_batch, core.recompute)
+        counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
+        parts = parts_of(counts, placement)
+        kept = self.estimator.kept_bytes(LAYER, shape.rows, core.micro_batch, core.recompute)
+        numels = self.estimator.numels(shape.tensor)
         stages = {
             (
                 sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
                 kept * sum(layers * waits for layers, waits in zip(part.layers, waiting, strict=True)),
             )
-            for part, waiting in zip(pipeline.parts, pipeline.waiting, strict=True)
+            for part, waiting in zip(parts, most, strict=True)
         }
-        return core._replace(
-            heavy=_heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in pipeline.parts]),
-            span_s=pipeline.span_s,
-            stages=tuple(sorted(stages)),
-            played=True,
-        )
+        heavy = _heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
+        return core._replace(heavy=heavy, stages=tuple(sorted(stages)))
+
+    def play(self, core: Core) -> Core:
+        """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
+        pipeline = self.pipeline(core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks)
+        return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
 
     def pipeline(self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int) -> Pipeline:
         """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""

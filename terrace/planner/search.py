@@ -45,7 +45,7 @@ class Found:
     best: tuple[Estimate, ...]
     nearest: Estimate | None
     num_roots: int
-    num_played: int  # pipelines whose orders were played, or refused by their schedule
+    num_played: int  # pipelines whose orders were played
     num_evaluated: int
     least_s: float
     proved: bool  # whether no other choice of the space can be better
@@ -74,19 +74,19 @@ class Search:
         self.bounds = evaluator.bounds
         self._smallest: tuple[float, Choice] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
+        self._num_played = 0
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """Return the `count` best choices, after at most `limit` evaluations."""
         heap: list[Entry] = [(core.bound_s, Level.ROOT, core.key, core, _NOWHERE, 0) for core in self._roots()]
         heapq.heapify(heap)
-        num_roots, num_played, tried = len(heap), 0, 0
+        num_roots, tried = len(heap), 0
         fitting: list[Estimate] = []  # in ascending order of time
         open_window = window(fitting, count)
         while heap and heap[0][0] <= open_window.end_s and tried < limit:
             entry = heapq.heappop(heap)
             if entry[1] is not Level.PLACED:
-                num_played += entry[1] is Level.CHEAPEST
                 for further in self._opened(entry):
                     heapq.heappush(heap, further)
                 continue
@@ -104,7 +104,7 @@ class Search:
             best=tuple(best),
             nearest=nearest,
             num_roots=num_roots,
-            num_played=num_played,
+            num_played=self._num_played,
             num_evaluated=tried,
             least_s=least_s,
             proved=not heap or (bool(best) and window(fitting, len(best)).end_s < least_s),
@@ -147,11 +147,21 @@ class Search:
                 yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0
         else:
             with suppress(PlanError):
-                played = core if core.played else self.bounds.play(core)
+                played = core if core.played else self._played(core)
+                if played is None:
+                    return
                 for excess_s, placement, unit in self._placed(played):
                     if self._fits(played, placement, unit):
                         placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
                         yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
+
+    def _played(self, core: Core) -> Core | None:
+        """Return a core played, unless what its stages keep fits nowhere; raises `PlanError` as the schedule does."""
+        staged = self.bounds.staged(core)
+        if not any(self._fits(staged, placement, unit) for _, placement, unit in self._placed(staged)):
+            return None
+        self._num_played += 1
+        return self.bounds.play(core)
 
     def _placed(self, core: Core) -> list[Excess]:
         """Return the placements and units that may fit, those of the shortest messages first.
@@ -162,7 +172,7 @@ class Search:
         found = self._excesses.get(key)
         if found is None:
             pipelined = core.shape.pipeline > 1
-            root = self.bounds.root(core.shape, core.micro_batch, core.recompute) if core.played else core
+            root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
             found = self._excesses[key] = sorted(
                 (self.bounds.excess_s(core, placement, unit), placement, unit)
                 for placement in placements(self.space, core.shape)
