@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from terrace.plan import step_bytes
+from terrace.plan import AXES, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline
@@ -51,9 +51,10 @@ class Estimate:
         return sum(self.memory_bytes.values())
 
     @property
-    def order(self) -> tuple[float, int, Choice]:
-        """A total order: faster first, then smaller, then simpler."""
-        return self.step_s, self.needed_bytes, self.choice
+    def simplicity(self) -> tuple[int, int, int, Choice]:
+        """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
+        num_axes = sum(self.choice.degree(axis) > 1 for axis in range(len(AXES)))
+        return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
 @dataclass(frozen=True, eq=False)
