@@ -13,16 +13,20 @@ from functools import lru_cache
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan import Layout, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint, work_of
-from terrace.simulate.layers import block_seconds, optimizer_s
+from terrace.simulate.footprint import (
+    CPU_CONTEXT_BYTES,
+    CUDA_ALLOCATOR_FACTOR,
+    CUDA_CONTEXT_BYTES,
+    footprint,
+    has_flash_attention,
+)
+from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
 from terrace.simulate.links import all_gather_s, all_reduce_s, rate_bytes_per_s, send_s, tensor_messages
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
@@ -70,11 +74,10 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
-        anywhere = Plan(params="device", grads="device", optimizer="device", compute=task.compute, master=task.master)
-        own = work_of(task.cluster, anywhere, task.model, task.sequence)  # knows which attention the decoder takes
-        self._flash = own.flash and task.software.flash
+        attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
+        self._flash = attends and task.software.flash
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
-        self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
+        self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
@@ -109,8 +112,14 @@ class Estimator:
         return found
 
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
-        cluster, work = self.task.cluster, self.work(rows, micro_batch)
-        seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
+        cluster, shape, work = self.task.cluster, shape_of(rows), self.work(rows, micro_batch)
+        # Only attention sees sequences; an embedding and a head see tokens.
+        tokens = micro_batch * self.task.sequence // shape.context
+        key = (kind, shape.tensor, accumulate, *((shape.context, micro_batch) if kind == LAYER else (tokens,)))
+        seconds = self._kernels.get(key)
+        if seconds is None:
+            seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
+            self._kernels[key] = seconds
         tensor_s, context_s = self._inner_messages(kind, rows, work)
         forward_s = seconds.forward_s + tensor_s[0] + context_s[0]
         backward_s = seconds.input_s + seconds.weight_s + tensor_s[1] + context_s[1]
@@ -191,35 +200,8 @@ class Estimator:
         """Return the seconds of the optimizer on a rank's part of `numel` parameters."""
         return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
 
-    def message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool = False
-    ) -> tuple[int, float]:
-        """Return (lane, seconds) of one message of a block of `numel` elements among `degrees` data ranks."""
-        key = (degrees, placement, message, numel, secondary)
-        if key not in self._messages:
-            self._messages[key] = self._message(degrees, placement, message, numel, secondary)
-        return self._messages[key]
-
-    def _message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool
-    ) -> tuple[int, float]:
-        layout, plan = self._layout(degrees, placement)
-        block = BlockSpec(name="any", params=(ParamSpec(name="all", shape=(numel,)),))
-        program = Program(
-            cluster=data_cluster(self.task.cluster, degrees),
-            plan=plan,
-            layout=layout,
-            blocks=(block,),
-            num_micros=1,
-            instructions=(),
-        )
-        backward = message is MessageClass.GATHER_BACKWARD
-        op = Op.GATHER if backward else Op(message.value.upper())
-        instruction = Instruction(op, 0, backward=backward, secondary=secondary)
-        costs = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
-        return program.lane(instruction), costs.collective_s(instruction)
-
-    def _layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+    def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+        """Return where `degrees` data ranks hold states, and a plan that says so."""
         key = (degrees, placement)
         if key not in self._layouts:
             rows = tuple((degree, 1, 1, 1) for degree in degrees)
@@ -235,7 +217,7 @@ class Estimator:
         return self._states[key]
 
     def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        layout, plan = self._layout(degrees, placement)
+        layout, plan = self.layout(degrees, placement)
         master = FORMATS[self.task.master].element_bytes
         copies = self.item / layout.span(layout.params)
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0

@@ -17,9 +17,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from terrace.plan import MessageClass, step_bytes
+from terrace.plan import AXES, MessageClass, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
+from terrace.planner.messages import Mail
 from terrace.planner.pipelines import Pipeline
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
@@ -52,9 +53,10 @@ class Estimate:
         return sum(self.memory_bytes.values())
 
     @property
-    def order(self) -> tuple[float, int, Choice]:
-        """A total order: faster first, then smaller, then simpler."""
-        return self.step_s, self.needed_bytes, self.choice
+    def simplicity(self) -> tuple[int, int, int, Choice]:
+        """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
+        num_axes = sum(self.choice.degree(axis) > 1 for axis in range(len(AXES)))
+        return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +138,9 @@ class Evaluator:
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
         """Return the seconds of all sums of gradients of a stage, one after the other."""
-        state, numels = shape_of(choice.rows).state, self.estimator.numels(shape_of(choice.rows).tensor)
-        return math.fsum(
-            count * self.estimator.message(state, choice.placement, MessageClass.SYNC, numel)[1]
-            for count, numel in zip(part.counts, numels, strict=True)
-        )
+        shape = shape_of(choice.rows)
+        sync = Mail(self.estimator).messages(shape.state, shape.tensor, choice.placement).sync
+        return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(

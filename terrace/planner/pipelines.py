@@ -8,7 +8,7 @@ from functools import cached_property
 from terrace.planner.estimate import EMBEDDING, HEAD, LAYER, Estimator, Part
 from terrace.planner.space import Shape
 from terrace.planner.stages import Waiting, pipeline, share_layers
-from terrace.program.schedules import Orders, TaskSeconds
+from terrace.program.schedules import Orders, Placement, TaskSeconds
 from terrace.simulate.timeline import play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
@@ -85,18 +85,23 @@ def build_pipeline(
     alone = [block_work(estimator, kind, shape, micro_batch, recompute) for kind in (EMBEDDING, LAYER, HEAD)]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1
-    parts = [Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in orders.placement]
     contents = [(int(virtual == 0), count, int(virtual == last)) for virtual, count in enumerate(counts)]
     known = {content: _chunk_work(alone, content) for content in set(contents)}
     works = [tuple(known[contents[virtual]] for virtual in row) for row in orders.placement]
     return Pipeline(
         orders=orders,
         waiting=waiting,
-        parts=tuple(parts),
+        parts=parts_of(counts, orders.placement),
         works=tuple(works),
         edge_s=estimator.boundary_s(shape.rows, micro_batch),
         blocking_sends=estimator.task.software.blocking_sends,
     )
+
+
+def parts_of(counts: Sequence[int], placement: Placement) -> tuple[Part, ...]:
+    """Return what every stage holds, of virtual stages with so many layers."""
+    last = len(counts) - 1
+    return tuple(Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in placement)
 
 
 def block_work(estimator: Estimator, kind: int, shape: Shape, micro_batch: int, recompute: int) -> Work:

@@ -22,6 +22,7 @@ from functools import cached_property
 from terrace.plan import AXES, MessageClass
 from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Part
 from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.messages import Mail
 from terrace.planner.pipelines import Pipeline
 from terrace.planner.search import runnable_axes
 from terrace.planner.space import shape_of
@@ -130,14 +131,16 @@ def stage_steps(evaluator: Evaluator, choice: Choice) -> StagedStep:
 def message_places(evaluator: Evaluator, choice: Choice) -> dict[str, tuple[str, str]]:
     """Return (axis, tier) of every kind of message that a step may wait for: the outermost tier that it crosses."""
     shape, tiers = shape_of(choice.rows), evaluator.task.cluster.tiers
-    numel = evaluator.estimator.numels(shape.tensor)[LAYER]
-    found = {}
-    for message in MessageClass:
-        if message is MessageClass.CONTROL:
-            lane = max((tier for tier, degree in enumerate(shape.state) if degree > 1), default=0)
-        else:
-            lane, _ = evaluator.estimator.message(shape.state, choice.placement, message, numel)
-        found[f"wait {message.value}"] = ("data", tiers[max(lane, 0)].name)
+    messages = Mail(evaluator.estimator).messages(shape.state, shape.tensor, choice.placement)
+    lanes = {
+        MessageClass.GATHER: messages.gather.lane,
+        MessageClass.GATHER_BACKWARD: messages.backward.lane,
+        MessageClass.REDUCE: messages.reduce.lane,
+        MessageClass.SYNC: messages.sync.lane,
+        MessageClass.REFRESH: messages.refresh.lane,
+        MessageClass.CONTROL: max((tier for tier, degree in enumerate(shape.state) if degree > 1), default=0),
+    }
+    found = {f"wait {message.value}": ("data", tiers[max(lane, 0)].name) for message, lane in lanes.items()}
     for axis, name in enumerate(AXES):
         crossed = [tier.name for row, tier in zip(choice.rows, tiers, strict=True) if row[axis] > 1]
         if name != "data" and crossed:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from terrace.plan.residency import units
 from terrace.program import Op
-from terrace.simulate.recording import Recording
+from terrace.simulate.recording import Recording, Span
 
 MAX_BARS = 1000  # of a timeline; two of them keep a page under 200 kB
+_MAX_NAMED = 3  # messages of one wait: a choice
 
 Window = tuple[float, float]  # (start, end) in seconds of the step
 
@@ -66,9 +67,7 @@ def bars_by_lane(
             lanes[span.lane].append(Piece(start_s, end_s, span.category, number))
 
     def words(_: int, number: int) -> str:
-        span = recording.spans[number]
-        instruction = recording.program.instructions[span.position]
-        return f"{span.category}: {instruction}" if span.category.startswith("wait ") else str(instruction)
+        return _words(recording, recording.spans[number])
 
     return join_bars(lanes, last_s - first_s, words, max_bars)
 
@@ -100,6 +99,19 @@ def _bars(row: int, pieces: Sequence[Piece], least_s: float, words: Callable[[in
         else:
             group.append(piece)
     return [*bars, _joined(row, group, words)] if group else bars
+
+
+def _words(recording: Recording, span: Span) -> str:
+    """Return what runs; for a wait, who waits and for which messages, the first of them being under way."""
+    words = str(recording.program.instructions[span.position])
+    if not span.category.startswith("wait "):
+        return words
+    names = [str(message) for message in recording.awaited(span)]
+    if names == [words]:  # CLIP waits for its own message
+        return f"{span.category}: {words}"
+    if len(names) > _MAX_NAMED:
+        names[1:-1] = [f"{len(names) - 2} more"]
+    return f"{span.category}: {words} waits for {', then '.join(names)}"
 
 
 def _joined(row: int, group: Sequence[Piece], words: Callable[[int, int], str]) -> Bar:
