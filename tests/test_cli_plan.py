@@ -397,3 +397,17 @@ def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Here) -> N
         error = here.error()
         assert said in error, error
         assert error.count("\n") == 1
+
+
+def test_the_pipeline_in_the_docs_is_what_is_printed(here: Here) -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    text = (docs / "simulating.md").read_text(encoding="utf-8")
+    command = next(line for line in text.splitlines() if line.startswith("$ terrace plan"))
+    words = command.replace("docs/gpt", f"{docs}/gpt").replace("/tmp/", "").split()[2:]
+    assert main(words) == 0
+    here.out()
+    assert main(["simulate", "pipelined.toml"]) == 0
+    said = " ".join(here.out().split())
+    start = text.index("stage 0 F0")
+    for paragraph in text[start : text.index("```", start)].strip().split("\n\n"):
+        assert " ".join(paragraph.split()) in said
