@@ -28,6 +28,7 @@ from terrace.planner import (
     runs_today,
 )
 from terrace.planner.explain import lack
+from terrace.planner.ranking import TIE
 from terrace.planner.space import divisors
 from terrace.program.schedules import schedule_names
 from terrace.report.plans import (
@@ -153,7 +154,7 @@ def _sizes_that_divide(task: Task) -> str:
 def _how(found: Found) -> str:
     words = f"{found.num_evaluated} plans simulated of {found.num_roots} shapes and micro-batches"
     if found.proved:
-        return f"{words}; every other plan of the space has a lower bound above these"
+        return f"{words}; no other of the space ranks above these (less than {TIE:.1%} apart is equally fast)"
     return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
 
 
