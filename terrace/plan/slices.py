@@ -79,8 +79,8 @@ def _slice(block: str, param: ParamSpec, degrees: Mapping[str, int]) -> ParamSpe
         degree = math.prod(degrees[axis] for axis in cut)
         if any(axis in cut for other in cuts for axis in other):
             raise PlanError(
-                f"{block}.{param.name} has two dims that tensor {' x '.join(cut)} would cut, {param.dims}: no rank then "
-                "holds what is off the diagonal; declare the dims in another way"
+                f"{block}.{param.name} has two dims that tensor {' x '.join(cut)} would cut, {param.dims}: no rank "
+                "then holds what is off the diagonal; declare the dims in another way"
             )
         if name == "kv_heads" and degree > units and degree % units == 0:
             cut, degree = (), 1  # every rank holds all of them

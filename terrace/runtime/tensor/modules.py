@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.runtime.tensor.line import Entry, Line, Means, share
+from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
+from terrace.runtime.tensor.line import Line, Means, share
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 
 
@@ -41,7 +42,7 @@ class TensorAxis:
         if not self.splits_tokens:
             return self.rows.copy(x)
         self._entry = Entry(self.drops_inputs, self.num_chunks)
-        return self.unpad(self.rows.enter(x, self._entry))
+        return self.unpad(enter(x, self.rows, self._entry))
 
     def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         """Multiply the input of a region; if it is still arriving, part by part."""
@@ -50,7 +51,7 @@ class TensorAxis:
 
     def reads_input(self, y: Tensor) -> Tensor:
         """Return y, made of the input of a region by something that autograd differentiates alone."""
-        return self.rows.needs_input(y, self._entry) if self.splits_tokens else y
+        return needs_input(y, self.rows, self._entry) if self.splits_tokens else y
 
     def leave(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream."""
@@ -60,7 +61,7 @@ class TensorAxis:
         del self._entry  # it lives as long as the graph of its region
         if self.num_chunks > 1:
             return product_scatter(self.pad(x), weight, self.rows, entry)
-        return self.rows.leave(self.pad(F.linear(x, weight)), entry)
+        return leave(self.pad(F.linear(x, weight)), self.rows, entry)
 
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""

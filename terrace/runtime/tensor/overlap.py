@@ -19,7 +19,8 @@ from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
 from terrace.runtime.linear import record_product
-from terrace.runtime.tensor.line import Entry, Line
+from terrace.runtime.tensor.entry import Entry
+from terrace.runtime.tensor.line import Line
 
 
 def arriving_linear(x: Tensor, weight: nn.Parameter, entry: Entry, shape: Sequence[int]) -> Tensor:
