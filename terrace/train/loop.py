@@ -218,8 +218,8 @@ def device_of() -> torch.device:
 def predict(run: RunConfig, cluster: Cluster) -> StepReport:
     """Return the predicted report of a steady step of this run on `cluster`.
 
-    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the run
-    measured, which is the FLOP/s of a layer.
+    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
+    run measured, which is the FLOP/s of a layer.
     """
     program = build(cluster, run.plan, run.blocks(), run.num_micros())
     if cluster is run.cluster:
