@@ -331,7 +331,7 @@ def test_two_ranks_measure_the_same_and_it_makes_a_cluster() -> None:
 def _sent(world: World, cluster: Cluster) -> list[tuple[float, float]]:
     """Return, of a gather and a reduction over each tier, what this rank sent and what the probe believes."""
     torch.set_num_threads(1)
-    found = []
+    found: list[tuple[float, float]] = []
     for tier in range(len(cluster.tiers)):
         links = TierLinks(cluster, tier, world.rank, torch.device("cpu"), timedelta(seconds=60), None)
         for kind in ("gather", "reduce"):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -75,7 +76,7 @@ def test_overlap_lies_between_the_maximum_and_the_sum(
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_who_is_slowed_when_messages_take_longer_than_computing(backend: str) -> None:
+def test_who_is_slowed_when_messages_take_longer_than_computing(backend: Literal["cpu", "cuda"]) -> None:
     """With a penalty of 1 a CPU does one after the other; a GPU computes twice as long beside messages that do not."""
     cluster = _cluster((2,), 1.0)
     cluster = replace(cluster, device=replace(cluster.device, backend=backend))
