@@ -43,6 +43,12 @@ class Here:
         out, error = self._capsys.readouterr()
         return code, out, error
 
+    def out(self) -> str:
+        return self._capsys.readouterr().out
+
+    def error(self) -> str:
+        return self._capsys.readouterr().err
+
     def refused(self, command: str, *words: str | Path, **task: Any) -> str:
         before = sorted(self.folder.iterdir())
         code, _, error = self.say(command, *words, **task)
@@ -83,15 +89,6 @@ def test_plan_refuses_to_overwrite(here: Here) -> None:
     assert (here.folder / "plan.toml").read_text() == "mine"
     assert here.say("plan", "--nodes", "1", "--force")[0] == 0
     assert "params" in (here.folder / "plan.toml").read_text()
-
-
-def test_plan_of_other_axes_is_shown_and_not_written(here: Here) -> None:
-    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "tensor", "--pin", "tensor=2")
-    assert code == 0
-    assert "tensor 2" in out
-    assert "not written" in out
-    assert "this version runs the data axis only" in out
-    assert not (here.folder / "plan.toml").exists()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +162,17 @@ def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Here) -> None:
     assert code == 0
     for line in ("weak scaling", "strong scaling"):
         assert alone.split(line)[1][:400] == out.split(line)[1][:400]  # the same plan, found again
+
+
+def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Here) -> None:
+    (here.folder / "mine.toml").write_text('preset = "zero3"\ncompute = "bf16"\nmaster = "fp32"\n')
+    words = ("scale", "--nodes", "1", "--plan", "mine.toml")
+    said = here.refused(*words, "--compute", "fp32")
+    assert '--compute fp32: plan mine.toml computes in bf16; leave --compute out, or set compute = "fp32"' in said
+    assert here.say(*words)[1] == here.say(*words, "--compute", "bf16")[1] != ""
+    code, out, _ = here.say("scale", "--nodes", "1", "--plan", "zero3", "--compute", "fp32")
+    assert code == 0
+    assert "in fp32" in out
 
 
 @pytest.mark.parametrize(

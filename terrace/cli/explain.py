@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
 from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
@@ -17,9 +17,14 @@ from terrace.simulate.footprint import work_of
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("explain", help="print a plan, its cost and its program", epilog=OVERRIDES_HELP)
+    parser = commands.add_parser(
+        "explain",
+        help="print a plan, its cost and its program",
+        description="Print where a plan puts every state, what a step costs, and its program. Nothing is run.",
+        epilog=OVERRIDES_HELP,
+    )
     add_run_options(parser)
-    parser.add_argument("--lines", type=int, default=None, metavar="N", help="print at most N lines of the program")
+    parser.add_argument("--lines", type=int, metavar="N", help="lines of the program to print at most (default: all)")
     parser.set_defaults(run=run)
 
 
@@ -27,6 +32,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print and return 0."""
     if options.lines is not None and options.lines < 1:
         raise ConfigError(f"--lines {options.lines} must be at least 1")
+    check_task(options, rest)
     config = resolve_run(options, rest)
     console = Terminal()
     blocks, num_micros = config.blocks(), config.num_micros()

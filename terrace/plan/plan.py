@@ -32,6 +32,7 @@ class Plan:
     recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
     unit: int = 1  # micro-batches that pass a block one after the other: one gather, one reduction
     prefetch: int = 1  # how many visits ahead a block is gathered
+    schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Return the format in which `message` crosses `tier`; raises `PlanError` for one that does not exist."""

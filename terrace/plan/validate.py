@@ -12,7 +12,7 @@ from terrace.plan.plan import AXES, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
-_LONGEST_ROUNDED_UNIT = 8
+LONGEST_ROUNDED_UNIT = 8
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -65,8 +65,8 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
                 raise PlanError(f"mapping.{name}.{axis} = {degree}: a degree is at least 1")
             if axis != "data" and degree > 1:
                 raise PlanError(
-                    f"mapping.{name}.{axis} = {degree}: this version runs the data axis only; "
-                    f"write mapping.{name} = {{data = {sizes[name]}}}"
+                    f"mapping.{name}.{axis} = {degree}: this version runs the data axis only (terrace simulate plays "
+                    f"the others); write mapping.{name} = {{data = {sizes[name]}}}"
                 )
         product = math.prod(row.values())
         if product != sizes[name]:
@@ -148,13 +148,15 @@ def _check_numbers(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
     if plan.unit < 1:
         raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
-    if plan.unit > _LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
+    if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
-            f"{plan.compute}, which rounds after each micro-batch; use at most {_LONGEST_ROUNDED_UNIT}"
+            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
         )
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
+    if plan.schedule is not None:  # here every rank is of the data axis
+        raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"

@@ -13,17 +13,21 @@ from functools import lru_cache
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan import Layout, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
-from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s, tensor_messages
+from terrace.simulate.footprint import (
+    CPU_CONTEXT_BYTES,
+    CUDA_ALLOCATOR_FACTOR,
+    CUDA_CONTEXT_BYTES,
+    footprint,
+    has_flash_attention,
+)
+from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
+from terrace.simulate.links import all_gather_s, all_reduce_s, rate_bytes_per_s, send_s, tensor_messages
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
@@ -70,8 +74,10 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
+        attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
+        self._flash = attends and task.software.flash
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
-        self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
+        self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
@@ -81,13 +87,17 @@ class Estimator:
 
     def work(self, rows: Rows, micro_batch: int, recompute: int = 0) -> Work:
         """Return what a rank computes of a micro-batch."""
+        software = self.task.software
         return Work(
             model=self.task.model,
             sequence=self.task.sequence,
             micro_batch=micro_batch,
             tensor=shape_of(rows).tensor,
             context=shape_of(rows).context,
+            sequence_parallel=software.sequence_parallel,
             recompute="full" if recompute else "none",
+            flash=self._flash,
+            dropout=software.dropout,
             compute=self.task.compute,
         )
 
@@ -102,15 +112,38 @@ class Estimator:
         return found
 
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
-        cluster, work = self.task.cluster, self.work(rows, micro_batch)
-        seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
-        forward_s = backward_s = 0.0
+        cluster, shape, work = self.task.cluster, shape_of(rows), self.work(rows, micro_batch)
+        # Only attention sees sequences; an embedding and a head see tokens.
+        tokens = micro_batch * self.task.sequence // shape.context
+        key = (kind, shape.tensor, accumulate, *((shape.context, micro_batch) if kind == LAYER else (tokens,)))
+        seconds = self._kernels.get(key)
+        if seconds is None:
+            seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
+            self._kernels[key] = seconds
+        tensor_s, context_s = self._inner_messages(kind, rows, work)
+        forward_s = seconds.forward_s + tensor_s[0] + context_s[0]
+        backward_s = seconds.input_s + seconds.weight_s + tensor_s[1] + context_s[1]
+        return Seconds(forward_s, backward_s, seconds.weight_s, forward_s)
+
+    def inner_messages(
+        self, kind: int, rows: Rows, micro_batch: int
+    ) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return (forward, backward) seconds of a block's tensor messages and of its context messages."""
+        return self._inner_messages(kind, rows, self.work(rows, micro_batch))
+
+    def _inner_messages(self, kind: int, rows: Rows, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
+        cluster, tensor = self.task.cluster, axis_group(rows, TENSOR)
         if kind == LAYER:
-            messages = tensor_messages(cluster, axis_group(rows, TENSOR), work)
+            messages = tensor_messages(cluster, tensor, work)
             keys_s = all_gather_s(cluster, axis_group(rows, CONTEXT), self._key_bytes(work) * work.context)
-            forward_s, backward_s = messages.forward_s + keys_s, messages.backward_s + 2 * keys_s
-        forward_s += seconds.forward_s
-        return Seconds(forward_s, seconds.input_s + seconds.weight_s + backward_s, seconds.weight_s, forward_s)
+            return (messages.forward_s, messages.backward_s), (keys_s, 2 * keys_s)
+        # Words are cut over the tensor ranks: the embedding's outputs are summed, so are the gradients of the head's
+        # input. Where these are cut along the sequence, either is scattered, and the head gathers its input both ways.
+        gather_s = all_gather_s(cluster, tensor, work.tokens * work.model.hidden_size * self.item)
+        if not work.sequence_parallel:
+            sum_s = all_reduce_s(cluster, tensor, work.tokens * work.model.hidden_size * self.item)
+            return ((sum_s, 0.0) if kind == EMBEDDING else (0.0, sum_s)), (0.0, 0.0)
+        return (gather_s, gather_s if kind == EMBEDDING else 2 * gather_s), (0.0, 0.0)
 
     def _key_bytes(self, work: Work) -> int:
         """Return the bytes of a rank's keys and values of one layer and micro-batch."""
@@ -125,6 +158,9 @@ class Estimator:
         if found is None:
             part = self._boundary_bytes(rows, micro_batch)
             found = max((send_s(self.task.cluster, tier, part) for tier in shape.crossed), default=0.0)
+            if shape.crossed and not self.task.software.sequence_parallel:
+                # The parts are put together on the other side (Narayanan et al. 2104.04473, section 4.1).
+                found += all_gather_s(self.task.cluster, axis_group(rows, TENSOR), part * shape.tensor)
             self._edges[key] = found
         return found
 
@@ -133,21 +169,23 @@ class Estimator:
         work = self.work(rows, micro_batch)
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
-    def inner_bytes(self, choice: Choice, num_micros: int, layers: int) -> dict[tuple[str, str], int]:
-        """Return what a rank sends in a step to its tensor and context ranks, by (axis, tier)."""
+    def inner_bytes(self, choice: Choice, num_micros: int, part: Part) -> dict[tuple[str, str], int]:
+        """Return what a rank of a stage sends in a step to its tensor and context ranks, by (axis, tier)."""
         work = self.work(choice.rows, choice.micro_batch)
         whole = work.tokens * self.task.model.hidden_size * self.item
-        passes = 10 + 4 * choice.recompute  # gathers and scatters of a layer: forward 4, backward 6, again 4
+        # Gathers and scatters of a layer: forward 4, backward 6, again 4; of an embedding 2 and of a head 3 in all.
+        embeddings, layers, heads = part.counts
+        passes = layers * (10 + 4 * choice.recompute) + 2 * embeddings + 3 * heads
         volumes = {
             TENSOR: ("tensor", passes * whole),
-            CONTEXT: ("context", (3 + choice.recompute) * self._key_bytes(work) * work.context),
+            CONTEXT: ("context", layers * (3 + choice.recompute) * self._key_bytes(work) * work.context),
         }
         sent: dict[tuple[str, str], int] = {}
         for axis, (name, volume) in volumes.items():
             left = volume
             for row, tier in zip(choice.rows, self.task.cluster.tiers, strict=True):
                 if row[axis] > 1:
-                    sent[name, tier.name] = layers * num_micros * left * (row[axis] - 1) // row[axis]
+                    sent[name, tier.name] = num_micros * left * (row[axis] - 1) // row[axis]
                     left //= row[axis]
         return sent
 
@@ -162,35 +200,8 @@ class Estimator:
         """Return the seconds of the optimizer on a rank's part of `numel` parameters."""
         return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
 
-    def message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool = False
-    ) -> tuple[int, float]:
-        """Return (lane, seconds) of one message of a block of `numel` elements among `degrees` data ranks."""
-        key = (degrees, placement, message, numel, secondary)
-        if key not in self._messages:
-            self._messages[key] = self._message(degrees, placement, message, numel, secondary)
-        return self._messages[key]
-
-    def _message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool
-    ) -> tuple[int, float]:
-        layout, plan = self._layout(degrees, placement)
-        block = BlockSpec(name="any", params=(ParamSpec(name="all", shape=(numel,)),))
-        program = Program(
-            cluster=data_cluster(self.task.cluster, degrees),
-            plan=plan,
-            layout=layout,
-            blocks=(block,),
-            num_micros=1,
-            instructions=(),
-        )
-        backward = message is MessageClass.GATHER_BACKWARD
-        op = Op.GATHER if backward else Op(message.value.upper())
-        instruction = Instruction(op, 0, backward=backward, secondary=secondary)
-        costs = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
-        return program.lane(instruction), costs.collective_s(instruction)
-
-    def _layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+    def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+        """Return where `degrees` data ranks hold states, and a plan that says so."""
         key = (degrees, placement)
         if key not in self._layouts:
             rows = tuple((degree, 1, 1, 1) for degree in degrees)
@@ -206,7 +217,7 @@ class Estimator:
         return self._states[key]
 
     def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        layout, plan = self._layout(degrees, placement)
+        layout, plan = self.layout(degrees, placement)
         master = FORMATS[self.task.master].element_bytes
         copies = self.item / layout.span(layout.params)
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
@@ -284,7 +295,7 @@ class Estimator:
 
     def _plan(self, choice: Choice) -> Plan:
         if choice not in self._plans:
-            self._plans[choice] = plan_of(self.task, choice)
+            self._plans[choice] = replace(plan_of(self.task, choice), schedule=None)  # memory knows it by `waiting`
         return self._plans[choice]
 
     def index(self, kind: int) -> int:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from terrace.base.errors import PlanError, TerraceError
-from terrace.plan import Plan, num_micro_batches, validate
+from terrace.base.errors import TerraceError
+from terrace.plan import Plan, validate
 from terrace.planner.bound import Bounds
+from terrace.planner.chosen import choice_of
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
-from terrace.planner.explain import lack, placement_of
-from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Task
+from terrace.planner.explain import lack
+from terrace.planner.task import Task
 
 Scaling = Literal["strong", "weak"]
 
@@ -57,25 +57,9 @@ def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> lis
     return [_point(task, plan, size, scaling) for size in sizes]
 
 
-def choice_of(task: Task, plan: Plan) -> Choice:
-    """Return a data-parallel plan as a choice; raises `PlanError` where the planner has no such choice."""
-    if plan.recompute not in ((), ("layers.*",)):
-        raise PlanError(
-            f"recompute = {list(plan.recompute)}: plans are priced with recompute = [] or ['layers.*']; use one of them"
-        )
-    if plan.prefetch != 1:
-        raise PlanError(f"prefetch = {plan.prefetch}: plans are priced with prefetch = 1; leave it out")
-    rows = tuple((tier.size, 1, 1, 1) for tier in task.cluster.tiers)
-    again = int(bool(plan.recompute))
-    return Choice(again, plan.unit, SERIAL, 1, plan.micro_batch, placement_of(task, plan), rows)
-
-
 def evaluate_plan(task: Task, plan: Plan) -> Estimate:
     """Return what a plan costs on the cluster of a task; raises `PlanError` for one that cannot run there."""
-    layout = validate(task.cluster, plan, task.blocks)
-    micros = num_micro_batches(plan, layout, task.batch)
-    if micros % plan.unit:
-        raise PlanError(f"unit = {plan.unit} does not divide the {micros} micro-batches of a rank: use a divisor")
+    validate(task.cluster, plan, task.blocks)
     own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master)
     return Evaluator(Bounds(Estimator(own))).evaluate(choice_of(own, plan))
 
