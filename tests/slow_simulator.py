@@ -29,6 +29,8 @@ class _Rank:
     again: frozenset[int]
     now_s: float = 0.0
     lanes_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # when each lane is free
+    begins_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # and busy since, without a pause
+    penalties: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # of each lane's newest message
     time_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathers: dict[int, tuple[float, str]] = field(default_factory=dict)
     refreshes: dict[int, float] = field(default_factory=dict)
@@ -90,16 +92,35 @@ class _Rank:
         lane, seconds = self.program.lane(instruction), self.costs.collective_s(instruction)
         if not seconds:
             return max(ready_s, self.now_s)
-        self.lanes_s[lane] = max(self.lanes_s[lane], self.now_s, ready_s) + seconds
+        start_s = max(self.now_s, ready_s)
+        if self.lanes_s[lane] <= start_s:
+            self.begins_s[lane] = start_s
+        self.lanes_s[lane] = max(self.lanes_s[lane], start_s) + seconds
+        self.penalties[lane] = self.costs.penalty(instruction)
         return self.lanes_s[lane]
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self.program.cluster.device.backend == "cpu"
 
     def _wait(self, done_s: float, category: str) -> None:
         if done_s > self.now_s:
-            self.time_s[category] += done_s - self.now_s
+            seconds = done_s - self.now_s
+            wanted_s = sum(self._wanted_s(lane, seconds) for lane in self.lanes_s)
+            self.time_s[category] += max(seconds, wanted_s) if self._is_cpu else seconds
             self.now_s = done_s
 
     def _compute(self, seconds: float, category: str) -> None:
-        shared_s = min(seconds, max(0.0, max(self.lanes_s.values(), default=0.0) - self.now_s))
-        seconds += self.program.cluster.device.overlap_penalty * shared_s
+        if self._is_cpu:  # the clock stands still while messages take the cores
+            self.time_s[category] += seconds + sum(self._wanted_s(lane, seconds) for lane in self.lanes_s)
+            self.now_s += seconds
+            return
+        shared_s = {lane: min(seconds, max(0.0, end_s - self.now_s)) for lane, end_s in self.lanes_s.items()}
+        seconds += max((self.penalties[lane] * shared_s[lane] for lane in shared_s), default=0.0)
         self.time_s[category] += seconds
         self.now_s += seconds
+
+    def _wanted_s(self, lane: int, seconds: float) -> float:
+        """Return the part of the cores' next `seconds` that a lane's messages need."""
+        begin_s, end_s = max(self.begins_s[lane], self.now_s), min(self.lanes_s[lane], self.now_s + seconds)
+        return self.penalties[lane] * max(0.0, end_s - begin_s)

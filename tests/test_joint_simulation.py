@@ -38,7 +38,7 @@ def _cluster(sizes: tuple[int, ...], penalty: float = 0.0) -> Cluster:
         Tier(name=f"t{i}", size=size, bandwidth_bytes_per_s=1e8 / 3**i, latency_s=1e-5 * (i + 1))
         for i, size in enumerate(sizes)
     )
-    return Cluster(name="test", device=replace(LOCAL.device, overlap_penalty=penalty), tiers=tiers)
+    return Cluster(name="test", device=replace(LOCAL.device, backend="cuda", overlap_penalty=penalty), tiers=tiers)
 
 
 def _step(name: str, cluster: Cluster, num_micros: int, **changes: object) -> tuple[Program, Costs]:

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -34,11 +35,13 @@ from terrace.probe.fit import (
     overlap_penalty,
 )
 from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orientations
+from terrace.probe.links import TierLinks
 from terrace.probe.measure import measure
 from terrace.probe.samples import Overlap, Samples, TierSamples
+from terrace.runtime import heap
 from terrace.runtime.launch import LocalPool
 from terrace.runtime.world import World
-from terrace.simulate.kernels import attention_s, gemm_s, memory_s
+from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s, stream_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
 from tests.toys import cluster_of
@@ -255,6 +258,7 @@ def synthetic(true: Cluster) -> Samples:
         gemms=tuple(gemms(true.device)),
         copies=passes,
         norms=passes,
+        fresh=(),
         attention=tuple(attention),
         layers=tuple(layers(true.device)),
         launch_s=true.device.kernels.launch_s,
@@ -265,10 +269,10 @@ def synthetic(true: Cluster) -> Samples:
                 tier=tier.name,
                 messages=tuple(messages(tier.size, tier.latency_s, tier.bandwidth_bytes_per_s)),
                 skew_s=0.0,
+                overlap=Overlap(compute_s=2.0, message_s=1.0, together_s=2.3, num_messages=4, degree=2),
             )
             for tier in true.tiers
         ),
-        overlap=Overlap(compute_s=2.0, message_s=1.0, together_s=2.3, num_messages=4, degree=2),
     )
 
 
@@ -283,14 +287,14 @@ def test_assembling_gives_back_the_machine_that_was_measured() -> None:
     assert found.kernels.gemm == pytest.approx(kernels.gemm, rel=0.05)
     assert found.kernels.memory == pytest.approx(kernels.memory, rel=0.1)
     assert found.kernels.attention == pytest.approx(kernels.attention, rel=0.05)
-    assert found.overlap_penalty == pytest.approx(0.3)
     assert found.marks["peak_flops_per_s.bf16"] == found.marks["kernels.tiles"] == "preset"
     assert found.marks["kernels.gemm"] == "fitted"
     assert found.marks["kernels.host_layer_s"] == "measured"
     for tier, was in zip(probed.cluster.tiers, true.tiers, strict=True):
         assert (tier.name, tier.size) == (was.name, was.size)
         assert tier.bandwidth_bytes_per_s == pytest.approx(was.bandwidth_bytes_per_s, rel=0.02)
-        assert tier.marks["latency_s"] == "measured"
+        assert tier.overlap_penalty == pytest.approx(0.3)
+        assert tier.marks["latency_s"] == tier.marks["overlap_penalty"] == "measured"
     assert parse_cluster(dump(probed.cluster)) == probed.cluster
     assert tomli_w.dumps(dump(probed.cluster))
 
@@ -324,9 +328,51 @@ def test_two_ranks_measure_the_same_and_it_makes_a_cluster() -> None:
     assert mean_error([1.0], [2.0]) == 0.5
 
 
+def _sent(world: World, cluster: Cluster) -> list[tuple[float, float]]:
+    """Return, of a gather and a reduction over each tier, what this rank sent and what the probe believes."""
+    torch.set_num_threads(1)
+    found: list[tuple[float, float]] = []
+    for tier in range(len(cluster.tiers)):
+        links = TierLinks(cluster, tier, world.rank, torch.device("cpu"), timedelta(seconds=60), None)
+        for kind in ("gather", "reduce"):
+            before = links.counted_bytes
+            links.call(kind, 4096)()
+            found.append((links.counted_bytes - before, links.sent_bytes(4096)))
+        links.close()
+    return found
+
+
+def test_every_rank_sends_what_the_probe_prices() -> None:
+    """Ranks that stand elsewhere on the other tiers are no less busy: all groups of a tier work at once."""
+    with LocalPool(4) as pool:
+        for found in pool.run(4, _sent, cluster_of(2, 2), timeout_s=120.0):
+            assert found == [(2048.0, 2048.0)] * 4
+
+
+def test_a_cpu_shows_what_streams_and_what_new_memory_costs() -> None:
+    true = load_cluster("local")
+    kernels = replace(TRUE, memory=0.2, stream=0.7, fresh=0.4)
+    device = replace(true.device, memory_bandwidth_bytes_per_s=1e10, kernels=kernels)
+    shown = synthetic(replace(true, device=replace(device, peak_flops_per_s={"fp32": 4e10, "bf16": 1e11})))
+    sums = tuple(PassSample(num_bytes=size, seconds=stream_s(device, size)) for size in (1e8, 1e9))
+    new = tuple(PassSample(num_bytes=size, seconds=fresh_s(device, size)) for size in (1e7, 1e8))
+    assert all(sample.seconds > 0 for sample in new)
+    found = assemble(true, replace(shown, device="cpu", copies=sums, fresh=new)).cluster.device
+    assert found.kernels.stream * found.memory_bandwidth_bytes_per_s == pytest.approx(7e9, rel=0.02)
+    assert found.kernels.fresh * found.memory_bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.02)
+    assert found.marks["kernels.stream"] == found.marks["kernels.fresh"] == "fitted"
+
+
+def test_buffers_are_kept_up_to_the_size_the_runtime_says() -> None:
+    device = replace(load_cluster("local").device, kernels=replace(TRUE, fresh=0.5))
+    assert fresh_s(device, heap._LARGE_BYTES - 1) == 0.0
+    assert fresh_s(device, heap._LARGE_BYTES) > 0.0
+    assert fresh_s(replace(device, kernels=TRUE), 1e9) == 0.0
+
+
 def test_a_single_rank_has_no_messages() -> None:
     cluster = cluster_of(1)
     with LocalPool(1) as pool:
         (samples,) = pool.run(1, _measure, cluster, timeout_s=120.0)
-    assert (samples.tiers, samples.overlap) == ((), None)
+    assert samples.tiers == ()
     assert assemble(cluster, samples).cluster.tiers[0].marks["bandwidth_bytes_per_s"] == "preset"

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -53,9 +54,13 @@ def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
     """Any program, with costs drawn apart from it, zeros among them, so that ties and empty work come up."""
     setting: Setting = draw(settings_of_a_step())
     penalty = draw(st.sampled_from([0.0, 0.3, 1.0]))
-    device = replace(setting.cluster.device, overlap_penalty=penalty)
+    backend: Literal["cpu", "cuda"] = "cpu" if draw(st.booleans()) else "cuda"
+    device = replace(setting.cluster.device, overlap_penalty=penalty, backend=backend)
     scale = draw(st.sampled_from([1e3, 1e6, 1e9]))
-    tiers = tuple(replace(tier, bandwidth_bytes_per_s=scale / 2**i) for i, tier in enumerate(setting.cluster.tiers))
+    tiers = tuple(
+        replace(tier, bandwidth_bytes_per_s=scale / 2**i, overlap_penalty=draw(st.sampled_from([None, 0.0, 0.6, 1.0])))
+        for i, tier in enumerate(setting.cluster.tiers)
+    )
     cluster = replace(setting.cluster, device=device, tiers=tiers)
     program = build(cluster, setting.plan, setting.blocks, setting.num_micros)
     seconds = st.sampled_from([0.0, 1e-5, 1e-3])

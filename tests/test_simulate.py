@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -72,6 +73,37 @@ def test_overlap_lies_between_the_maximum_and_the_sum(
     assert step_s >= compute_s * (1 - 1e-9)
     assert step_s >= _busiest_lane_s(program, costs) * (1 - 1e-9)
     assert step_s <= serial_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_who_is_slowed_when_messages_take_longer_than_computing(backend: Literal["cpu", "cuda"]) -> None:
+    """With a penalty of 1 a CPU does one after the other; a GPU computes twice as long beside messages that do not."""
+    cluster = _cluster((2,), 1.0)
+    cluster = replace(cluster, device=replace(cluster.device, backend=backend))
+    program = build(cluster, replace(preset("zero3", cluster), prefetch=99), BLOCKS, 1)
+    priced = step_costs(program, [1.0] * len(BLOCKS))  # next to nothing
+    count = len(BLOCKS)
+    costs = replace(priced, forward_s=(1e-6,) * count, backward_s=(1e-6,) * count, update_s=(0.0,) * count)
+    message_s = sum(costs.collective_s(each) for each in program.instructions if each.op in COLLECTIVES)
+    step_s = simulate(program, costs).step_s
+    if backend == "cpu":
+        assert step_s == pytest.approx(message_s + 2e-6 * count, rel=1e-9)
+    else:
+        assert step_s < message_s + 1e-6 * count
+
+
+def test_a_tier_has_a_penalty_of_its_own() -> None:
+    """Links that wait for no core hide behind computing; those that do are as if in turn."""
+    base = _cluster((2, 2), 1.0)
+    steps = {}
+    for penalty in (None, 0.0, 0.5, 1.0):
+        cluster = replace(base, tiers=tuple(replace(tier, overlap_penalty=penalty) for tier in base.tiers))
+        program = build(cluster, preset("zero3", cluster), BLOCKS, 2)
+        steps[penalty] = simulate(program, step_costs(program, FLOPS)).step_s
+    assert steps[0.0] < steps[0.5] < steps[1.0] == steps[None]
+    mixed = replace(base, tiers=(base.tiers[0], replace(base.tiers[1], overlap_penalty=0.0)))
+    program = build(mixed, preset("zero3", mixed), BLOCKS, 2)
+    assert steps[0.0] < simulate(program, step_costs(program, FLOPS)).step_s < steps[1.0]
 
 
 def test_one_rank_has_nothing_to_wait_for() -> None:

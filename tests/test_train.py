@@ -288,6 +288,24 @@ def test_a_paced_run_takes_as_long_as_its_links_say(tmp_path: Path) -> None:
     assert all(record.step_s > least_s for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
+def test_a_paced_run_on_a_probed_cluster_is_predicted_with_its_pace(tmp_path: Path) -> None:
+    """The file says what was probed, which is twice what the pace lets through."""
+    write_run(tmp_path, 1, 2, plan="ddp", steps=2)
+    cluster, rate = tmp_path / "cluster.toml", 2e5
+    table = tomllib.loads(cluster.read_text())
+    table["device"] |= {"source": "a probe", "marks": {"kernels.gemm": "fitted"}}
+    table["tiers"][1] |= {"bandwidth_bytes_per_s": rate / 0.5, "latency_s": 0.0}
+    cluster.write_text(tomli_w.dumps(table))
+    train = ("terrace", "train", "--config", "run.toml", "--folder", "run")
+    done = terrace("rehearse", "run", "--paced", "--scale", "0.5", "--", *train, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "measured on this machine" in done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    least_s = report["measured"]["sent_bytes"]["sync.node"] / rate
+    assert least_s > 0.1, "the links are slow enough to tell"
+    assert sum(report["predicted"]["time_s"].values()) > least_s
+
+
 def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     write_run(tmp_path, 1, plan="ddp", steps=40, checkpoint_every=1, keep_checkpoints=50)
     done = terrace(

@@ -60,7 +60,7 @@ class Screen:
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"
-        if self._job.run.cluster.is_measured:
+        if cluster is self._job.run.cluster:
             origin, where = f"as the cluster's file says, by {cluster.device.source}", "large products"
             rate *= cluster.device.kernels.gemm
         print(

@@ -34,6 +34,8 @@ class Kernels:
     num_cores: int = 0  # cores that take tiles; 0: any number of tiles keeps the device full
     tiles: tuple[tuple[int, int, float], ...] = ()  # empty: no part of a tile is ever wasted
     memory: float = 1.0  # share of the memory bandwidth
+    stream: float = 0.0  # the same for plain sums, operands of products and the optimizer; 0: as `memory`
+    fresh: float = 0.0  # the same for memory that is new from the system, beside writing it; 0: buffers are kept
     attention: float = 1.0  # share of the peak that flash attention reaches
     codec: float = 1.0  # share of the memory bandwidth that coding and decoding block formats reaches
     launch_s: float = 0.0  # what a kernel takes beyond its work
@@ -76,6 +78,7 @@ class Tier:
     direct: bool = False  # True: members are wired in pairs without a switch, each pair with its part of the bandwidth
     efficiency: float = 1.0  # share of the bandwidth that large messages reach
     half_bytes: float = 0.0  # size of a message that reaches half of that
+    overlap_penalty: float | None = None  # how much compute slows while messages travel here; None: as the device says
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
 
@@ -194,6 +197,11 @@ def _check_kernels(kernels: Kernels) -> None:
         value = getattr(kernels, name)
         if not 0 <= value <= _LONGEST_S:
             raise ClusterError(f"device.kernels.{name} = {value}: give zero or a positive number up to {_LONGEST_S:g}")
+    for name in ("stream", "fresh"):
+        if not 0 <= getattr(kernels, name) <= 1:
+            raise ClusterError(
+                f"device.kernels.{name} = {getattr(kernels, name)} must lie between 0 and 1: it is a share of a peak"
+            )
     for rows, columns, share in kernels.tiles:
         if rows < 1 or columns < 1:
             raise ClusterError(f"device.kernels.tiles has a tile of {rows} x {columns}: give at least 1 x 1")
@@ -237,4 +245,6 @@ def _check_tier(tier: Tier) -> None:
         raise ClusterError(
             f"tier {tier.name!r} has half_bytes {tier.half_bytes}: give zero or a positive number up to {_MOST_RATE:g}"
         )
+    if tier.overlap_penalty is not None and not 0 <= tier.overlap_penalty <= 1:
+        raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
     _check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)})

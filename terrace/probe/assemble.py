@@ -12,6 +12,7 @@ from terrace.cluster import Cluster, Device, Kernels, Tier
 from terrace.cluster.cluster import Mark
 from terrace.probe.fit import (
     fit_attention,
+    fit_fresh,
     fit_gemm,
     fit_layers,
     fit_link,
@@ -59,7 +60,7 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         if tier.name not in found:
             tiers.append(replace(tier, marks=_tier_marks(tier.marks, {})))
             continue
-        probed, of_tier = _tier(tier, found[tier.name], 0.0 if samples.overlap is None else samples.overlap.late_s)
+        probed, of_tier = _tier(tier, found[tier.name], device.overlap_penalty)
         tiers.append(probed)
         rows += of_tier
     largest = max(samples.optimizer, key=lambda each: each.numel)
@@ -91,6 +92,11 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
     device = replace(device, kernels=blank, backend="cpu" if on_cpu else "cuda")
     memory, _ = fit_memory(device, [*samples.norms, *(() if on_cpu else samples.copies)])
     device = replace(device, kernels=replace(blank, memory=memory))
+    if on_cpu:  # where a norm computes as long as it reads
+        stream, error = fit_memory(device, samples.copies)
+        learn(error, "fitted", stream=stream)
+        fresh, error = fit_fresh(device, samples.fresh)
+        learn(error, "fitted", fresh=fresh)
     share, half_depth, error = fit_gemm(device, samples.gemms)
     learn(error, "fitted", gemm=share, gemm_half_depth=half_depth)
     share, error = fit_attention(device, samples.attention)
@@ -100,11 +106,6 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
     learn(error, "fitted", memory=memory, launch_s=launch_s)
     constant_s, error = fit_optimizer(device, samples.optimizer)
     learn(error, "fitted", optimizer_s=constant_s)
-    if samples.overlap is not None:
-        took = samples.overlap
-        penalty = overlap_penalty(took.compute_s, took.message_s, took.together_s)
-        rows.append(Row(name="overlap_penalty", unit="", before=start.overlap_penalty, now=penalty, mark="measured"))
-        device = replace(device, overlap_penalty=penalty)
     marks = {row.name: row.mark for row in rows}
     marks |= {"kernels.num_cores": "measured", "kernels.tiles": "measured" if on_cpu else "preset"}
     return replace(device, marks=_device_marks(device, start.marks, marks), source=_SOURCE), rows
@@ -128,10 +129,12 @@ def _peak(name: str, unit: str, before: float | None, best: float, kind: str) ->
     return Row(name=name, unit=unit, before=before, now=before, mark="preset")
 
 
-def _tier(start: Tier, samples: TierSamples, late_s: float) -> tuple[Tier, list[Row]]:
+def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Row]]:
     """Return the tier; its latency is that of a message in a step, which waits for neighbours or for a core."""
-    fit = fit_link(samples.messages)
-    latency_s = fit.latency_s + max(samples.skew_s, late_s)
+    fit, beside = fit_link(samples.messages), samples.overlap
+    latency_s = fit.latency_s + max(samples.skew_s, beside.late_s)
+    penalty = overlap_penalty(beside.compute_s, beside.message_s, beside.together_s)
+    was = before if start.overlap_penalty is None else start.overlap_penalty
     rows = [
         Row(name=f"{start.name}.latency_s", unit="s", before=start.latency_s, now=latency_s, mark="measured"),
         Row(
@@ -150,6 +153,7 @@ def _tier(start: Tier, samples: TierSamples, late_s: float) -> tuple[Tier, list[
             mark="fitted",
             error=fit.error,
         ),
+        Row(name=f"{start.name}.overlap_penalty", unit="", before=was, now=penalty, mark="measured"),
     ]
     marks: dict[str, Mark] = {row.name.removeprefix(f"{start.name}."): row.mark for row in rows}
     tier = replace(
@@ -157,6 +161,7 @@ def _tier(start: Tier, samples: TierSamples, late_s: float) -> tuple[Tier, list[
         latency_s=latency_s,
         bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
         half_bytes=fit.half_bytes,
+        overlap_penalty=penalty,
         efficiency=1.0,  # the bandwidth is what messages reach
         direct=False,  # and that of all members together, however they are wired
         source=_SOURCE,
@@ -173,4 +178,5 @@ def _device_marks(device: Device, before: Mapping[str, Mark], found: Mapping[str
 
 def _tier_marks(before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:
     names = ["bandwidth_bytes_per_s", "latency_s", "efficiency", "half_bytes"]
+    names += ["overlap_penalty"] if "overlap_penalty" in found or "overlap_penalty" in before else []
     return {name: found.get(name, before.get(name, "preset")) for name in names}

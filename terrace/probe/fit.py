@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProbeError
 from terrace.cluster import Device, Kernels
-from terrace.simulate.kernels import attention_s, gemm_s, memory_s
+from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
 
@@ -137,6 +137,18 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
     def priced(share: float) -> list[float]:
         tried = _with(device, memory=share)
         return [memory_s(tried, sample.num_bytes) for sample in samples]
+
+    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
+    return share, mean_error(priced(share), measured)
+
+
+def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
+    """Return (share of the memory bandwidth at which new memory is made, mean relative error)."""
+    measured = [sample.seconds for sample in samples]
+    _check(measured, "buffers of new memory")
+
+    def priced(share: float) -> list[float]:
+        return [fresh_s(_with(device, fresh=share), sample.num_bytes) for sample in samples]
 
     share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
     return share, mean_error(priced(share), measured)

@@ -4,6 +4,7 @@ For each tier a layout of its own, in which only that tier has data ranks: a gat
 tier and no other, while all groups of the tier work at once, as in a step.
 """
 
+import statistics
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -22,7 +23,8 @@ from terrace.probe.timing import Stopwatch, Work
 _NUM_SIZES = 7
 _FIRST_BYTES = 256 << 10  # of a group; its time says how large the other messages may be
 _LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-_CALLS_A_LOOP = 4  # of the largest message
+_CALLS_A_LOOP = 2  # of the largest message
+_ROUNDS = 5  # of computing, messages and both
 _SKEW_BYTES = 64 << 10  # of a group, around the messages of a small model
 _ELEMENT_BYTES = 4
 _KINDS = ("gather", "reduce")
@@ -40,9 +42,9 @@ class TierLinks:
         self.name, self.degree, self._tier = name, cluster.tiers[tier].size, tier
         self._layout = Layout.of(cluster, plan)
         self._coordinates = self._layout.coordinates(rank)
-        self._device, meter = device, Meter()
+        self._device, meter, self._ledger = device, Meter(), Ledger()
         groups = TierGroups(self._layout, rank, timeout)
-        self._collectives = Collectives(groups, self._layout, plan, Ledger(), meter, device, pacer)
+        self._collectives = Collectives(groups, self._layout, plan, self._ledger, meter, device, pacer)
         self._origin = Origin("probe", self._layout, device, meter)
         self._lane = make_lane(device)
 
@@ -52,17 +54,22 @@ class TierLinks:
         return lambda: submit()()
 
     def start(self, kind: str, whole_bytes: int) -> Callable[[], Callable[[], None]]:
-        """Return a call that submits such a collective to the lane, and returns what waits for it."""
+        """Return a call that submits such a collective to the lane, and returns what waits for it.
+
+        The result of a reduction is added to what is there, as in a step.
+        """
         full = torch.zeros(whole_bytes // _ELEMENT_BYTES, device=self._device)
 
         def piece(tier: int) -> Tensor:
             return full[self._layout.slice(tier, self._coordinates, full.numel())]
 
+        shard = torch.zeros_like(piece(self._tier))
+
         def gather() -> None:
             self._collectives.gather(MessageClass.GATHER, piece, self._tier, DEVICE, self._origin)
 
         def reduce() -> None:
-            self._collectives.reduce(MessageClass.REDUCE, full, DEVICE, self._tier, self._origin)
+            shard.add_(self._collectives.reduce(MessageClass.REDUCE, full, DEVICE, self._tier, self._origin))
 
         work = {"gather": gather, "reduce": reduce}[kind]
         return lambda: self._lane.submit(work).wait
@@ -71,13 +78,23 @@ class TierLinks:
         """Return what one rank sends of `whole_bytes`."""
         return whole_bytes * (self.degree - 1) / self.degree
 
+    @property
+    def counted_bytes(self) -> int:
+        """Return what this rank has sent so far."""
+        return sum(self._ledger.total().values())
+
     def close(self) -> None:
         """Stop the lane; the groups stay with the world."""
         self._lane.close()
 
 
-def measure_tier(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> TierSamples:
-    """Time gathers and reductions of a tier over growing sizes, and a small gather between computation."""
+def measure_tier(
+    watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float, overlap_budget_s: float
+) -> TierSamples:
+    """Time gathers and reductions of a tier over growing sizes, a small gather between computation, and some beside it.
+
+    Computing beside messages gets a budget of its own.
+    """
     each_s = budget_s / (len(_KINDS) * _NUM_SIZES + 4)
     first_s = watch.seconds(links.call("gather", _aligned(_FIRST_BYTES, links.degree)), each_s, agreed=True)
     largest = min(_FIRST_BYTES * each_s / _CALLS_A_LOOP / 4 / first_s, _LARGEST_BYTES[watch.device.type])
@@ -88,7 +105,12 @@ def measure_tier(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: fl
             messages.append(
                 LinkSample(kind=kind, degree=links.degree, sent_bytes=links.sent_bytes(size), seconds=seconds)
             )
-    return TierSamples(tier=links.name, messages=tuple(messages), skew_s=_skew_s(watch, links, compute, each_s))
+    return TierSamples(
+        tier=links.name,
+        messages=tuple(messages),
+        skew_s=_skew_s(watch, links, compute, each_s),
+        overlap=measure_overlap(watch, links, compute, overlap_budget_s),
+    )
 
 
 def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> Overlap:
@@ -118,11 +140,16 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
         for wait in waits:
             wait()
 
-    alone = [watch.seconds(work, each_s, agreed=True) for work in (only_compute, only_messages)]
+    # In turns, so that a disturbance that lasts is in all three.
+    rounds = [
+        [watch.seconds(work, each_s / _ROUNDS, agreed=True) for work in (only_compute, only_messages, both)]
+        for _ in range(_ROUNDS)
+    ]
+    compute_s, message_s, together_s = (statistics.median(column) for column in zip(*rounds, strict=True))
     return Overlap(
-        compute_s=alone[0],
-        message_s=alone[1],
-        together_s=watch.seconds(both, each_s, agreed=True),
+        compute_s=compute_s,
+        message_s=message_s,
+        together_s=together_s,
         num_messages=num_messages,
         degree=links.degree,
     )

@@ -13,14 +13,15 @@ from terrace.probe.compute import (
     TRAINS_IN,
     layer_passes,
     measure_attention,
+    measure_fresh,
     measure_gemms,
     measure_layers,
     measure_optimizer,
     measure_passes,
 )
 from terrace.probe.grid import overlap_layer
-from terrace.probe.links import TierLinks, measure_overlap, measure_tier
-from terrace.probe.samples import Overlap, Samples, TierSamples
+from terrace.probe.links import TierLinks, measure_tier
+from terrace.probe.samples import Samples, TierSamples
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.heap import return_large_buffers
 from terrace.runtime.launch import pace
@@ -30,13 +31,13 @@ from terrace.runtime.world import World
 _TIMEOUT_S = 120.0  # a rank that does not move for so long stopped the probe
 # Shares of the budget; they sum to one.
 _PARTS = {
-    "gemms": 0.28,
+    "gemms": 0.2,
     "passes": 0.07,
-    "attention": 0.08,
-    "layers": 0.2,
+    "attention": 0.06,
+    "layers": 0.16,
     "optimizer": 0.05,
-    "links": 0.25,
-    "overlap": 0.07,
+    "links": 0.33,
+    "overlap": 0.13,
 }
 
 Say = Callable[[str], None]
@@ -70,45 +71,42 @@ def _measure(
 ) -> Samples:
     stopwatch = Stopwatch(world.world_size, device)
     budget = {part: share * seconds for part, share in _PARTS.items()}
-    copies, norms, launch_s = measure_passes(stopwatch, budget["passes"], say)
+    copies, norms, launch_s = measure_passes(stopwatch, 0.7 * budget["passes"], say)
+    fresh = measure_fresh(stopwatch, 0.3 * budget["passes"])
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
     peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
     optimizer = measure_optimizer(stopwatch, budget["optimizer"], say)
-    tiers, overlap = _links(world, cluster, stopwatch, (budget["links"], budget["overlap"]), pacer, say)
+    tiers = _links(world, cluster, stopwatch, (budget["links"], budget["overlap"]), pacer, say)
     return Samples(
         device=device.type,
         num_cores=torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0,
         gemms=tuple(gemms),
         copies=tuple(copies),
         norms=tuple(norms),
+        fresh=tuple(fresh),
         attention=tuple(attention),
         layers=tuple(layers),
         launch_s=launch_s,
         host_layer_s=host_layer_s,
         optimizer=tuple(optimizer),
         tiers=tiers,
-        overlap=overlap,
     )
 
 
 def _links(
     world: World, cluster: Cluster, stopwatch: Stopwatch, budgets: tuple[float, float], pacer: Pacer | None, say: Say
-) -> tuple[tuple[TierSamples, ...], Overlap | None]:
+) -> tuple[TierSamples, ...]:
     crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
     compute, timeout = layer_passes(stopwatch, overlap_layer(stopwatch.device.type)), timedelta(seconds=2 * _TIMEOUT_S)
     tiers: list[TierSamples] = []
-    overlap = None
     for index in crossed:
         links = TierLinks(cluster, index, world.rank, stopwatch.device, timeout, pacer)
-        say(f"messages on tier {links.name}")
-        tiers.append(measure_tier(stopwatch, links, compute, budgets[0] / len(crossed)))
-        if index == crossed[-1]:
-            say("messages beside computation")
-            overlap = measure_overlap(stopwatch, links, compute, budgets[1])
+        say(f"messages on tier {links.name}, alone and beside computation")
+        tiers.append(measure_tier(stopwatch, links, compute, *(budget / len(crossed) for budget in budgets)))
         links.close()
-    return tuple(tiers), overlap
+    return tuple(tiers)
 
 
 def _device() -> torch.device:

@@ -15,6 +15,7 @@ class TierSamples:
     tier: str
     messages: tuple[LinkSample, ...]
     skew_s: float
+    overlap: "Overlap"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,10 @@ class Samples:
     gemms: tuple[GemmSample, ...]
     copies: tuple[PassSample, ...]
     norms: tuple[PassSample, ...]
+    fresh: tuple[PassSample, ...]  # what first writing new memory takes beyond writing; none on a device
     attention: tuple[AttentionSample, ...]
     layers: tuple[LayerSample, ...]
     launch_s: float
     host_layer_s: float
     optimizer: tuple[OptimizerSample, ...]
-    tiers: tuple[TierSamples, ...]
-    overlap: Overlap | None  # None with a single rank
+    tiers: tuple[TierSamples, ...]  # those with more than one member, innermost first

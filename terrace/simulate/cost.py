@@ -8,17 +8,19 @@ with n members that makes a rank send B bytes, of a message of n/(n - 1) B, take
 
 with the rate that such messages reach (`terrace.simulate.links`), and a collective over several tiers the sum over
 them, since each waits for the one before. Coding and decoding block formats is bound by memory: what it reads and
-writes over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
+writes over the share of the bandwidth that codecs reach, before and after the message on its lane. So is the memory of
+a whole block, gathered or of gradients, where it is new each time (`kernels.fresh`). The constants are
 the cluster's, and its `marks` say whether they are preset, measured or fitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
-from terrace.program import Instruction, Program
+from terrace.program import Instruction, Op, Program
+from terrace.simulate.kernels import fresh_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.links import rate_bytes_per_s
 from terrace.simulate.work import Work
@@ -39,14 +41,37 @@ class Costs:
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
-        device, tiers, degrees = self.program.cluster.device, self.program.cluster.tiers, self.program.layout.degrees
-        total = self.program.coding_bytes(instruction) / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
+        return self._own_s(instruction) + sum(seconds for _, seconds in self._hops(instruction))
+
+    def penalty(self, instruction: Instruction) -> float:
+        """Return how much computing slows beside a collective instruction: the mean over its time on each tier."""
+        device, tiers = self.program.cluster.device, self.program.cluster.tiers
+        own_s = self._own_s(instruction)
+        total_s, slowed_s = own_s, device.overlap_penalty * own_s
+        for tier, seconds in self._hops(instruction):
+            here = tiers[tier].overlap_penalty
+            total_s += seconds
+            slowed_s += seconds * (device.overlap_penalty if here is None else here)
+        return slowed_s / total_s if total_s else 0.0
+
+    def _own_s(self, instruction: Instruction) -> float:
+        """Return the seconds of a collective that pass inside the rank: coding, and the memory of the whole block."""
+        device, blocks = self.program.cluster.device, self.program.blocks
+        seconds = self.program.coding_bytes(instruction) / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
+        if instruction.op in (Op.GATHER, Op.REDUCE) and any(self.program.sends(instruction)):
+            block = blocks[instruction.block]
+            numel = block.num_trainable + (block.num_frozen if instruction.op is Op.GATHER else 0)
+            seconds += fresh_s(device, numel * FORMATS[self.program.plan.compute].element_bytes)
+        return seconds
+
+    def _hops(self, instruction: Instruction) -> Iterator[tuple[int, float]]:
+        """Yield the tiers that a collective crosses, with the seconds it takes on each."""
+        tiers, degrees = self.program.cluster.tiers, self.program.layout.degrees
         for tier, num_bytes in self.program.sends(instruction):
             degree = degrees[tier]
             whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
             rate = rate_bytes_per_s(self.program.cluster, tier, whole, degree=degree)
-            total += (degree - 1) * tiers[tier].latency_s + num_bytes / rate
-        return total
+            yield tier, (degree - 1) * tiers[tier].latency_s + num_bytes / rate
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:

@@ -2,8 +2,14 @@
 
 The rules are the executor's: communication is issued in program order onto the lane of the outermost tier
 it crosses and starts when the lane is free and what it reads is there; an instruction on the compute stream
-waits only for what it reads. Compute that runs while some lane is busy takes longer by the device's overlap
-penalty times the time they share. Lanes do not slow one another down on a tier that both cross.
+waits only for what it reads. What runs while a lane is busy is slowed by the overlap penalty of the lane's newest
+message, for the time they share:
+
+- on a device with cores of its own for messages (CUDA), computing takes longer, and messages take what they take;
+  with several busy lanes the largest penalty counts;
+- on a CPU the same cores do both. A penalty is the part of the cores that a message needs, and where all that runs
+  needs more than there is, all of it takes longer. `now_s` and the times of lanes are then those of a clock that
+  stands still as long as that lasts: by it nothing is ever slowed. Seconds by category are those of the wall.
 
 The step is played twice and the second is reported, so that refreshes which overlap the start of
 the next step are seen in their steady state.
@@ -14,7 +20,7 @@ the play itself only adds and compares. `terrace.simulate.recording` plays by th
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass
@@ -75,6 +81,7 @@ class Event:
     category: str  # of its compute, or of waiting for it
     needs: tuple[int, ...] = ()  # blocks whose parameters it reads
     opens: bool = False  # whether it needs a gradient buffer
+    penalty: float = 0.0  # of a message: by what part of the shared time it slows computing
 
 
 Play = tuple[Callable[["Rank", Event], None], Event]
@@ -109,7 +116,7 @@ class _Pricing:
         self.program, self.costs = program, costs
         self._again = recomputed(program.plan, program.blocks)
         self._in_place = accumulates_in_place(program.plan, program.layout)
-        self._messages: dict[tuple[object, ...], tuple[float, int, str]] = {}
+        self._messages: dict[tuple[object, ...], Event] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -130,8 +137,15 @@ class _Pricing:
         key = (op, instruction.backward, instruction.secondary, *sizes)
         if key not in self._messages:
             category = f"wait {self.program.message(instruction).value}"
-            self._messages[key] = self.costs.collective_s(instruction), self.program.lane(instruction), category
-        return _COLLECTIVE[op], Event(op, block, *self._messages[key])
+            self._messages[key] = Event(
+                op,
+                block,
+                self.costs.collective_s(instruction),
+                self.program.lane(instruction),
+                category,
+                penalty=self.costs.penalty(instruction),
+            )
+        return _COLLECTIVE[op], replace(self._messages[key], block=block)
 
     def _pass(self, instruction: Instruction) -> Play:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
@@ -149,11 +163,13 @@ class Rank:
     """The clocks of one rank and the moments at which communication under way will be done."""
 
     __slots__ = (
+        "begins_s",
         "busy_s",
         "gathers",
         "lanes_s",
+        "mutual",
         "now_s",
-        "penalty",
+        "penalties",
         "reduced",
         "reductions",
         "refreshes",
@@ -163,8 +179,10 @@ class Rank:
 
     def __init__(self, program: Program) -> None:
         self.now_s = 0.0
-        self.penalty = program.cluster.device.overlap_penalty
+        self.mutual = program.cluster.device.backend == "cpu"  # whether messages slow down beside computing, too
         self.lanes_s = [0.0] * len(program.layout.tiers)  # when each lane is free
+        self.begins_s = [0.0] * len(program.layout.tiers)  # since when each lane has been busy without a pause
+        self.penalties = [0.0] * len(program.layout.tiers)  # of the newest message of each lane
         self.busy_s = 0.0  # when all are
         self.time_s: dict[str, float] = defaultdict(float)
         self.gathers: dict[int, tuple[Moment, str]] = {}
@@ -243,25 +261,57 @@ class Rank:
         lanes_s, lane = self.lanes_s, event.lane
         if lanes_s[lane] > start_s:
             start_s = lanes_s[lane]
+        else:
+            self.begins_s[lane] = start_s
         lanes_s[lane] = done_s = start_s + event.seconds
+        self.penalties[lane] = event.penalty
         if done_s > self.busy_s:
             self.busy_s = done_s
         return done_s, -1
 
     def wait(self, moment: Moment, category: str) -> None:
         """Let the compute stream wait for a message."""
-        if moment[0] > self.now_s:
-            self.time_s[category] += moment[0] - self.now_s
+        seconds = moment[0] - self.now_s
+        if seconds > 0.0:
+            if self.mutual:  # several lanes may want the cores
+                self.time_s[category] += max(0.0, self.needed_s(seconds) - seconds)
+            self.time_s[category] += seconds
             self.now_s = moment[0]
 
     def compute(self, event: Event) -> None:
         """Run something on the compute stream."""
         seconds = event.seconds
-        shared_s = self.busy_s - self.now_s
-        if shared_s > 0.0:
-            seconds += self.penalty * (shared_s if shared_s < seconds else seconds)
-        self.time_s[event.category] += seconds
-        self.now_s += seconds
+        if self.busy_s <= self.now_s:
+            self.time_s[event.category] += seconds
+            self.now_s += seconds
+        elif self.mutual:
+            self.time_s[event.category] += seconds + self.needed_s(seconds)
+            self.now_s += seconds
+        else:
+            seconds += self.slowed_s(seconds)
+            self.time_s[event.category] += seconds
+            self.now_s += seconds
+
+    def needed_s(self, seconds: float) -> float:
+        """Return what messages need of the cores, by the penalties of their lanes, in the `seconds` from now."""
+        total_s, now_s = 0.0, self.now_s
+        for begin_s, end_s, penalty in zip(self.begins_s, self.lanes_s, self.penalties, strict=True):
+            if end_s > now_s:
+                shared_s = min(end_s, now_s + seconds) - max(begin_s, now_s)
+                if shared_s > 0.0:
+                    total_s += penalty * shared_s
+        return total_s
+
+    def slowed_s(self, seconds: float) -> float:
+        """Return how much longer computing takes that begins now and takes `seconds` alone, where only it slows."""
+        most_s, now_s = 0.0, self.now_s
+        for end_s, penalty in zip(self.lanes_s, self.penalties, strict=True):
+            if end_s > now_s:
+                shared_s = end_s - now_s
+                slowed_s = penalty * (shared_s if shared_s < seconds else seconds)
+                if slowed_s > most_s:
+                    most_s = slowed_s
+        return most_s
 
 
 _START: Moment = (0.0, -1)  # before anything

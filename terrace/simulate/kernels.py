@@ -2,7 +2,7 @@
 
 A product of (m, k) and (k, n) is a roofline with the shape in it:
 
-    seconds = max( 2 m k n / (peak * eps), bytes / (bandwidth * memory) ) + launch
+    seconds = max( 2 m k n / (peak * eps), bytes / (bandwidth * stream) ) + launch
     eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
 
 `tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last round of tiles that
@@ -18,6 +18,7 @@ from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster import Device
 from terrace.plan.wire import FORMATS
 
+KEPT_BYTES = 2 << 20  # freed buffers below are kept for the next: what `terrace.runtime.heap` tells the C library
 _FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
 
 
@@ -36,7 +37,7 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
     flops = 2.0 * m * k * n * batch
     share = gemm_share(device, m, k, n, batch)
     compute_s = flops / (peak_flops_per_s(device, dtype) * share) if flops else 0.0
-    return max(compute_s, _bytes_s(device, item * batch * (m * k + k * n + m * n))) + device.kernels.launch_s
+    return max(compute_s, stream_s(device, item * batch * (m * k + k * n + m * n), 0)) + device.kernels.launch_s
 
 
 def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
@@ -94,8 +95,19 @@ def attention_s(
 
 def memory_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
     """Return the seconds of `num_kernels` kernels that read and write `num_bytes` together and compute little."""
-    return _bytes_s(device, num_bytes) + num_kernels * device.kernels.launch_s
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.kernels.memory
+    return num_bytes / bandwidth + num_kernels * device.kernels.launch_s
 
 
-def _bytes_s(device: Device, num_bytes: float) -> float:
-    return num_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.memory)
+def stream_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
+    """Return the same of kernels that do nothing but read, add and write long rows, which may be quicker at it."""
+    share = device.kernels.stream or device.kernels.memory
+    return num_bytes / (device.memory_bandwidth_bytes_per_s * share) + num_kernels * device.kernels.launch_s
+
+
+def fresh_s(device: Device, num_bytes: float) -> float:
+    """Return the seconds that a buffer costs because it is new from the system; small ones are kept."""
+    share = device.kernels.fresh
+    if not share or num_bytes < KEPT_BYTES:
+        return 0.0
+    return num_bytes / (device.memory_bandwidth_bytes_per_s * share)

@@ -20,7 +20,7 @@ from functools import lru_cache
 from terrace.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.plan.wire import FORMATS
-from terrace.simulate.kernels import attention_s, gemm_s, memory_s
+from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -71,7 +71,7 @@ def optimizer_s(device: Device, num_params_shard: float) -> float:
     44 bytes a parameter (fp32 master and moments beside 16-bit parameters, with the norm and clipping), and
     the device's constant for everything that does not grow with the shard.
     """
-    return memory_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
+    return stream_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
 
 
 def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
@@ -183,7 +183,7 @@ def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
 
 
 def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: int) -> float:
-    return memory_s(device, 3 * FORMATS[work.compute].element_bytes * num_weights, num_kernels)
+    return stream_s(device, 3 * FORMATS[work.compute].element_bytes * num_weights, num_kernels)
 
 
 @lru_cache(maxsize=65536)

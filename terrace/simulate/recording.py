@@ -3,8 +3,11 @@
 It is played by the rules of `terrace.simulate.events`, so a recording and a plain simulation cannot differ.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from terrace.program import COLLECTIVES, Instruction, Program, StepReport
@@ -88,33 +91,39 @@ def record(program: Program, costs: Costs) -> Recording:
     """
     plays, counts = price(program, costs)
     rank = _Recorder(program)
-    first, origin_s = 0, 0.0
+    first, origin = 0, 0.0
     for _ in range(2):
-        first, origin_s = len(rank.spans), rank.now_s
+        first, origin = len(rank.spans), rank.now_s
         rank.time_s = defaultdict(float)
         rank.started_s.clear()
         rank.done_s.clear()
-        rank.slowed_s = 0.0
+        rank.longer_s = 0.0
         for position, (act, event) in enumerate(plays):
             rank.position = position
             rank.started_s.append(rank.now_s)
             rank.done_s.append(rank.now_s)
             act(rank, event)
+    wall_s = rank.wall()
+    origin_s = wall_s(origin)
+    spans = (
+        span._replace(start_s=wall_s(span.start_s) - origin_s, end_s=wall_s(span.end_s) - origin_s)
+        for span in rank.spans
+    )
     return Recording(
         program=program,
         report=report(program, rank.time_s, counts),
-        spans=tuple(span._replace(start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in rank.spans),
+        spans=tuple(spans),
         first=first,
-        started_s=tuple(moment_s - origin_s for moment_s in rank.started_s),
-        done_s=tuple(moment_s - origin_s for moment_s in rank.done_s),
-        slowed_s=rank.slowed_s,
+        started_s=tuple(wall_s(moment_s) - origin_s for moment_s in rank.started_s),
+        done_s=tuple(wall_s(moment_s) - origin_s for moment_s in rank.done_s),
+        slowed_s=rank.longer_s,
     )
 
 
 class _Recorder(Rank):
     """A rank that writes down what it does."""
 
-    __slots__ = ("done_s", "messages", "newest", "position", "program", "slowed_s", "spans", "started_s")
+    __slots__ = ("done_s", "halts", "longer_s", "messages", "newest", "position", "program", "spans", "started_s")
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -125,7 +134,22 @@ class _Recorder(Rank):
         self.started_s: list[float] = []
         self.done_s: list[float] = []
         self.position = 0
-        self.slowed_s = 0.0
+        self.longer_s = 0.0  # what computing took beyond its own seconds
+        self.halts: list[tuple[float, float, float]] = []  # from, to and by how long the clock stood still on the way
+
+    def wall(self) -> Callable[[float], float]:
+        """Return what turns a moment of the rank's clock into one of the wall."""
+        starts = [start_s for start_s, _, _ in self.halts]
+        before = [0.0, *accumulate(longer_s for _, _, longer_s in self.halts)]
+
+        def wall_s(moment_s: float) -> float:
+            number = bisect_right(starts, moment_s) - 1
+            if number < 0:
+                return moment_s
+            start_s, end_s, longer_s = self.halts[number]
+            return moment_s + before[number] + longer_s * min(1.0, (moment_s - start_s) / (end_s - start_s))
+
+        return wall_s
 
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Issue, and note which of the three that a message waits for came last."""
@@ -145,18 +169,25 @@ class _Recorder(Rank):
 
     def wait(self, moment: Moment, category: str) -> None:
         """Wait, and note for which span."""
-        start_s = self.now_s
+        start_s, before_s = self.now_s, self.time_s.get(category, 0.0)
         super().wait(moment, category)
+        self._halted(start_s, self.time_s.get(category, 0.0) - before_s)
         if self.now_s > start_s:
             self._add(COMPUTE, start_s, self.now_s, category, moment[1])
 
     def compute(self, event: Event) -> None:
         """Compute, after whatever the stream did before."""
-        start_s = self.now_s
+        start_s, before_s = self.now_s, self.time_s.get(event.category, 0.0)
         super().compute(event)
-        self.slowed_s += self.now_s - start_s - event.seconds
+        self._halted(start_s, self.time_s[event.category] - before_s)
+        self.longer_s += self.time_s[event.category] - before_s - event.seconds
         self.started_s[-1], self.done_s[-1] = start_s, self.now_s
         self._add(COMPUTE, start_s, self.now_s, event.category, self.newest[COMPUTE])
+
+    def _halted(self, start_s: float, taken_s: float) -> None:
+        longer_s = taken_s - (self.now_s - start_s)
+        if self.mutual and self.now_s > start_s and longer_s > 0.0:
+            self.halts.append((start_s, self.now_s, longer_s))
 
     def _add(self, lane: int, start_s: float, end_s: float, category: str, after: int) -> int:
         self.newest[lane] = number = len(self.spans)

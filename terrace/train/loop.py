@@ -97,7 +97,7 @@ class _Run:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
         cluster = self.run.cluster
-        if not cluster.is_measured:
+        if not cluster.is_measured or self.engine.pacer is not None:  # what was probed knows nothing of the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         predicted = predict(self.run, cluster)
@@ -220,11 +220,11 @@ def device_of() -> torch.device:
 def predict(run: RunConfig, cluster: Cluster) -> StepReport:
     """Return the predicted report of a steady step of this run on `cluster`.
 
-    A probed cluster prices compute kernel by kernel; another one holds what the start of the run measured, which is the
-    FLOP/s of a layer.
+    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
+    run measured, which is the FLOP/s of a layer.
     """
     program = build(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    if run.cluster.is_measured:
+    if cluster is run.cluster:
         return simulate(program, step_costs(program, work_of(cluster, run.plan, run.model, run.train.sequence)))
     sizes = (run.plan.micro_batch, run.train.sequence)
     flops = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
