@@ -12,6 +12,7 @@ Target: the engine is at least as fast as torch in the same form, with the same 
 """
 
 import argparse
+import ctypes
 import multiprocessing
 import statistics
 import sys
@@ -48,6 +49,10 @@ from terrace.plan import preset
 from terrace.runtime.engine import Engine
 
 TARGET = 1.0
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+# The engine's own limit (terrace.runtime.heap); and the highest that glibc raises it to by itself for a process that
+# frees large buffers, as torch's steps do when no engine lives beside them.
+_KEPT_BYTES = {"engine": 2 << 20, "torch": 32 << 20}
 FORMS = {"sequence": True, "whole": False}  # form -> whether it is sequence parallel
 LIBRARIES = ("torch", "engine")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -146,6 +151,7 @@ def contest(rank: int, num_ranks: int, job: Job) -> dict[str, Result]:
         result = results[name] = Result(Timing())
 
         def step(number: int) -> float:
+            set_allocator(kept_bytes=_KEPT_BYTES[name.split()[0]])
             loss, norm = train(job.batches(number))
             result.norms.append(norm)
             return loss
@@ -172,6 +178,14 @@ def contest(rank: int, num_ranks: int, job: Job) -> dict[str, Result]:
                 result.sent_bytes = count()
             result.norms.pop()
     return results
+
+
+def set_allocator(kept_bytes: int) -> None:
+    """Have glibc, where it is the C library, keep freed buffers of up to this size instead of unmapping them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, kept_bytes)
+        mallopt(_TRIM_THRESHOLD, 2 * kept_bytes)
 
 
 def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
