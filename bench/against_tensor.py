@@ -4,21 +4,22 @@
     whole      they are whole on every rank                           Replicate() between the parts
 
 The same decoder, initial values and batches for all; the output matrix and the loss are cut over the vocabulary in
-both. All live in the same processes and take turns, a barrier before every step. A step takes as long as its slowest
-rank; processor time and page faults are sums over ranks. Bytes are what a rank has to send for what it hands to
-collectives: gloo itself sends twice that for torch's reduce-scatter.
+both. Each library has processes of its own, since the engine tells the allocator of its process when to give memory
+back. They take turns step by step, and who has none waits at a barrier. A step takes as long as its slowest rank;
+processor time and page faults are sums over ranks. Bytes are what a rank has to send for what it hands to collectives:
+gloo itself sends twice that for torch's reduce-scatter.
 
 Target: the engine is at least as fast as torch in the same form, with the same losses and gradient norms.
 """
 
 import argparse
-import ctypes
 import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +50,6 @@ from terrace.plan import preset
 from terrace.runtime.engine import Engine
 
 TARGET = 1.0
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-# The engine's own limit (terrace.runtime.heap); and the highest that glibc raises it to by itself for a process that
-# frees large buffers, as torch's steps do when no engine lives beside them.
-_KEPT_BYTES = {"engine": 2 << 20, "torch": 32 << 20}
 FORMS = {"sequence": True, "whole": False}  # form -> whether it is sequence parallel
 LIBRARIES = ("torch", "engine")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -137,35 +134,35 @@ def engine_for(job: Job, rank: int, num_ranks: int, form: str) -> Engine:
     )
 
 
-def contest(rank: int, num_ranks: int, job: Job) -> dict[str, Result]:
-    """Let all contestants of `job` take turns, and return what each showed, by "library form", on all ranks together.
+Train = Callable[[Sequence[Batch]], tuple[float, float]]  # micro-batches of a step -> mean loss, gradient norm
 
-    Raises `ProgramError` when the engine sent other bytes than its plan declares.
+
+def contest(
+    rank: int, num_ranks: int, job: Job, libraries: Sequence[str], turn: Callable[[], None]
+) -> dict[str, Result]:
+    """Let all contestants of `job` take turns, and return what those of `libraries` showed, on all ranks together.
+
+    The others live elsewhere: this process sits out their steps. `turn` returns when every process has called it.
+    Results go by "library form". Raises `ProgramError` when the engine sent other bytes than its plan declares.
     """
     mesh = init_device_mesh("cpu", (num_ranks,))
     results: dict[str, Result] = {}
     steps: dict[str, Step] = {}
     engines: dict[str, Engine] = {}
-
-    def add(name: str, train: Callable[[Sequence[Batch]], tuple[float, float]]) -> None:
-        result = results[name] = Result(Timing())
-
-        def step(number: int) -> float:
-            set_allocator(kept_bytes=_KEPT_BYTES[name.split()[0]])
-            loss, norm = train(job.batches(number))
-            result.norms.append(norm)
-            return loss
-
-        steps[name] = step
-
     for form in job.forms:
-        if "torch" in job.libraries:
-            model = parallelised(real_blocks(job.model, DTYPES[job.dtype]), mesh, FORMS[form])
-            add(f"torch {form}", training_step(model))
-        if "engine" in job.libraries:
-            engine = engines[f"engine {form}"] = engine_for(job, rank, num_ranks, form)
-            add(f"engine {form}", lambda batches, engine=engine: _figures(engine, batches))
-    timings = alternate(steps, job.rounds, warmup=2, before=dist.barrier)
+        for library in job.libraries:
+            name = f"{library} {form}"
+            if library not in libraries:
+                steps[name] = _sit_out
+                continue
+            results[name] = Result(Timing())
+            if library == "torch":
+                model = parallelised(real_blocks(job.model, DTYPES[job.dtype]), mesh, FORMS[form])
+                steps[name] = _step(job, training_step(model), results[name])
+            else:
+                engines[name] = engine_for(job, rank, num_ranks, form)
+                steps[name] = _step(job, partial(_figures, engines[name]), results[name])
+    timings = alternate(steps, job.rounds, warmup=2, before=turn)
     for name, result in results.items():
         result.timing = _over_ranks(timings[name])
         if name in engines:
@@ -180,12 +177,17 @@ def contest(rank: int, num_ranks: int, job: Job) -> dict[str, Result]:
     return results
 
 
-def set_allocator(kept_bytes: int) -> None:
-    """Have glibc, where it is the C library, keep freed buffers of up to this size instead of unmapping them."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, kept_bytes)
-        mallopt(_TRIM_THRESHOLD, 2 * kept_bytes)
+def _sit_out(number: int) -> float:
+    return 0.0
+
+
+def _step(job: Job, train: Train, result: Result) -> Step:
+    def step(number: int) -> float:
+        loss, norm = train(job.batches(number))
+        result.norms.append(norm)
+        return loss
+
+    return step
 
 
 def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
@@ -243,18 +245,31 @@ def failures(job: Job, results: dict[str, Result]) -> list[str]:
     return missed
 
 
-def work(rank: int, num_ranks: int, job: Job, port: int, missed: Any) -> None:
-    """One process. Rank 0 prints and counts in `missed`."""
+def work(index: int, num_ranks: int, job: Job, ports: Sequence[int], turns: Any, found: Any) -> None:
+    """One process: a rank of one of the libraries. The first rank of each leaves its results in `found`."""
+    place, rank = divmod(index, num_ranks)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
-    results = contest(rank, num_ranks, job)
+    address = f"tcp://127.0.0.1:{ports[place]}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+    results = contest(rank, num_ranks, job, job.libraries[place : place + 1], turns.wait)
     if rank == 0:
-        print_table(HEADER, rows(num_ranks, job, results))
-        for line in failures(job, results):
-            missed.value += 1
-            print(f"MISSED at {num_ranks} ranks, {line}")
+        found.put(results)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def hold(num_ranks: int, job: Job) -> dict[str, Result]:
+    """Hold the contest in processes of its own."""
+    context = multiprocessing.get_context("spawn")
+    num_processes, found = num_ranks * len(job.libraries), context.SimpleQueue()
+    ports = [free_port() for _ in job.libraries]
+    spawn(  # type: ignore[no-untyped-call]
+        work, (num_ranks, job, ports, context.Barrier(num_processes), found), nprocs=num_processes
+    )
+    results: dict[str, Result] = {}
+    for _ in job.libraries:
+        results |= found.get()
+    return {name: results[name] for name in (f"{library} {form}" for form in job.forms for library in job.libraries)}
 
 
 def main() -> int:
@@ -274,12 +289,14 @@ def main() -> int:
     job = Job(**{**options, "forms": tuple(options["forms"]), "libraries": tuple(options["libraries"])})
     tokens = f"{job.micros} micro-batches of {job.batch} x {job.sequence} tokens"
     print(f"{num_params(job.model) / 1e6:.2f} M parameters, {tokens}, {job.dtype}\n")
-    missed = multiprocessing.get_context("spawn").Value("i", 0)
+    table, missed = [], []
     for num_ranks in ranks:
-        spawn(work, (num_ranks, job, free_port(), missed), nprocs=num_ranks)  # type: ignore[no-untyped-call]
-        print()
-    print("met" if not missed.value else "MISSED")
-    return 1 if check and missed.value else 0
+        results = hold(num_ranks, job)
+        table += rows(num_ranks, job, results)
+        missed += [f"{num_ranks} ranks, {line}" for line in failures(job, results)]
+    print_table(HEADER, table)
+    print("\nmet" if not missed else "\nMISSED: " + "; ".join(missed))
+    return 1 if check and missed else 0
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm: Any = last.norm
         self.output = nn.Linear(hidden, num_tokens, bias=False, device="meta")
-        self.output.weight: Any = last.weight  # type: ignore[misc]
+        self.output.weight = last.weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of tokens (B, S)."""
@@ -83,7 +83,9 @@ def training_step(model: Decoder) -> Callable[[Sequence[Batch]], tuple[float, fl
     """Return a function from the micro-batches of a step to its mean loss and gradient norm."""
     parameters = list(model.parameters())
     # DTensors and plain tensors, if norms are not cut, take no part in one call.
-    kinds = [[p for p in parameters if isinstance(p, DTensor)], [p for p in parameters if not isinstance(p, DTensor)]]
+    kinds: list[list[nn.Parameter]] = [[], []]
+    for parameter in parameters:
+        kinds[isinstance(parameter, DTensor)].append(parameter)
     optimizer = torch.optim.AdamW(
         [group for kind in kinds for group in decay_groups(kind) if group["params"]],
         lr=ADAMW.lr,
@@ -125,11 +127,11 @@ def clip(kinds: Sequence[Sequence[nn.Parameter]]) -> float:
     return total.item()
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that one rank must send for the collectives of DTensors, whatever the library sends."""
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self._num_ranks = num_ranks
 

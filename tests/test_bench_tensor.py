@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from bench.against_tensor import HEADER, Job, Result, contest, failures, rows
 from bench.common import Timing
@@ -23,7 +24,7 @@ def pool() -> Iterator[LocalPool]:
 
 
 def run(world: World, job: Job) -> dict[str, Result]:
-    return contest(world.rank, world.world_size, job)
+    return contest(world.rank, world.world_size, job, job.libraries, dist.barrier)
 
 
 def test_both_train_alike_and_are_counted_alike(pool: LocalPool) -> None:
