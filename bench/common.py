@@ -6,6 +6,7 @@ ratio within a round.
 """
 
 import gc
+import resource
 import socket
 import statistics
 import time
@@ -29,11 +30,12 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Timing:
-    """One contestant: wall and processor seconds of every timed step, and the loss of every step."""
+    """One contestant: wall and processor seconds and page faults of every timed step, and the loss of every step."""
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)  # minor ones: pages that memory was given anew
 
 
 def decoder(hidden: int, layers: int, vocab: int = 257, *, tied: bool = False) -> ModelConfig:
@@ -103,14 +105,20 @@ def alternate(steps: Mapping[str, Step], rounds: int, warmup: int, before: Calla
         names = list(steps)
         for name in names if number % 2 == 0 else reversed(names):
             before()
-            cpu, wall = time.process_time(), time.perf_counter()
+            faults, cpu, wall = num_faults(), time.process_time(), time.perf_counter()
             loss = steps[name](number)
             if number >= warmup:
                 timings[name].wall_s.append(time.perf_counter() - wall)
                 timings[name].cpu_s.append(time.process_time() - cpu)
+                timings[name].faults.append(num_faults() - faults)
             timings[name].losses.append(loss)
     gc.enable()
     return timings
+
+
+def num_faults() -> int:
+    """Return the minor page faults of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def free_port() -> int:

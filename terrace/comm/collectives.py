@@ -31,6 +31,7 @@ from torch import Tensor
 
 from terrace.comm import codecs
 from terrace.comm.arena import Arena
+from terrace.comm.exchange import all_gather
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import Pacer
@@ -38,7 +39,7 @@ from terrace.comm.rounding import ErrorLog, Origin
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.hops import Hop, encodings, gather_hops, lossy_messages, reduce_hops
 from terrace.plan.layout import INSIDE
-from terrace.plan.memory import gather_buffers, reduce_buffers
+from terrace.plan.memory import gather_buffers, reduce_buffers, sends_copies
 from terrace.plan.wire import SCALE_BYTES
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,8 +48,7 @@ _CACHED_NUMEL = 1 << 16
 
 Piece = Callable[[int], Tensor]
 
-# torch 2.13 renamed these; 2.11 has only the older names.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it; 2.11 has only the older name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -138,7 +138,7 @@ class Collectives:
             group = self._groups[max(crossed), tier]
             everyone = values.new_empty(group.size * values.numel())
             with self._sending(MessageClass.CONTROL, group, (group.size - 1) * values.nbytes):
-                all_gather(everyone, values, group=group.handle)
+                all_gather(everyone, values, group, torch.empty_like(everyone))
             values = everyone.view(group.size, -1).sum(0)
         return values
 
@@ -150,7 +150,7 @@ class Collectives:
                 group = self._groups.of(INSIDE, line.axes, tier)
                 everyone = rows.new_empty(degree * rows.shape[0], rows.shape[1])
                 with self._sending(MessageClass.TENSOR, group, (degree - 1) * rows.nbytes):
-                    all_gather(everyone.view(-1), rows.view(-1), group=group.handle)
+                    all_gather(everyone.view(-1), rows.view(-1), group, torch.empty_like(everyone))
                 rows = everyone
         return rows
 
@@ -166,13 +166,14 @@ class Collectives:
         group, dtype = lane.group(hop), DTYPES[hop.wire.codec]
         whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
+            copies = lane.arena.take([whole.numel()], dtype) if sends_copies(message, hop) else None
             with self._sending(message, group, (group.size - 1) * own.nbytes):
-                all_gather(whole, own, group=group.handle)
+                all_gather(whole, own, group, copies)
         else:
             sent = lane.arena.take([own.numel()], dtype).copy_(own)
             received = lane.arena.take([whole.numel()], dtype)
             with self._sending(message, group, (group.size - 1) * sent.nbytes):
-                all_gather(received, sent, group=group.handle)
+                all_gather(received, sent, group)
             whole.copy_(received)
 
     def _gather_codes(self, message: MessageClass, run: list[Hop], piece: Piece, origin: Origin, lane: _Lane) -> None:
@@ -183,7 +184,7 @@ class Collectives:
             group = lane.group(hop)
             received = lane.arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
             with self._sending(message, group, (group.size - 1) * sent.nbytes):
-                all_gather(received.view(-1), sent.view(-1), group=group.handle)
+                all_gather(received.view(-1), sent.view(-1), group)
             sent = received
         codecs.decode(sent, wire, piece(run[-1].tier - 1).view(-1, first.numel))
 

@@ -173,13 +173,20 @@ def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
 
 
 def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Return the bytes of each buffer that a gather takes, in order: none where the values travel as they lie."""
+    """Return the bytes of each buffer that a gather takes, in order: none where parameters travel as they lie."""
     sizes = []
     held = plan.master if message is MessageClass.SYNC else plan.compute
     for hop in hops:
         if hop.wire.codec != held:
             sizes += [hop.part_bytes if hop.pieces == 1 else 0, hop.degree * hop.part_bytes]
+        elif sends_copies(message, hop):
+            sizes.append(hop.degree * hop.part_bytes)
     return sizes
+
+
+def sends_copies(message: MessageClass, hop: Hop) -> bool:
+    """Whether a gather keeps room for a copy of its part for each peer, which reductions of its size need anyway."""
+    return message is MessageClass.TENSOR and hop.degree > 2
 
 
 def arena_bytes(sizes: Sequence[int]) -> int:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from terrace.cluster import Cluster, Kernels, Tier
 from terrace.comm import Pacer, TierGroup, codecs
-from terrace.comm.collectives import DTYPES, all_gather
+from terrace.comm.collectives import DTYPES
+from terrace.comm.exchange import all_gather
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
@@ -160,7 +161,7 @@ def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: f
 def _gather(engine: Engine, group: TierGroup, num_bytes: int) -> Work:
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=engine.device)
     whole = torch.zeros(num_bytes * group.size, dtype=torch.uint8, device=engine.device)
-    return lambda: all_gather(whole, own, group=group.handle)
+    return lambda: all_gather(whole, own, group)
 
 
 def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:

@@ -84,11 +84,10 @@ class Line:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, the same bits on each."""
-        padded, part = self._padded(x)
+        total = self._room(x)
         with self._means.message(self._ranks):
-            self._reduce_into(part, padded)
-            self._gather_into(padded, part)
-        return padded[: x.numel()].view(x.shape)
+            self._sum_into(total, x)
+        return total[: x.numel()].view(x.shape)
 
     def last_reduce_scatter(self, x: Tensor) -> Tensor:
         """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
@@ -98,29 +97,41 @@ class Line:
 
     def last_all_reduce(self, x: Tensor) -> Tensor:
         """The same as `all_reduce`, while the weight gradients that wait are computed."""
-        padded, part = self._padded(x)
+        total = self._room(x)
+        self._means.meanwhile(lambda: self._sum_into(total, x), self._ranks)
+        return total[: x.numel()].view(x.shape)
 
-        def both() -> None:
-            self._reduce_into(part, padded)
-            self._gather_into(padded, part)
+    def _room(self, x: Tensor) -> Tensor:
+        """Return room for the elements of x in one row that the ranks divide."""
+        return x.new_empty(-(-x.numel() // self.degree) * self.degree)
 
-        self._means.meanwhile(both, self._ranks)
-        return padded[: x.numel()].view(x.shape)
-
-    def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a copy of x in one row that the ranks divide, and room for a rank's part of it."""
-        padded = x.new_zeros(-(-x.numel() // self.degree) * self.degree)
-        padded[: x.numel()] = x.reshape(-1)
-        return padded, x.new_empty(padded.numel() // self.degree)
+    def _sum_into(self, total: Tensor, x: Tensor) -> None:
+        source = x.contiguous().view(-1)
+        if total.numel() > source.numel():
+            total[: source.numel()] = source
+            total[source.numel() :] = 0.0
+            source = total
+        self._reduce_into(self._piece(total), source)
+        self._gather_parts(total)
 
     def _gather_into(self, whole: Tensor, x: Tensor) -> None:
         flat = whole.view(-1)
+        self._piece(flat).view(x.shape).copy_(x)
+        self._gather_parts(flat)
 
-        def piece(tier: int) -> Tensor:
-            return flat[self._layout.slice(tier, self._coordinates, flat.numel())]
+    def _gather_parts(self, flat: Tensor) -> None:
+        """Fill the rest of `flat`, of which every rank has its piece."""
+        self._collectives.gather(
+            MessageClass.TENSOR,
+            lambda tier: flat[self._layout.slice(tier, self._coordinates, flat.numel())],
+            self._layout.outermost,
+            DEVICE,
+            self._origin,
+        )
 
-        piece(self._layout.outermost).view(x.shape).copy_(x)
-        self._collectives.gather(MessageClass.TENSOR, piece, self._layout.outermost, DEVICE, self._origin)
+    def _piece(self, flat: Tensor) -> Tensor:
+        """Return this rank's piece of `flat`."""
+        return flat[self._layout.slice(self._layout.outermost, self._coordinates, flat.numel())]
 
     def _reduce_into(self, part: Tensor, x: Tensor) -> None:
         source, outermost = x.contiguous().view(-1), self._layout.outermost
