@@ -153,6 +153,9 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
             raise ConfigError(f"--{name} {str(path)!r} is a folder: name a file")
         if path.exists() and not options.force:
             raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
+        inputs = (getattr(options, each) for each in ("plan", "config", "model", "cluster", "data"))
+        if path.resolve() in {Path(each).resolve() for each in inputs if each is not None}:
+            raise ConfigError(f"--{name} {path} is what is read: name another file")
     if len({path.resolve() for path in outputs.values()}) < len(outputs):
         raise ConfigError(f"--page and --trace both name {outputs['page']}: name two files")
     if options.force and not outputs:
