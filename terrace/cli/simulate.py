@@ -17,6 +17,7 @@ from terrace.program import Program, build, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.page import page_html
+from terrace.report.stages import exposed_table
 from terrace.report.tables import quantity, seconds
 from terrace.simulate import (
     Costs,
@@ -24,6 +25,7 @@ from terrace.simulate import (
     changes,
     critical_path,
     critical_words,
+    exposed_by_tier,
     memory_curve,
     record,
     step_costs,
@@ -126,6 +128,10 @@ def _show(recording: Recording) -> None:
     print(wire_words(program.plan))
     console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
     console.print(time_table(report))
+    exposed = {("data", tier): spent for tier, spent in exposed_by_tier(recording).items()}
+    if exposed:
+        title = "messages that nothing hides (no pipeline, so no bubble)"
+        console.print(exposed_table(exposed, program.layout.tiers, report.step_s, title))
     console.print("a steady step of one rank", style="bold")
     print(f"{timeline_text(recording)}\n")
 
