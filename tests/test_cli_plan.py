@@ -1,6 +1,7 @@
 """`terrace plan` and `terrace scale`: what they print and write, what they refuse, and that they need no torch."""
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,6 +14,7 @@ from terrace.cli.main import main
 from terrace.cluster import load_cluster
 from terrace.plan import PRESETS, Plan
 from terrace.planner.explain import size_words
+from terrace.report.plot import round_ticks
 from terrace.report.tables import plan_rows, quantity
 from terrace.train.config import resolve
 
@@ -137,7 +139,7 @@ def test_a_terabyte_is_not_said_in_gigabytes() -> None:
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Here) -> None:
     error = here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1.55e9")
-    assert "the nearest is: params" in error
+    assert "the nearest (params" in error
     assert "too much" in error
 
 
@@ -272,7 +274,39 @@ def test_a_step_too_long_to_build_is_refused(capsys: pytest.CaptureFixture[str],
 
 
 def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--cluster.device.memory_bytes", "1"]) == 2
+    assert main(["explain", "--cluster.device.memory_bytes", "1000"]) == 2
     out, error = capsys.readouterr()
     assert out == ""
-    assert "memory" in error
+    assert "model state needs" in error
+
+
+def test_no_output_replaces_what_is_read(here: Here) -> None:
+    assert "is what is read" in here.refused("plan", "--output", here.model, "--force")
+    assert here.say("plan", "--nodes", "1", "--output", "mine.toml")[0] == 0
+    for words in (["scale", "--plan", "mine.toml", "--output"], ["simulate", "mine.toml", "--page"]):
+        before = (here.folder / "mine.toml").read_text()
+        assert main([*words, "./mine.toml", "--force"]) == 2
+        assert "mine.toml is what is read" in here.error()
+        assert (here.folder / "mine.toml").read_text() == before
+
+
+def test_a_pinned_axis_that_is_not_searched_is_named(here: Here) -> None:
+    assert "add --axes data,tensor" in here.refused("plan", "--nodes", "1", "--pin", "tensor=2")
+
+
+def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Here) -> None:
+    """What is said to fit where nothing does is planned as it is written."""
+    tight = ("--cluster.device.memory_bytes", "1.58e9")
+    error = here.refused("plan", "--nodes", "1", *tight, batch=8)
+    nodes, batch = re.findall(r"(\d+) members of 'system' it fits at --batch (\d+)", error)[0]
+    assert here.say("plan", "--nodes", nodes, *tight, batch=int(batch))[0] == 0
+
+
+@pytest.mark.parametrize(("command", "word"), [("explain", "mine.toml"), ("train", "zero3")])
+def test_a_plan_without_its_option_is_told_how(here: Here, command: str, word: str) -> None:
+    assert main([command, word]) == 2
+    assert f"--plan {word}" in here.error()
+
+
+def test_the_axis_of_a_scaling_picture_starts_at_zero() -> None:
+    assert [str(tick) for tick in round_ticks(0, 105)] == ["0.0", "50.0", "100.0"]

@@ -270,6 +270,8 @@ def test_unknown_preset_lists_the_known(name: str) -> None:
         (TOML.replace("size = 4", "").encode(), r"cluster\.tiers\[0\]\.size is missing"),
         (TOML.replace("fp32 = 1e9", 'fp32 = "1e9"').encode(), r"cluster\.device\.peak_flops_per_s\.fp32"),
         (TOML.replace("memory_bytes = 1e9", "memory_bytes = -1").encode(), r"device\.memory_bytes = -1\.0"),
+        (TOML.replace("memory_bytes = 1e9", "memory_bytes = 80").encode(), r"80\.0 .* in bytes, not GB"),
+        (TOML.replace("fp32 = 1e9", "fp32 = 1e30").encode(), r"1e\+30 .* in FLOP/s, not TFLOP/s"),
     ],
 )
 def test_file_that_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

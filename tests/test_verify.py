@@ -192,8 +192,8 @@ def test_free_cannot_come_before_the_last_use(case: Setting, data: st.DataObject
 
 
 def test_model_state_beyond_the_device_is_refused() -> None:
-    program = program_of("zero3")
-    small = cluster_of(2, 2, 2, memory_bytes=100)
+    program = program_of("ddp")
+    small = cluster_of(2, 2, 2, memory_bytes=1000)
     with pytest.raises(ProgramError, match=r"rank 2: the model state needs .* GB a rank but the device has"):
         verify(replace(program, cluster=small), rank=2)
 

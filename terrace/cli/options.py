@@ -9,6 +9,7 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
+from terrace.plan import PRESETS
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.planned import TASK, read_planned
 
@@ -85,6 +86,8 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
+            if not word.startswith("-") and (word.endswith(".toml") or word in PRESETS):
+                raise ConfigError(f"unknown argument {word!r}: a plan is given as --plan {word}; see --help")
             raise ConfigError(f"unknown argument {word!r}: keys are set as --section.key VALUE; see --help")
         if not equals:
             if not words or words[0].startswith("--"):

@@ -11,7 +11,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words, write_output
-from terrace.plan import AXES
+from terrace.plan import AXES, Layout
 from terrace.planner import (
     Estimate,
     Found,
@@ -39,8 +39,8 @@ from terrace.report.plans import (
     split_table,
     verdicts_table,
 )
-from terrace.report.tables import plan_table, seconds
-from terrace.simulate.advice import advice
+from terrace.report.tables import plan_table, quantity, seconds
+from terrace.simulate.advice import Advice, advice
 from terrace.train.planned import TASK, planned_table
 
 
@@ -54,7 +54,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--best", type=int, default=5, metavar="N", help="plans to show (default: 5)")
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="plans to simulate at most (default: 400)")
-    parser.add_argument("--output", type=Path, default=Path("plan.toml"), metavar="FILE", help="default: plan.toml")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("plan.toml"),
+        metavar="FILE",
+        help="plan to write (default: plan.toml)",
+    )
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     parser.set_defaults(run=run)
 
@@ -64,14 +70,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     for name in ("best", "limit"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
-    check_output(options.output, options.force)
+    check_output(options.output, options)
+    if options.output.suffix != ".toml":
+        raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
     task = read_task(options, rest)
     pins = parse_pins(options.pin, task.cluster, schedule_names())
     axes = runnable_axes() if options.axes is None else parse_axes(options.axes)
     space = Space(task=task, axes=axes, pins=pins)
     found, evaluator = find(space, count=options.best, limit=options.limit)
     if not found.best:
-        raise PlanError(_nothing(task, found, axes))
+        raise PlanError(_nothing(task, found, pins, axes))
     best, console = found.best[0], Terminal()
     outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(task)}\n")
@@ -81,7 +89,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"{figures_words(task, best)}\n")
     console.print(split_table(best.time_s, "seconds of a step", "s"))
     capacity = task.cluster.device.memory_bytes
-    console.print(split_table(best.memory_bytes, "memory of a device at its peak, of what it has", "B", capacity))
+    title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
+    console.print(split_table(best.memory_bytes, title, "B", capacity))
     console.print(sent_table(evaluator.sent_bytes(best.choice), [tier.name for tier in task.cluster.tiers]))
     near = reasons(space, evaluator, best.choice)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
@@ -116,7 +125,16 @@ def _not_run(estimate: Estimate) -> list[str]:
     return [name for axis, name in enumerate(AXES) if name not in run and estimate.choice.degree(axis) > 1]
 
 
-def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
+def _nothing_left(task: Task, pins: Pins, axes: Sequence[str]) -> str:
+    """Return the error where the pins leave no plan, with what stands in the way where one pin alone does."""
+    words = f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences"
+    for name in AXES:
+        if name not in axes and pins.ranges.get(name, (1, 1))[0] > 1:
+            return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
+    return f"{words}: drop a pin"
+
+
+def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str]) -> str:
     """Return the error where there is no plan: what is nearest to one, and what it lacks."""
     ranks = task.cluster.world_size
     if found.nearest is None and tuple(axes) == ("data",) and task.batch % ranks:
@@ -127,7 +145,7 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
             f"{_sizes_that_divide(task)}or --axes all, which searches axes that this version predicts but does not run"
         )
     if found.nearest is None:
-        return f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences: drop a pin"
+        return _nothing_left(task, pins, axes)
     nearest = found.nearest
     tips = advice(
         task.cluster,
@@ -136,10 +154,21 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
         task.sequence,
         nearest.num_micros,
     )
+    more = "" if set(axes) == set(AXES) else ", and --axes all shows what other axes would give"
     return (
-        f"no plan fits; the nearest is: {plan_words(task, nearest.choice)}, which {lack(task, nearest)}; it "
-        f"{tips.sentence}; a shorter --seq needs less, and --axes all shows what other axes would give"
+        f"no plan fits; the nearest ({plan_words(task, nearest.choice)}) {lack(task, nearest)}; "
+        f"{_remedy(task, tips)}; a shorter --seq needs less{more}"
     )
+
+
+def _remedy(task: Task, tips: Advice) -> str:
+    """Return what makes a plan fit; what it lacks, with which the advice begins, has been said."""
+    words = tips.sentence.split("; ", 1)[-1]
+    if tips.job is None:
+        return words
+    layout = Layout.of(tips.job.cluster, tips.job.plan)
+    batch = layout.span(layout.outermost) * tips.job.plan.micro_batch * tips.job.num_micros
+    return words if batch == task.batch else f"{words} at --batch {batch}"
 
 
 def _sizes_that_divide(task: Task) -> str:

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.price is not None and not 0 < options.price < 1e9:
         raise ConfigError(f"--price {options.price} must be a positive number")
     if options.output is not None:
-        check_output(options.output, options.force)
+        check_output(options.output, options)
     task = read_task(options, rest, read_planned(options.plan))
     plan, words = _plan(task, options.plan)
     if options.compute not in (None, plan.compute):  # a file's dtype: all else takes the task's

@@ -17,6 +17,7 @@ from terrace.program import Program, build, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.page import page_html
+from terrace.report.stages import exposed_table
 from terrace.report.tables import quantity, seconds
 from terrace.simulate import (
     Costs,
@@ -24,6 +25,7 @@ from terrace.simulate import (
     changes,
     critical_path,
     critical_words,
+    exposed_by_tier,
     memory_curve,
     record,
     step_costs,
@@ -126,6 +128,10 @@ def _show(recording: Recording) -> None:
     print(wire_words(program.plan))
     console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
     console.print(time_table(report))
+    exposed = {("data", tier): spent for tier, spent in exposed_by_tier(recording).items()}
+    if exposed:
+        title = "messages that nothing hides (no pipeline, so no bubble)"
+        console.print(exposed_table(exposed, program.layout.tiers, report.step_s, title))
     console.print("a steady step of one rank", style="bold")
     print(f"{timeline_text(recording)}\n")
 
@@ -153,6 +159,9 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
             raise ConfigError(f"--{name} {str(path)!r} is a folder: name a file")
         if path.exists() and not options.force:
             raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
+        inputs = (getattr(options, each) for each in ("plan", "config", "model", "cluster", "data"))
+        if path.resolve() in {Path(each).resolve() for each in inputs if each is not None}:
+            raise ConfigError(f"--{name} {path} is what is read: name another file")
     if len({path.resolve() for path in outputs.values()}) < len(outputs):
         raise ConfigError(f"--page and --trace both name {outputs['page']}: name two files")
     if options.force and not outputs:

@@ -91,8 +91,8 @@ def _staged(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
         console.print(stages_table(step))
         title = f"messages that nothing hides, stage {step.slowest} (the one that idles least)"
         console.print(exposed_table(step.exposed_s, tiers, step.step_s, title))
-        title = f"memory of stage {step.fullest}, which needs most, of what a device has"
         capacity = task.cluster.device.memory_bytes
+        title = f"memory of stage {step.fullest}, which needs most, of a device's {quantity(capacity, 'B')}"
         console.print(split_table(step.stages[step.fullest].memory_bytes, title, "B", capacity))
         console.print("a step: stages down, time across", style="bold")
         ends_s = [fsum(spent for _, spent in tail) for tail in tails]
@@ -146,7 +146,8 @@ def _serial(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
         console.print(exposed_table(exposed, tiers, step_s, "messages that nothing hides"))
         memory = evaluator.evaluate(choice).memory_bytes
         capacity = task.cluster.device.memory_bytes
-        console.print(split_table(memory, "memory of a device at its peak, of what it has", "B", capacity))
+        title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
+        console.print(split_table(memory, title, "B", capacity))
         console.print("a steady step of one rank", style="bold")
         print(f"{timeline_text(recording)}\n\nstep {seconds(step_s)}, as terrace plan says")
         print(f"{critical_words(path)}\n{advice}\n\n{note}")

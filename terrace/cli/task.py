@@ -91,7 +91,7 @@ def task_words(task: Task) -> str:
     )
 
 
-def check_output(path: Path, force: bool) -> None:
+def check_output(path: Path, options: argparse.Namespace) -> None:
     """Raise `ConfigError` unless `path` can be written: before any work, so that no result is lost at its end."""
     try:
         if path.is_dir():
@@ -104,7 +104,10 @@ def check_output(path: Path, force: bool) -> None:
             pass
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
-    if there and not force:
+    inputs = (getattr(options, name, None) for name in ("plan", "model", "cluster"))
+    if path.resolve() in {Path(each).resolve() for each in inputs if each is not None}:
+        raise ConfigError(f"--output {path} is what is read: name another file")
+    if there and not options.force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
 
 

@@ -17,8 +17,8 @@ from typing import Literal, get_args
 
 from terrace.base.errors import ClusterError, did_you_mean
 
-# Figures beyond these are no machine's, and products of several would leave what a float holds.
-_LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e-6, 1e40, 1e12
+# Figures beyond these are no machine's: GB where bytes are meant, or a slip of the exponent.
+_LEAST_BYTES, _LEAST_RATE, _MOST_RATE, _LONGEST_S = 1e3, 1e-6, 1e20, 1e12
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 
 
@@ -177,10 +177,11 @@ def _check_device(device: Device) -> None:
         **{f"peak_flops_per_s.{dtype}": peak for dtype, peak in device.peak_flops_per_s.items()},
     }
     for name, value in figures.items():
-        if not _LEAST_RATE <= value <= _MOST_RATE:
+        least = _LEAST_BYTES if name == "memory_bytes" else _LEAST_RATE
+        if not least <= value <= _MOST_RATE:
             raise ClusterError(
-                f"device.{name} = {value} must be a positive number between {_LEAST_RATE:g} and {_MOST_RATE:g}: "
-                "give the vendor's figure"
+                f"device.{name} = {value} must be a positive number between {least:g} and {_MOST_RATE:g}: "
+                f"give the vendor's figure in {_unit(name)}"
             )
     if not 0 <= device.overlap_penalty <= 1:
         raise ClusterError(f"device.overlap_penalty = {device.overlap_penalty} must lie between 0 and 1")
@@ -188,6 +189,12 @@ def _check_device(device: Device) -> None:
     known = {each.name for each in fields(Device)} | {f"kernels.{each.name}" for each in fields(Kernels)}
     known |= {f"peak_flops_per_s.{dtype}" for dtype in device.peak_flops_per_s}
     _check_marks("device", device.marks, known)
+
+
+def _unit(name: str) -> str:
+    if name == "memory_bytes":
+        return "bytes, not GB"
+    return "bytes/s, not GB/s" if name == "memory_bandwidth_bytes_per_s" else "FLOP/s, not TFLOP/s"
 
 
 def _check_kernels(kernels: Kernels) -> None:
@@ -234,7 +241,7 @@ def _check_tier(tier: Tier) -> None:
     if not _LEAST_RATE <= tier.bandwidth_bytes_per_s <= _MOST_RATE:
         raise ClusterError(
             f"tier {tier.name!r} has bandwidth {tier.bandwidth_bytes_per_s} bytes/s: give a positive number "
-            f"between {_LEAST_RATE:g} and {_MOST_RATE:g}"
+            f"between {_LEAST_RATE:g} and {_MOST_RATE:g}, in bytes (not GB or bits) a second"
         )
     if not 0 <= tier.latency_s <= _LONGEST_S:
         raise ClusterError(

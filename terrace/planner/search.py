@@ -251,7 +251,7 @@ def runs_today(task: Task, choice: Choice) -> str | None:
 def runnable_axes() -> tuple[str, ...]:
     """Return the axes that this version's runtime takes, as the check of plans says."""
     tier = Tier(name="pair", size=2, bandwidth_bytes_per_s=1.0, latency_s=0.0)
-    device = Device(name="any", memory_bytes=1.0, memory_bandwidth_bytes_per_s=1.0, peak_flops_per_s={"fp32": 1.0})
+    device = Device(name="any", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1.0, peak_flops_per_s={"fp32": 1.0})
     cluster = Cluster(name="pair", device=device, tiers=(tier,))
     found = []
     for axis in AXES:

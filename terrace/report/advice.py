@@ -29,7 +29,8 @@ def advice_words(candidates: Sequence[Change], step_s: float) -> str:
     parts = []
     for kind, best in sorted(found.items(), key=lambda item: item[1].step_s if item[1] else float("inf")):
         if best is not None:
-            gain = f"{seconds(best.step_s)}, {100 * (best.step_s / step_s - 1):.0f} %"
+            change = 100 * (best.step_s / step_s - 1)
+            gain = f"{seconds(best.step_s)}, {change:.{0 if change <= -1 else 1}f} %"
             note = f"; {best.note}" if best.note else ""
             parts.append(f"in the {kind}, {best.words} (step {gain}{note})")
     return f"Best next change: {'; '.join(parts)}."

@@ -30,7 +30,7 @@ _ORDER = ("forward", "backward", "tensor", "context")
 
 def stages_table(step: StagedStep) -> Table:
     """Return the seconds of every stage by category, and its memory."""
-    table = new_table("seconds of a step, stage by stage (idle: waiting for other stages)")
+    table = new_table("seconds of a step, stage by stage (idle: waiting for other stages; e embedding, h head)")
     headings, rows = _stage_rows(step)
     for heading in headings:
         table.add_column(heading, justify="right")

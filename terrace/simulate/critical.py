@@ -70,6 +70,26 @@ def critical_path(recording: Recording) -> CriticalPath:
     )
 
 
+def exposed_by_tier(recording: Recording) -> dict[str, float]:
+    """Return what the compute stream waits for messages in the step, in seconds by tier.
+
+    A wait is cut into the messages under way in it, the last of which ends it.
+    """
+    program, spans = recording.program, recording.spans
+    seconds: dict[str, float] = defaultdict(float)
+    for wait in spans[recording.first :]:
+        if wait.lane != COMPUTE or not wait.category.startswith("wait "):
+            continue
+        number, end_s = wait.after, wait.end_s
+        while number >= 0 and end_s > wait.start_s:
+            span = spans[number]
+            start_s = max(wait.start_s, min(span.start_s, end_s))
+            for tier, share in tier_shares(program, program.instructions[span.position]).items():
+                seconds[program.layout.tiers[tier]] += share * (end_s - start_s)
+            number, end_s = span.after, start_s
+    return dict(seconds)
+
+
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
     """Return which part of a message's seconds belongs to which tier index; the parts sum to 1."""
     tiers, degrees = program.cluster.tiers, program.layout.degrees
