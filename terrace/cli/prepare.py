@@ -26,7 +26,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
 
     Raises the `TerraceError` of whatever cannot work; no run folder is made then.
     """
-    verify(build(config.cluster, config.plan, config.blocks(), config.num_micros()))
+    verify(build(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
     tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))

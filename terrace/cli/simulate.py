@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options.plan = plan
     outputs = _outputs(options)
     config = resolve_run(options, rest)
-    program = build(config.cluster, config.plan, config.blocks(), config.num_micros())
+    program = build(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence)
     verify(program)
 
     price = _price(config)

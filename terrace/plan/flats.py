@@ -43,6 +43,7 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
     """Return the flat buffers of every block, the trainable ones first. `blocks` is what one tensor rank holds."""
     layouts: dict[tuple[str, ...], Layout] = {}
     known: dict[tuple[ParamSpec, ...], tuple[FlatSpec, ...]] = {}  # most blocks of a model are alike
+    found: dict[int, tuple[FlatSpec, ...]] = {}  # and share the tuple of their specs, whose number is read faster
 
     def flats(params: tuple[ParamSpec, ...]) -> tuple[FlatSpec, ...]:
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
@@ -57,6 +58,9 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
         return tuple(made)
 
     for block in blocks:
+        if id(block.params) in found:
+            continue
         if block.params not in known:
             known[block.params] = flats(block.params)
-    return tuple(known[block.params] for block in blocks)
+        found[id(block.params)] = known[block.params]
+    return tuple(found[id(block.params)] for block in blocks)

@@ -10,17 +10,23 @@ with the rate that such messages reach (`terrace.simulate.links`), and a collect
 them, since each waits for the one before. Coding and decoding block formats is bound by memory: what it reads and
 writes over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
 the cluster's, and its `marks` say whether they are preset, measured or fitted.
+
+A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with
+members and padding of its own. What tensor ranks send inside a block is priced by `terrace.simulate.inside`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
+from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Program
+from terrace.simulate.inside import inside_seconds
 from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.links import hop_s
 from terrace.simulate.work import Work
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
@@ -39,19 +45,22 @@ class Costs:
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
-        device, tiers, degrees = self.program.cluster.device, self.program.cluster.tiers, self.program.layout.degrees
+        cluster, device = self.program.cluster, self.program.cluster.device
         total = self.program.coding_bytes(instruction) / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
-        for tier, num_bytes in self.program.sends(instruction):
-            degree = degrees[tier]
-            whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
-            rate = rate_bytes_per_s(self.program.cluster, tier, whole, degree=degree)
-            total += (degree - 1) * tiers[tier].latency_s + num_bytes / rate
+        for tier, degree, num_bytes in self.program.hops(instruction):
+            total += hop_s(cluster, tier, degree, num_bytes)
         return total
+
+    def inside_s(self, instruction: Instruction) -> float:
+        """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block."""
+        inside = inside_seconds(self.program.cluster, self.program.tensor, self.program.inside(instruction))
+        return math.fsum(inside.values())
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
-    """Price a program, from what a rank computes of a micro-batch or from its forward FLOPs of every block.
+    """Price a program, from what a rank computes of a micro-batch or from the forward FLOPs of every whole block.
 
+    Tensor ranks share the FLOPs of a block evenly.
     From FLOPs, the backward of a block takes twice its forward: one product for the gradient of the input and
     one for that of the weight, which a frozen block does without.
     Raises `PlanError` when the plan and the work disagree.
@@ -68,6 +77,11 @@ def _from_work(program: Program, work: Work) -> Costs:
         )
     if work.recompute != "none":
         raise PlanError(f"work.recompute = {work.recompute!r}: the plan says what is recomputed, so leave it 'none'")
+    if (work.rows, work.columns) != (program.tensor.rows.data_degree, program.tensor.columns.data_degree):
+        raise PlanError(
+            f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
+            f"{program.tensor.rows.data_degree} x {program.tensor.columns.data_degree}: make them the same"
+        )
     if len(program.blocks) != work.model.num_blocks:
         raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")
     forward, backward = [], []
@@ -82,24 +96,28 @@ def _from_work(program: Program, work: Work) -> Costs:
 
 def update_seconds(program: Program) -> tuple[float, ...]:
     """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last."""
-    device, layout = program.cluster.device, program.layout
-    owned = (layout.padded(block.num_trainable) // layout.span(layout.optimizer) for block in program.blocks)
-    update = [optimizer_s(device, numel) - device.kernels.optimizer_s for numel in owned]
+    device = program.cluster.device
+    update = [optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s for parts in program.flats]
     update[-1] += device.kernels.optimizer_s  # once a step
     return tuple(update)
 
 
+def _owned(flats: Sequence[FlatSpec]) -> int:
+    """Return how many parameters of a block a rank updates."""
+    return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in flats if flat.trainable)
+
+
 def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
-    device, plan, layout = program.cluster.device, program.plan, program.layout
+    device, plan = program.cluster.device, program.plan
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
-    copied = item if keeps_master(plan, layout) else 0
     forward, backward, update = [], [], []
-    for block, flops in zip(program.blocks, forward_flops, strict=True):
+    for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
+        flops = whole_flops / program.tensor.degree
         weights = (block.num_trainable + block.num_frozen) * item
         forward.append(max(flops / peak, weights / bandwidth))
         backward.append((2 if block.num_trainable else 1) * forward[-1])
-        owned = layout.padded(block.num_trainable) // layout.span(layout.optimizer)
-        update.append(owned * (_ADAMW_PASSES * master + copied) / bandwidth)
+        copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
+        update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth)
     return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=tuple(update), program=program)

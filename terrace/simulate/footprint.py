@@ -159,6 +159,8 @@ def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, bac
         sequence=sequence,
         micro_batch=plan.micro_batch,
         tensor=axis_degree(cluster, plan, "tensor"),
+        columns=axis_degree(cluster, plan, "columns"),
+        sequence_parallel=plan.sequence_parallel,
         context=axis_degree(cluster, plan, "context"),
         compute=plan.compute,
         flash=not plain,

@@ -221,7 +221,7 @@ def predict(run: RunConfig, cluster: Cluster) -> StepReport:
     A probed cluster prices compute kernel by kernel; another one holds what the start of the run measured, which is the
     FLOP/s of a layer.
     """
-    program = build(cluster, run.plan, run.blocks(), run.num_micros())
+    program = build(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
     if run.cluster.is_measured:
         return simulate(program, step_costs(program, work_of(cluster, run.plan, run.model, run.train.sequence)))
     sizes = (run.plan.micro_batch, run.train.sequence)
