@@ -15,12 +15,13 @@ from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
 from terrace.model.decoder import count_tokens, run_blocks
 from terrace.plan import MessageClass, Plan, preset
+from terrace.plan.slices import rank_slices
 from terrace.runtime.engine import Engine
 from terrace.runtime.launch import World
 from terrace.runtime.settings import AdamWConfig
 from tests.lanes import use_lane
 from tests.sabotage import SABOTAGES
-from tests.toys import MODELS, make_batch
+from tests.toys import MODELS, SEQUENCE, make_batch
 
 ADAMW = AdamWConfig(lr=3e-3)
 NUM_STEPS = 5
@@ -72,13 +73,16 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
         objective=model.objective,
         rank=world.rank,
         adamw=ADAMW,
+        declared=model.declared,
+        sequence=SEQUENCE,
     )
     if case.sabotage:
         SABOTAGES[case.sabotage](engine)
     losses, norms = [], []
     for step in range(NUM_STEPS):
-        tokens, labels = make_batch(step, world.world_size * case.num_micros)
-        rows = [micro * world.world_size + world.rank for micro in range(case.num_micros)]
+        layout = engine.program.layout
+        tokens, labels = make_batch(step, layout.data_degree * case.num_micros)
+        rows = [micro * layout.data_degree + layout.position(world.rank) for micro in range(case.num_micros)]
         result = engine.step([(tokens[row : row + 1], labels[row : row + 1]) for row in rows], ADAMW.lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -90,9 +94,32 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
     if engine.program.layout.params >= 0:
         for state in engine.states:
             state.gather(engine.collectives, MessageClass.GATHER, False)
-    parameters = flatten(blocks)
+    parameters = flatten(blocks) if engine.program.tensor.degree == 1 else assemble(engine)
     engine.close()
     return Outcome(losses, norms, parameters, complaint)
+
+
+def assemble(engine: Engine) -> Tensor:
+    """The same row from the slices of all ranks; what several hold must be the same on each."""
+    program = engine.program
+    wholes = [
+        {param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in engine.whole
+    ]
+    held = [[(name, p.detach()) for name, p in state.named_parameters()] for state in engine.states]
+    for rank, states in enumerate(engine.exchange(held)):
+        places = program.tensor.places(rank)
+        for spec, whole, values in zip(program.blocks, wholes, states, strict=True):
+            params = {param.name: param for param in spec.params}
+            for name, value in values:
+                target = whole[name][rank_slices(params[name], places, program.tensor.degrees)]
+                own = value[tuple(slice(0, size) for size in target.shape)]
+                assert bool(torch.isnan(target).all()) or torch.equal(target, own), (spec.name, name, rank)
+                assert value.count_nonzero() == own.count_nonzero(), "padding stays zero"
+                target.copy_(own)
+    tied = program.blocks[-1].borrows
+    if tied:
+        wholes[-1] = {"weight": wholes[0]["weight"], **wholes[-1]}
+    return torch.cat([value.reshape(-1) for whole in wholes for value in whole.values()])
 
 
 def flatten(blocks: Sequence[nn.Module]) -> Tensor:

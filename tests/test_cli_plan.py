@@ -167,6 +167,17 @@ def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Here) -> None:
         assert alone.split(line)[1][:400] == out.split(line)[1][:400]  # the same plan, found again
 
 
+def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Here) -> None:
+    (here.folder / "mine.toml").write_text('preset = "zero3"\ncompute = "bf16"\nmaster = "fp32"\n')
+    words = ("scale", "--nodes", "1", "--plan", "mine.toml")
+    said = here.refused(*words, "--compute", "fp32")
+    assert '--compute fp32: plan mine.toml computes in bf16; leave --compute out, or set compute = "fp32"' in said
+    assert here.say(*words)[1] == here.say(*words, "--compute", "bf16")[1] != ""
+    code, out, _ = here.say("scale", "--nodes", "1", "--plan", "zero3", "--compute", "fp32")
+    assert code == 0
+    assert "in fp32" in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,5 +1,6 @@
 """Every `terrace` or `torchrun` command that the docs show is run, and every `make` target exists."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -8,6 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from terrace.cluster import Cluster, Device, Tier
+from terrace.cluster.cluster import Kernels
+from terrace.plan import Plan
+from terrace.runtime.settings import AdamWConfig
+from terrace.train.config import DataConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +38,26 @@ def test_the_docs_show_commands() -> None:
     assert {"README.md", "plans.md", "training.md"} <= {name for name, _ in _commands()}
     for name, command in _commands():
         assert command.split()[0] in ("terrace", "torchrun", "make", "git", "cd"), f"{name}: {command}"
+
+
+def _keys(*tables: type) -> list[str]:
+    return [field.name for table in tables for field in dataclasses.fields(table)]
+
+
+@pytest.mark.parametrize(
+    ("document", "keys"),
+    [
+        ("clusters.md", _keys(Cluster, Device, Kernels, Tier)),
+        ("plans.md", _keys(Plan)),
+        ("training.md", _keys(DataConfig, TrainConfig, AdamWConfig)),
+    ],
+)
+def test_every_key_of_a_file_is_documented(document: str, keys: list[str]) -> None:
+    """In a TOML example, or named in backticks, with its table or without."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    named = r"`\[?(\w+\.)*{0}\b|^\[*(\w+\.)*{0}([].]| =)"
+    missing = [key for key in keys if not re.search(named.format(key), text, re.M)]
+    assert not missing
 
 
 def test_make_targets_exist() -> None:

@@ -19,7 +19,6 @@ from terrace.simulate.links import (
     rate_bytes_per_s,
     reduce_scatter_s,
     send_s,
-    straggled_s,
     tensor_messages,
 )
 from terrace.simulate.work import Work
@@ -148,11 +147,6 @@ def test_overlap_lies_between_the_longer_and_both_in_turn(
 ) -> None:
     step_s = overlapped_s(compute_s, message_s, penalty, tail_s)
     assert max(compute_s, message_s) + tail_s <= step_s <= (compute_s + message_s + tail_s) * (1 + 1e-9)
-
-
-def test_stragglers_cost_more_with_every_doubling() -> None:
-    assert straggled_s(10.0, 1, 0.01) == 10.0
-    assert straggled_s(10.0, 1024, 0.01) == pytest.approx(11.0)
 
 
 def test_tensor_messages() -> None:

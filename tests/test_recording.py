@@ -15,6 +15,7 @@ from terrace.plan import PRESETS, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, Instruction, Op, Program, build, verify
+from terrace.report import bars
 from terrace.simulate import (
     Costs,
     best_change,
@@ -143,6 +144,25 @@ def test_a_slow_outer_tier_is_what_the_step_waits_for() -> None:
     words = critical_words(path)
     assert words.startswith(f"On the critical path of the step: {round(100 * path.by_place['t1'] / path.step_s)} % ")
     assert "messages on tier t1 (" in words
+
+
+def _words_of_waits(plan: str, sizes: tuple[int, ...], prefetch: int = 1) -> list[str]:
+    cluster = cluster_with(sizes, bandwidth=1e7)
+    program = build(cluster, replace(preset(plan, cluster), prefetch=prefetch), BLOCKS, 2)
+    drawn = bars.bars_by_lane(record(program, price(program)))[0][COMPUTE]
+    return [bar.words for bar in drawn if bar.words.startswith("wait ")]
+
+
+def test_a_wait_names_the_messages_it_outlasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = _words_of_waits("three-level", (2, 2, 2))
+    assert "wait gather: FORWARD b0 m0 waits for REFRESH b0, then GATHER b0 for forward" in words
+    assert "wait control: CLIP" in words
+    alone = _words_of_waits("three-level", (1, 2, 2))  # a gather within one device takes no time
+    assert "wait gather: FORWARD b0 m0 waits for REFRESH b0" in alone
+    queued = "wait reduce: BACKWARD b2 m1 waits for GATHER b1 for backward, then {}, then REDUCE b4 m1"
+    assert queued.format("GATHER b0 for backward") in _words_of_waits("zero3", (2, 2), prefetch=4)
+    monkeypatch.setattr(bars, "_MAX_NAMED", 2)
+    assert queued.format("1 more") in _words_of_waits("zero3", (2, 2), prefetch=4)
 
 
 def test_one_rank_computes_all_the_time() -> None:

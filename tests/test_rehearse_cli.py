@@ -45,7 +45,7 @@ def _refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
         ((*RUN, "--cluster.tiers.system.size", "40", "--", "ls"), "has 160 ranks, and one machine emulates at most 64"),
         ((*RUN, "--train.steps", "4", "--", "ls"), "put the program's own options after --"),
         ((*RUN, "--counters", "/proc/here.json", "--", "ls"), "--counters /proc/here.json cannot be written"),
-        ((*RUN, "--counters", "/", "--", "ls"), "--counters / cannot be written (Is a directory): name a file"),
+        ((*RUN, "--counters", "/", "--", "ls"), "--counters / cannot be written (it is a folder): name a file"),
         (("rehearse", "check", "--cluster", "lab", "--", "ls"), "rehearse check runs no command"),
         (("rehearse", "clean", "all"), "unknown argument 'all'"),
         ((*RUN, "--paced", "--", "terrace", "train"), "the command names its cluster: leave out --cluster"),

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.cluster import Cluster, load_cluster
-from terrace.model.config import ModelConfig, parse_model
+from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, Plan
 from terrace.plan.wire import PLACEABLE
 
@@ -87,6 +88,7 @@ class Model:
 
     build: Callable[[], list[nn.Module]]
     objective: Callable[[Tensor, Tensor], Tensor]
+    declared: tuple[BlockSpec, ...] = ()  # what a tensor axis needs to know
 
     def blocks(self, dtype: torch.dtype) -> list[nn.Module]:
         """Fresh blocks; a shared parameter stays shared."""
@@ -103,11 +105,26 @@ _NEOX = _SIZES | {"model_type": "gpt_neox", "intermediate_size": 12, "rotary_pct
 _GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
+
+def _decoder_model(table: dict[str, object], **changes: object) -> Model:
+    config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
+    return Model(_decoder(config), token_loss, block_specs(config))
+
+
+# Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.
+_WIDE = {"hidden_size": 16, "num_attention_heads": 8}
+_WIDE_GPT2 = _GPT2 | {"n_embd": 16, "n_head": 8}
+
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
-    "llama tied": Model(_decoder(replace(parse_model(_LLAMA), tied_embeddings=True)), token_loss),
-    "gpt2": Model(_decoder(parse_model(_GPT2)), token_loss),
-    "gpt_neox": Model(_decoder(parse_model(_NEOX)), token_loss),
+    "llama tied": _decoder_model(_LLAMA, tied_embeddings=True),
+    "gpt2": _decoder_model(_GPT2),
+    "gpt_neox": _decoder_model(_NEOX),
+    "wide llama, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 1}),
+    "wide llama, 2 kv heads": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, attention_bias=True),
+    "wide llama, 8 kv heads": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 8}),
+    "wide gpt2": _decoder_model(_WIDE_GPT2),
+    "wide gpt_neox": _decoder_model(_NEOX | _WIDE),
 }
 
 

@@ -15,9 +15,14 @@ from terrace.simulate.footprint import work_of
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("explain", help="print a plan, its cost and its program", epilog=OVERRIDES_HELP)
+    parser = commands.add_parser(
+        "explain",
+        help="print a plan, its cost and its program",
+        description="Print where a plan puts every state, what a step costs, and its program. Nothing is run.",
+        epilog=OVERRIDES_HELP,
+    )
     add_run_options(parser)
-    parser.add_argument("--lines", type=int, default=None, metavar="N", help="print at most N lines of the program")
+    parser.add_argument("--lines", type=int, metavar="N", help="lines of the program to print at most (default: all)")
     parser.set_defaults(run=run)
 
 

@@ -12,13 +12,32 @@ from terrace.train.config import parse_run
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("generate", help="continue a text with a trained model")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--prompt", default="def ", help="text to continue (default: %(default)r)")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens at most (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=40, help="0 considers every token (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a trained model",
+        description="Continue a text with the newest checkpoint of a run, token by token, in one process.",
+    )
+    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train has left")
+    parser.add_argument("--prompt", metavar="TEXT", default="def ", help="text to continue (default: %(default)r)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", default=200, help="tokens to add at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=0.8,
+        help="how freely tokens are drawn: 0 always takes the likeliest, 1 draws as the model predicts "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        default=40,
+        help="draw from the K likeliest, 0: from all (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the draws (default: %(default)s)")
     parser.set_defaults(run=run)
 
 

@@ -56,7 +56,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="terrace", description="Train large language models on clusters whose links are unequal.")
+    parser = _Parser(
+        prog="terrace",
+        description="Train large language models on clusters whose links are unequal.",
+        epilog="terrace COMMAND --help tells the options of a command.",
+    )
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS:

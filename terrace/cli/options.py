@@ -6,24 +6,51 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.train.config import RunConfig, resolve
 
-OVERRIDES_HELP = "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4."
+OVERRIDES_HELP = (
+    "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
+    "in a run folder shows the keys of a run."
+)
+CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4."
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a run."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file: model, cluster, plan, data, train, optimizer")
-    parser.add_argument("--model", metavar="PATH", help="Hugging Face config.json, or the folder that holds it")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
-    parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file")
-    parser.add_argument("--data", metavar="PATH", help="text or JSONL file, or a folder of them ('stdlib': Python's)")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with any of the sections model, cluster, plan, data, train, optimizer",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face config.json, or the folder that holds it (default: a small Llama-style decoder)",
+    )
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
+    parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="text or JSONL file, or a folder of them (default: stdlib, the source of Python's standard library)",
+    )
 
 
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Return the checked configuration of the options and the dotted overrides in `rest`."""
     flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
     return resolve(options.config, flags, parse_overrides(rest))
+
+
+def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
+    """Return the cluster `name` with the dotted overrides in `rest`; `instead` says where keys of others belong."""
+    overrides = parse_overrides(rest)
+    for section in overrides:
+        if section != "cluster":
+            raise ConfigError(f"--{section}.… is no key of a cluster: {instead}")
+    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
 
 
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:

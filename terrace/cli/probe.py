@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import tomli_w
@@ -17,12 +16,10 @@ from rich import box
 from rich.table import Table
 
 from terrace.base.errors import ConfigError
-from terrace.base.files import write_atomic
-from terrace.base.schema import dump, merge
-from terrace.cli.options import parse_overrides
+from terrace.base.schema import dump
+from terrace.cli.files import check_writable, write_file
+from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal
-from terrace.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.probe.assemble import Probed, Row, assemble
 from terrace.report.tables import quantity, seconds
 
@@ -37,22 +34,32 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
         help="measure this machine or job and write a cluster file",
-        epilog="Any key of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.system.size 4.",
+        description="Measure what this machine reaches, or the ranks of torchrun, srun or mpirun, and write it down.",
+        epilog=CLUSTER_EPILOG,
     )
     parser.add_argument(
-        "--cluster", metavar="NAME|FILE", default="local", help="names, sizes and peaks to start from (default: local)"
+        "--cluster",
+        metavar="NAME|FILE",
+        default="local",
+        help="cluster preset or TOML file whose names, sizes and peaks to start from (default: local)",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("cluster.toml"), help="default: cluster.toml")
-    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="time for all measurements together (default: 60)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("cluster.toml"),
+        help="cluster file to write, ending in .toml (default: cluster.toml)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the --out file if it is there")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="seconds for all measurements together (default: 60)"
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Probe; returns 0, or raises what went wrong."""
-    cluster = _cluster(options.cluster, rest)
+    cluster = read_cluster(options.cluster, rest, "a probe takes only --cluster.key VALUE")
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
     try:
@@ -66,47 +73,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     samples = probing.run(cluster, options.seconds, check)
     if samples is not None:  # on the one rank that writes
         probed = assemble(cluster, samples)
-        _write(options.out, probed.cluster)
+        header = _HEADER.format(ranks=probed.cluster.world_size, name=options.out)
+        write_file("--out", options.out, f"{header}{tomli_w.dumps(dump(probed.cluster))}")
         _show(probed, options.out)
     return 0
 
 
 def check_out(path: Path, force: bool) -> None:
     """Raise `ConfigError` unless a file can be written there, or if one is there and `force` is not given."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        if path.exists() and not path.is_file():
-            raise OSError(0, "it is no regular file")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    check_writable("--out", path)
     if path.suffix != ".toml":
         raise ConfigError(f"--out {path} must end in .toml: a cluster is found by that")
     if path.exists() and not force:
         raise ConfigError(f"--out {path} is there already: name another file, or replace it with --force")
-
-
-def _cluster(name: str, rest: Sequence[str]) -> Cluster:
-    overrides = parse_overrides(rest)
-    for section in overrides:
-        if section != "cluster":
-            raise ConfigError(f"--{section}.… is no key of a cluster: a probe takes only --cluster.key VALUE")
-    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
-
-
-def _write(path: Path, cluster: Cluster) -> None:
-    header = _HEADER.format(ranks=cluster.world_size, name=path)
-    try:
-        write_atomic(path, f"{header}{tomli_w.dumps(dump(cluster))}")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--out {path} cannot be written ({error.strerror}): name a file in a folder that can")
 
 
 def _show(probed: Probed, path: Path) -> None:

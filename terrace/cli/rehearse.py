@@ -4,10 +4,8 @@ What a rehearsal itself says goes to stderr, so that stdout is the program's.
 """
 
 import argparse
-import errno
 import json
 import math
-import os
 import shutil
 import signal
 import sys
@@ -16,19 +14,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 
 from terrace.base.errors import ConfigError
-from terrace.base.files import write_atomic
-from terrace.base.schema import merge
-from terrace.cli.options import parse_overrides
+from terrace.cli.files import check_writable, write_file
+from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal, Terminated, sigterm_raises
 from terrace.cli.rehearse_screen import counts_table, findings_table, lost_delays
 from terrace.cluster import Cluster
-from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.rehearse import Wiring, wire
 from terrace.rehearse.launch import run_paced, run_ranks
 from terrace.rehearse.measure import experiments, findings
@@ -46,20 +42,35 @@ _SCALE_HELP = (
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("rehearse", help="emulate a cluster on this machine and run a program in it")
+    parser = commands.add_parser(
+        "rehearse",
+        help="emulate a cluster on this machine and run a program in it",
+        description="Emulate a cluster on this machine by network namespaces and rate limits. Needs Linux and root, "
+        "except for run --paced.",
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|check|clean")
     run_parser = actions.add_parser(
         "run",
         help="run a program as every rank of the cluster",
-        usage="terrace rehearse run --cluster C [--scale F] [--counters FILE] -- COMMAND ...",
+        usage="terrace rehearse run --cluster NAME|FILE [--scale F] [--counters FILE] -- COMMAND ...\n"
+        "       terrace rehearse run --paced [--scale F] -- terrace ...",
+        epilog=CLUSTER_EPILOG,
     )
     _add_cluster(run_parser)
-    run_parser.add_argument("--counters", metavar="FILE", type=Path, help="write what every link carried, as JSON")
     run_parser.add_argument(
-        "--paced", action="store_true", help="no network, no root: `terrace` itself keeps the rates"
+        "--counters",
+        metavar="FILE",
+        type=Path,
+        help="write (or replace) the bytes every link carried, as JSON",
+    )
+    run_parser.add_argument(
+        "--paced",
+        action="store_true",
+        help="build no network and need no root: the command, a `terrace` one, holds its own messages to the rates of "
+        "the cluster it names",
     )
     run_parser.set_defaults(run=_run)
-    check = actions.add_parser("check", help="build the network and measure every tier of it")
+    check = actions.add_parser("check", help="build the network and measure every tier of it", epilog=CLUSTER_EPILOG)
     _add_cluster(check)
     check.set_defaults(run=_check)
     clean = actions.add_parser("clean", help="remove what killed rehearsals left behind")
@@ -75,7 +86,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file to emulate, e.g. lab")
     parser.add_argument("--scale", type=float, default=1.0, metavar="F", help=_SCALE_HELP)
 
 
@@ -84,7 +95,8 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.paced:
         return _run_paced(options, rest, command)
     wiring = wire(_cluster(options.cluster, rest), options.scale)
-    _check_counters(options.counters)
+    if options.counters is not None:
+        check_writable("--counters", options.counters)
     check_machine(wiring)
     _mention_leftovers()
     with _ended_by_signals(), network(wiring) as net:
@@ -95,7 +107,8 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         taken_s, carried = time.monotonic() - begin_s, net.counts() - before
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
     if options.counters is not None:
-        _write_counters(options.counters, _document(wiring, carried.table(), taken_s, ended.code))
+        document = _document(wiring, carried.table(), taken_s, ended.code)
+        write_file("--counters", options.counters, json.dumps(document, indent=1) + "\n")
     if ended.rank is not None:
         _say(ended.words)
     return ended.code
@@ -171,11 +184,7 @@ def _document(wiring: Wiring, tiers: dict[str, Any], taken_s: float, code: int) 
 def _cluster(name: str | None, rest: Sequence[str]) -> Cluster:
     if name is None:
         raise ConfigError("a rehearsal needs --cluster NAME|FILE: name the machine to emulate, for example lab")
-    overrides = parse_overrides(rest)
-    for section in overrides:
-        if section != "cluster":
-            raise ConfigError(f"--{section}.… is no key of a cluster: put the program's own options after --")
-    return parse_cluster(merge(cluster_table(name), overrides.get("cluster", {})))
+    return read_cluster(name, rest, "put the program's own options after --")
 
 
 def _checked_command(words: Sequence[str]) -> list[str]:
@@ -194,32 +203,6 @@ def _checked_command(words: Sequence[str]) -> list[str]:
 def _refuse_command(options: argparse.Namespace) -> None:
     if options.command_words:
         raise ConfigError(f"rehearse {options.action} runs no command: leave out everything from -- on")
-
-
-def _check_counters(path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if path.exists() and not path.is_file():
-            raise OSError(errno.EINVAL, "not a regular file")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _write_counters(path: Path, document: dict[str, Any]) -> None:
-    try:
-        write_atomic(path, json.dumps(document, indent=1) + "\n")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--counters {path} cannot be written ({error.strerror}): name a file in a folder that can")
 
 
 def _mention_leftovers() -> None:

@@ -27,16 +27,21 @@ from terrace.train.config import section
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("scale", help="predict how a plan scales", epilog=TASK_EPILOG)
+    parser = commands.add_parser(
+        "scale",
+        help="predict how a plan scales",
+        description="Predict a plan's tokens/s from one member of the cluster's outermost tier to all; nothing is run.",
+        epilog=TASK_EPILOG,
+    )
     add_task_options(parser)
     parser.add_argument(
-        "--plan", metavar="NAME|FILE", help="preset or TOML file (default: the best plan at the largest size)"
+        "--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the best plan at the largest size)"
     )
     parser.add_argument(
-        "--price", type=float, metavar="P", help="price of a device and hour, for cost per million tokens"
+        "--price", type=float, metavar="P", help="price of one device for one hour: adds what a million tokens cost"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a picture of both curves, an SVG file")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--force", action="store_true", help="replace the --output file if it is there")
     parser.set_defaults(run=run)
 
 
@@ -48,6 +53,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_output(options.output, options.force)
     task = read_task(options, rest)
     plan, words = _plan(task, options.plan)
+    if options.compute not in (None, plan.compute):  # a file's dtype: all else takes the task's
+        raise ConfigError(
+            f"--compute {options.compute}: plan {options.plan} computes in {plan.compute}; leave --compute out, or "
+            f'set compute = "{options.compute}" in the plan'
+        )
     task = with_formats(task, plan)
     outer, console = task.cluster.tiers[-1], Terminal()
     titles: dict[Scaling, str] = {

@@ -1,6 +1,7 @@
 """What the user of `terrace train` sees, and the files that say the same."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ class Screen:
         else:
             self._console.print("the model continues the prompt", style="bold underline")
             print(f"{outcome.sample}\n")
-        print(f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {outcome.checkpoint.name}")
+        checkpoint = os.path.relpath(outcome.checkpoint, folder)
+        print(f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {checkpoint}")
         self._judge(outcome)
 
     def _write_files(self, outcome: Outcome) -> None:

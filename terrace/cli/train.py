@@ -17,10 +17,20 @@ from terrace.train.config import RunConfig, parse_run, section
 
 def add_parser(commands: Any) -> None:
     """Register the command."""
-    parser = commands.add_parser("train", help="train a model", epilog=OVERRIDES_HELP)
+    parser = commands.add_parser(
+        "train",
+        help="train a model",
+        description="Train a model, in processes of this machine or as one rank of torchrun, srun or mpirun.",
+        epilog=OVERRIDES_HELP,
+    )
     add_run_options(parser)
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder (default: runs/TIME)")
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run from its newest checkpoint")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with this run folder from its newest checkpoint, under its own or another --cluster and --plan",
+    )
     parser.set_defaults(run=run)
 
 

@@ -11,15 +11,17 @@ form: Korthikanti et al. 2205.05198, section 4.2; columns: AxoNN 2305.13525, sec
     embedding  forward: a reduction of T' H over columns, then of T' H / C over rows; backward: gathers of the same
     head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
 
-Without sequence parallelism a whole all-reduce stands on one side and nothing on the other: the same bytes for a layer,
-one leg more for embedding and head. With columns, every norm also sums one number a token (two of a layer norm)
-over them, forward and backward. A block that is recomputed does its forward twice. `tests/test_tensor.py` holds the
-runtime's ledger against this.
+With sequence parallelism a rank keeps its part of what attention and MLP read, and gathers it once more in the
+backward for the weight gradients (section 4.2.2 there), unless the block is recomputed. Without it a whole all-reduce
+stands on one side and nothing on the other: one leg more for embedding and head. With columns, every norm also sums
+one number a token (two of a layer norm) over them, forward and backward. A block that is recomputed does its forward
+twice. `tests/test_tensor.py` holds the runtime's ledger against this.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.grid import Grid, position
@@ -68,6 +70,16 @@ class Tensor:
             )  # fmt: skip
 
         return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), plan.micro_batch * sequence)
+
+    @property
+    def lines(self) -> tuple[Layout, Layout, Layout]:
+        """The ranks that differ on rows, on columns, and on either."""
+        return self.rows, self.columns, self.both
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether norms and residual stream are split over the rows."""
+        return self.plan.sequence_parallel and self.rows.data_degree > 1
 
     @property
     def degree(self) -> int:
@@ -124,11 +136,12 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     if tensor.degree == 1:
         return forward, backward
     block = blocks[index]
-    hidden = tensor.padded_tokens * _hidden(blocks)
     forward_norms = _norm_messages(tensor, block)
-    whole, cut = hidden, hidden // tensor.columns.data_degree
+    whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * _hidden(blocks)
+    cut = tensor.rows.padded(whole // tensor.columns.data_degree)
     rows, columns, both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
-    one_sided = not tensor.plan.sequence_parallel
+    one_sided = not tensor.splits_tokens
+    regathers = tensor.splits_tokens and not any(fnmatchcase(block.name, each) for each in tensor.plan.recompute)
 
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
@@ -148,6 +161,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
             if weight.dims[0][0] == "hidden":
                 forward += all_reduce(rows, cut)
                 backward += [*all_reduce(rows, cut), *all_reduce(columns, _inner(tensor, weight.shape[1]))]
+                backward += [TensorMessage(Leg.GATHER, rows, cut)] if regathers else []
             else:
                 one_of = weight.dims[0][1] if "rows" in weight.shared else 1  # of key-value heads that all ranks hold
                 forward += all_reduce(columns, _inner(tensor, weight.shape[0] // one_of))
@@ -167,7 +181,7 @@ def _inner(tensor: Tensor, size: int) -> int:
 
 def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
     """One sum of a number a token for each parameter of a norm: a layer norm has two of both."""
-    tokens = tensor.padded_tokens // tensor.rows.data_degree if tensor.plan.sequence_parallel else tensor.tokens
+    tokens = tensor.padded_tokens // tensor.rows.data_degree if tensor.splits_tokens else tensor.tokens
     norms = [param for param in block.params if _is_norm(param)]
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 

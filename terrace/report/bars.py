@@ -13,6 +13,7 @@ from terrace.program import Op
 from terrace.simulate.recording import Recording, Span
 
 MAX_BARS = 1000  # of a timeline; two of them keep a page under 200 kB
+_MAX_NAMED = 3  # messages of one wait: a choice
 
 Window = tuple[float, float]  # (start, end) in seconds of the step
 
@@ -77,12 +78,23 @@ def _bars(recording: Recording, spans: Sequence[Span], least_s: float) -> list[B
     return [*bars, _joined(recording, group)] if group else bars
 
 
+def _words(recording: Recording, span: Span) -> str:
+    """Return what runs; for a wait, who waits and for which messages, the first of them being under way."""
+    words = str(recording.program.instructions[span.position])
+    if not span.category.startswith("wait "):
+        return words
+    names = [str(message) for message in recording.awaited(span)]
+    if names == [words]:  # CLIP waits for its own message
+        return f"{span.category}: {words}"
+    if len(names) > _MAX_NAMED:
+        names[1:-1] = [f"{len(names) - 2} more"]
+    return f"{span.category}: {words} waits for {', then '.join(names)}"
+
+
 def _joined(recording: Recording, group: Sequence[Span]) -> Bar:
     first, last = group[0], group[-1]
     if len(group) == 1:
-        instruction = recording.program.instructions[first.position]
-        words = f"{first.category}: {instruction}" if first.category.startswith("wait ") else str(instruction)
-        return Bar(first.start_s, first.end_s, ((first.category, 1.0),), words)
+        return Bar(first.start_s, first.end_s, ((first.category, 1.0),), _words(recording, first))
     spent: dict[str, float] = defaultdict(float)
     for span in group:
         spent[span.category] += span.end_s - span.start_s

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from terrace.report.plot import round_ticks
+from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 360, 60, 44, 56, 20
+_TOP = 56
 _COLOURS = ("#1d4ed8", "#dc2626", "#15803d", "#a16207")
 
 
@@ -18,32 +18,19 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str,
     doublings = math.log2(last / first) or 1.0
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = _LEFT + math.log2(x / first) / doublings * (_WIDTH - _LEFT - _RIGHT)
-        return across, _TOP + (high - y) / high * (_HEIGHT - _TOP - _BOTTOM)
+        across = LEFT + math.log2(x / first) / doublings * (WIDTH - LEFT - RIGHT)
+        return across, _TOP + (high - y) / high * (HEIGHT - _TOP - BOTTOM)
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
-        f'<text x="{_LEFT}" y="42" fill="#52525b">{escape(y_label)}</text>',
-    ]
-    for tick in round_ticks(0, high):
-        height = place(first, tick)[1]
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}" stroke="#e4e4e7"/>'
-        )
-        parts.append(f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end" fill="#52525b">{tick:g}</text>')
+    parts = frame(title, x_label, {tick: place(first, tick)[1] for tick in round_ticks(0, high)})
+    parts.append(f'<text x="{LEFT}" y="42" fill="#52525b">{escape(y_label)}</text>')
     for x in sorted({x for x, _ in points}):
         across = place(x, 0)[0]
-        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#52525b">{x}</text>')
-    middle = (_LEFT + _WIDTH) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle" fill="#52525b">{escape(x_label)}</text>')
+        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - 24}" text-anchor="middle" fill="#52525b">{x}</text>')
     for index, (name, curve) in enumerate(curves.items()):
         colour, dots = _COLOURS[index % len(_COLOURS)], [place(x, y) for x, y in curve]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in dots]
-        label = f'<text x="{_WIDTH - _RIGHT}" y="{22 + 16 * index}" text-anchor="end" fill="{colour}">'
+        label = f'<text x="{WIDTH - RIGHT}" y="{22 + 16 * index}" text-anchor="end" fill="{colour}">'
         parts.append(f"{label}{escape(name)}</text>")
     return "\n".join([*parts, "</svg>\n"])

@@ -1,9 +1,10 @@
 """The loss curve as an SVG file, which every browser opens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 360, 60, 44, 36, 20
+WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT = 720, 360, 60, 44, 20
+_TOP = 36
 
 
 def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, target: float | None = None) -> str:
@@ -14,37 +15,45 @@ def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, targe
     first, last = steps[0], max(steps[-1], steps[0] + 1)
 
     def x(step: float) -> float:
-        return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
 
     def y(loss: float) -> float:
-        return _TOP + (high - loss) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return _TOP + (high - loss) / (high - low) * (HEIGHT - _TOP - BOTTOM)
 
     def line(values: Sequence[float], style: str) -> str:
         points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in zip(steps, values, strict=True))
         return f'<polyline points="{points}" fill="none" {style}/>'
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
-    ]
-    for tick in round_ticks(low, high):
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#e4e4e7"/>'
-        )
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end" fill="#52525b">{tick:g}</text>')
+    parts = frame(title, "step", {tick: y(tick) for tick in round_ticks(low, high)})
     for tick in round_ticks(first, last):
-        parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 24}" text-anchor="middle" fill="#52525b">{tick:g}</text>')
-    parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 6}" text-anchor="middle" fill="#52525b">step</text>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 24}" text-anchor="middle" fill="#52525b">{tick:g}</text>')
     parts.append(line(losses, 'stroke="#93c5fd" stroke-width="1"'))
     parts.append(line(_running_mean(losses), 'stroke="#1d4ed8" stroke-width="2"'))
     if target is not None:
         style = 'stroke="#dc2626" stroke-dasharray="6 4"'
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(target):.1f}" y2="{y(target):.1f}" {style}/>')
-        label = f'<text x="{_WIDTH - _RIGHT}" y="{y(target) - 5:.1f}" text-anchor="end" fill="#dc2626">'
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(target):.1f}" y2="{y(target):.1f}" {style}/>')
+        label = f'<text x="{WIDTH - RIGHT}" y="{y(target) - 5:.1f}" text-anchor="end" fill="#dc2626">'
         parts.append(f"{label}target {target:g}</text>")
     return "\n".join([*parts, "</svg>\n"])
+
+
+def frame(title: str, x_label: str, ticks: Mapping[float, float]) -> list[str]:
+    """Return the first parts of a picture: its title, the name of its x axis, and a line for each tick at its height.
+
+    What follows them ends with `</svg>`.
+    """
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
+    ]
+    for tick, y in ticks.items():
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#e4e4e7"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end" fill="#52525b">{tick:g}</text>')
+    middle = (LEFT + WIDTH) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle" fill="#52525b">{escape(x_label)}</text>')
+    return parts
 
 
 def _running_mean(values: Sequence[float], weight: float = 0.1) -> list[float]:

@@ -8,7 +8,9 @@ import torch
 
 
 class Clock(ABC):
-    """Attributes the time since the last mark to a category."""
+    """Attributes the time since the last mark to a category; `doing` is the one of the computing under way."""
+
+    doing = "forward"
 
     @abstractmethod
     def start(self) -> None:

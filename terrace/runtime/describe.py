@@ -4,9 +4,11 @@ A parameter that two blocks share (a tied embedding) belongs to the first; the l
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
+from terrace.base.errors import ModelError
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 
 
@@ -30,6 +32,26 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
                 borrows.append(owner)
         specs.append(BlockSpec(name=name, params=tuple(params), borrows=tuple(borrows)))
     return freeze(specs, frozen)
+
+
+def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
+    """Return `specs` with the dims that `declared`, the same blocks, say of their parameters.
+
+    Raises `ModelError` when they are not the same parameters.
+    """
+    if not declared:
+        return tuple(specs)
+    result = []
+    for spec, other in zip(specs, declared, strict=True):
+        dims = {param.name: param for param in other.params}
+        for param in spec.params:
+            if param.name not in dims or dims[param.name].shape != param.shape:
+                raise ModelError(
+                    f"{spec.name}.{param.name} {param.shape} is not what its block declares: {other.params}"
+                )
+        params = tuple(replace(param, dims=dims[param.name].dims) for param in spec.params)
+        result.append(replace(spec, params=params))
+    return tuple(result)
 
 
 def replace_parameters(blocks: Sequence[nn.Module], replacements: Mapping[int, nn.Parameter]) -> None:

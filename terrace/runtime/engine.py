@@ -13,15 +13,20 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
-from terrace.model.spec import ParamSpec
+from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
+from terrace.plan.grid import Grid
+from terrace.plan.layout import INSIDE
+from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build, verify
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
-from terrace.runtime.describe import describe, replace_parameters
+from terrace.runtime.describe import describe, replace_parameters, with_dims
 from terrace.runtime.executor import Batch, Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
+from terrace.runtime.linear import WeightGradients
 from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.tensor import Means, make_axis, parallelise, slice_value
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
@@ -51,10 +56,12 @@ def _no_progress(counter: int, instruction: object, waiting_on: tuple[int, ...])
 class Engine:
     """Trains `blocks` under `plan` on this rank's part of `cluster`.
 
-    Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when
-    the world has more than one rank. The parameters of `blocks` are replaced by views of flat buffers,
-    in the compute dtype. Initial values come from `initial`, or else from the blocks as they are, which
-    then must be the same on every rank. A `pacer` slows every message to the rate of its tier.
+    Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when the world
+    has more than one rank. The parameters of `blocks` are replaced by views of flat buffers, in the compute
+    dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
+    every rank. A tensor axis needs the dims of parameters, from the specs `declared`, and the length of a
+    `sequence`; what then runs in place of `blocks` is `states[i].module`. A `pacer` slows every message to the
+    rate of its tier.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -76,12 +83,14 @@ class Engine:
         timeout: timedelta = timedelta(minutes=10),
         progress: Progress = _no_progress,
         program: Program | None = None,
+        declared: Sequence[BlockSpec] = (),
+        sequence: int = 0,
         pacer: Pacer | None = None,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
-        specs = self.whole = describe(blocks, names, freeze)
-        self.program = program or build(cluster, plan, specs, num_micros)
-        asked = (cluster, plan, specs, num_micros)
+        specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
+        self.program = program or build(cluster, plan, specs, num_micros, sequence)
+        asked = (cluster, plan, slice_blocks(specs, Grid.of(cluster, plan)), num_micros)
         if (self.program.cluster, self.program.plan, self.program.blocks, self.program.num_micros) != asked:
             raise ProgramError("the program was built for another cluster, plan, model or number of micro-batches")
         verify(self.program, rank)
@@ -95,17 +104,34 @@ class Engine:
         self.groups = self._make_groups(rank, timeout)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
         everyone = _EXCHANGE_TIMEOUTS * timeout
+        self._clock = make_clock(self.device)
+        self.collectives = self._make_collectives(self._ledger, self._meter)
+        values = [dict(block.named_parameters()) for block in blocks]
+        self._weights = WeightGradients()
+        self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
+        axis = None
+        if self.program.tensor.degree > 1:
+            means = Means(self._lanes.setdefault(INSIDE, make_lane(self.device)), self._clock, self._weights)
+            axis = make_axis(self.program, self.collectives, rank, means, self.device, self._meter)
+            blocks, objective = parallelise(blocks, self.program, rank, axis, objective)
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
         self.states = [
             BlockState(spec, block, flats, rank, plan, self.device, self._meter)
             for spec, block, flats in zip(self.program.blocks, blocks, self.program.flats, strict=True)
         ]
-        self._adopt(blocks, initial, adamw)
-        self.collectives = self._make_collectives(self._ledger, self._meter)
-        self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
-        self._clock = make_clock(self.device)
+        self._adopt(blocks, values, initial, adamw)
         self._executor = Executor(
-            self.program, self.states, self.collectives, self._lanes, self._clock, objective, adamw.clip, rank, progress
+            self.program,
+            self.states,
+            self.collectives,
+            self._lanes,
+            self._clock,
+            self._weights,
+            objective,
+            adamw.clip,
+            rank,
+            progress,
+            axis,
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -196,17 +222,28 @@ class Engine:
         lines = (program.tensor.rows, program.tensor.columns, program.tensor.both)
         return TierGroups(program.everyone, rank, timeout, parts.values(), lines)
 
-    def _adopt(self, blocks: Sequence[nn.Module], initial: InitialValue | None, adamw: AdamWConfig) -> None:
+    def _adopt(
+        self,
+        blocks: Sequence[nn.Module],
+        values: Sequence[dict[str, nn.Parameter]],
+        initial: InitialValue | None,
+        adamw: AdamWConfig,
+    ) -> None:
         replacements: dict[int, nn.Parameter] = {}
-        for state, block in zip(self.states, blocks, strict=True):
+        for state, block, own in zip(self.states, blocks, values, strict=True):
             old = dict(block.named_parameters())
 
-            def value(spec: ParamSpec, state: BlockState = state, old: dict[str, nn.Parameter] = old) -> Tensor:
+            def value(spec: ParamSpec, state: BlockState = state, own: dict[str, nn.Parameter] = own) -> Tensor:
                 if initial is not None:
-                    return initial(state.spec.name, spec.name, spec.shape)
-                return old[spec.name].detach()
+                    whole = initial(state.spec.name, spec.name, spec.whole or spec.shape)
+                else:
+                    whole = own[spec.name].detach()
+                return slice_value(whole, spec, self.program, self.rank)
 
             state.initialise(value, adamw)
+            for shard in state.shards:
+                if shard.trainable is not None:
+                    self._weights.own(shard.trainable.parameters, shard.trainable)
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)

@@ -1,7 +1,8 @@
 """The executor: runs a program on blocks.
 
 A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a
-reduction or a recomputation happens where the program says and nowhere else; no hook is involved.
+reduction or a recomputation happens where the program says and nowhere else; no hook is involved. A backward has two
+parts, which can be run apart: the input gradient, and the weight gradients (terrace.runtime.linear).
 Communication goes to the lane of the outermost tier it crosses; an instruction waits only for what it reads:
 
     FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters
@@ -25,6 +26,8 @@ from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
+from terrace.runtime.linear import WeightGradients, WeightQueue
+from terrace.runtime.tensor import TensorAxis
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 Batch = tuple[Tensor, Tensor]  # inputs and labels of one micro-batch
@@ -79,16 +82,20 @@ class Executor:
         collectives: Collectives,
         lanes: Mapping[int, Lane],
         clock: Clock,
+        weights: WeightGradients,
         objective: Objective,
         clip: float,
         rank: int,
         progress: Progress,
+        axis: TensorAxis | None = None,
     ) -> None:
+        self._axis = axis
         self._program = program
         self._states = states
         self._collectives = collectives
         self._lanes = lanes
         self._clock = clock
+        self._weights = weights
         self._objective = objective
         self._clip_norm = clip
         self._progress = progress
@@ -121,6 +128,7 @@ class Executor:
         self._batches = batches
         self._lr = lr
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._flow: dict[int, Tensor] = {}  # micro -> newest activation or gradient between blocks
         self._loss = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
         self._clock.start()
@@ -175,6 +183,7 @@ class Executor:
         self._states[now.block].free()
 
     def _forward(self, now: Instruction) -> None:
+        self._clock.doing = "forward"
         self._await_parameters(now.block)
         self._progress(self._counter, now, ())
         inputs, labels = self._batches[now.micro]
@@ -189,9 +198,25 @@ class Executor:
             self._loss += output.detach()
         else:
             self._flow[now.micro] = output
-        self._clock.mark("forward")
+        self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
+        """Run both parts of a backward, the products of the second as they come up: nothing is held for them.
+
+        Under the tensor axis they wait for a message under way, whose time they fill.
+        """
+        self._backward_input(now, hold=self._axis is not None)
+        self._backward_weight(now)
+
+    def _backward_input(self, now: Instruction, hold: bool = True) -> None:
+        """Run the first part of a backward: to the gradient of the block's input, which is in `_flow` after it.
+
+        Opens the gradient buffers and adds to them what autograd computes for parameters that are not weights of
+        linear layers. With `hold` the weight gradients wait for `_backward_weight`: what may run before that is
+        a message with the input gradient, other blocks and micro-batches, and the FREE of the block, but not its
+        REDUCE, nor that of a block it borrows from. Per layer the output gradient and the input stay in memory.
+        """
+        self._clock.doing = "backward"
         self._await_parameters(now.block)
         for needed in self._parameters_of(now.block):
             self._open_gradient(self._states[needed])
@@ -203,14 +228,24 @@ class Executor:
             with _restored(kept.random_state, kept.inputs.device):
                 output = self._run_block(now.block, kept.inputs, labels)
         gradient = self._flow.pop(now.micro, None)  # None at the last block: the loss has gradient one
+        queue = self._due[now.block, now.micro] = self._weights.queue(hold)
         if output.requires_grad:
-            torch.autograd.backward(output, gradient)
+            with self._weights.recorded_in(queue):
+                torch.autograd.backward(output, gradient)
         if now.block > 0:
             assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
             self._flow[now.micro] = kept.inputs.grad
-        self._clock.mark("backward")
+        self._clock.mark(self._clock.doing)
+
+    def _backward_weight(self, now: Instruction) -> None:
+        """Run the second part of a backward: the weight gradients that the first has recorded."""
+        self._due.pop((now.block, now.micro)).run()
+        self._clock.mark(self._clock.doing)
 
     def _run_block(self, block: int, inputs: Tensor, labels: Tensor) -> Tensor:
+        if self._axis is not None:
+            self._axis.shape = tuple(labels.shape)
+            self._axis.drops_inputs = block not in self._again  # a recomputed one needs them at once
         output: Tensor = self._states[block].module(inputs)
         return self._objective(output, labels) if block == len(self._states) - 1 else output
 
@@ -221,6 +256,8 @@ class Executor:
             state.open_gradient()
 
     def _reduce(self, now: Instruction) -> None:
+        late = [block for block, _ in self._due if now.block in self._parameters_of(block)]
+        assert not late, f"{now} before the weight gradients of blocks {late}"
         state = self._states[now.block]
         gradient = state.take_gradient()
         if gradient:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from terrace.comm import Meter
 from terrace.model.spec import ParamSpec
 from terrace.plan.layout import DEVICE, Layout
+from terrace.runtime.linear import Matrix
 
 Initial = Callable[[ParamSpec], Tensor]
 
@@ -83,16 +84,12 @@ class Flat:
         self._resize(0)
         self._meter.add("gathered", -self.full.nbytes)
 
-    def point_gradients_at(self, buffer: Tensor) -> None:
-        """Make `.grad` of every parameter a view of a padded gradient buffer in the compute dtype."""
-        for parameter, view in zip(self.parameters, self._views(buffer), strict=True):
-            parameter.grad = view
-
     def collect_gradients_in(self, buffer: Tensor) -> None:
         """Have the gradients of backwards to come stand in an uninitialised, padded buffer, until they are dropped.
 
-        The first gradient of a parameter is copied there and later ones are added, which spares the pass that
-        would set the buffer to zero and the one that would read those zeros.
+        The first gradient of a parameter is written there and later ones are added, which spares the pass that
+        would set the buffer to zero and the one that would read those zeros. Autograd's come through a hook, which
+        copies the first; weight gradients that the runtime computes ask for their place by `gradient_of`.
         """
         buffer[self.numel :].zero_()
         for parameter in self.parameters:
@@ -106,17 +103,33 @@ class Flat:
             ]
 
     def _collect(self, parameter: Tensor) -> None:
-        view = self._awaited.pop(parameter, None)
-        if view is not None:
-            assert parameter.grad is not None, "autograd calls this after it has set the gradient"
+        # Autograd calls this also when it has no gradient to add, as for a weight whose gradient is recorded.
+        if parameter.grad is not None and parameter in self._awaited:
+            view = self._awaited.pop(parameter)
             view.copy_(parameter.grad)
             parameter.grad = view
 
+    def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
+        """Return where the gradient of `parameter` is, and whether its values there are yet to be written.
+
+        The caller writes them at once, or adds to them.
+        """
+        view = self._awaited.pop(parameter, None)
+        if view is not None:
+            parameter.grad = view
+            return view, True
+        assert parameter.grad is not None, "a weight gradient was computed while no gradient buffer was open"
+        return parameter.grad, False
+
+    def complete_gradients(self) -> None:
+        """Give a gradient of zero to the parameters that got none; further ones are added."""
+        for parameter, view in self._awaited.items():
+            parameter.grad = view.zero_()
+        self._awaited = {}
+
     def drop_gradients(self) -> None:
         """Detach the parameters from the gradient buffer; what got no gradient has one of zero there."""
-        for view in self._awaited.values():
-            view.zero_()
-        self._awaited = {}
+        self.complete_gradients()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -143,7 +156,8 @@ class Flat:
             view = torch.empty(0, dtype=self.full.dtype, device=self.full.device)
             stride = torch.empty(spec.shape, device="meta").stride()
             view.set_(self.full.untyped_storage(), start, spec.shape, stride)
-            parameters.append(nn.Parameter(view, requires_grad=spec.trainable))
+            kind = Matrix if spec.trainable and len(spec.shape) == 2 else nn.Parameter
+            parameters.append(kind(view, requires_grad=spec.trainable))
         return parameters
 
     def _zeros(self, tier: int) -> Tensor:

@@ -21,7 +21,7 @@ class Shard:
 
     `grads` is the accumulated gradient, sharded on the grads tier, in the master dtype. `owned` is the
     part of it that this rank's optimizer updates. A gradient buffer in the compute dtype exists only from
-    a block's backward to its reduction, unless autograd can add straight into `grads`.
+    a block's backward to its reduction, unless gradients can be added up in `grads` itself.
     """
 
     def __init__(
@@ -75,12 +75,11 @@ class Shard:
     def gather(self, collectives: Collectives, message: MessageClass, secondary: bool) -> None:
         """Materialise the full parameters from the primary or the secondary copy."""
         layout = self.layout
-        secondary = secondary and layout.has_secondary  # where it has none, both are one slice
         source = layout.params_backward if secondary else layout.params
         for flat in self.flats:
             flat.materialise()
-            copy = flat.secondary if secondary else flat.shard
-            assert copy is not None, f"block {self.name} has no secondary copy"
+            # Where another shard of the block has a secondary copy and this one has not, both are one slice.
+            copy = flat.secondary if secondary and flat.secondary is not None else flat.shard
             flat.full[flat.part(source)].copy_(copy)
 
             def piece(tier: int, flat: Flat = flat) -> Tensor:
@@ -113,10 +112,13 @@ class Shard:
         self.trainable.collect_gradients_in(self._buffer)
 
     def take_gradient(self) -> Tensor | None:
-        """Hand over the gradient buffer for `reduce` and then `release`; None when autograd added it up in place."""
+        """Hand over the gradient buffer for `reduce` and then `release`; None when it was added up in place."""
         buffer, self._buffer = self._buffer, None
-        if buffer is not None and self.trainable is not None:
-            self.trainable.drop_gradients()
+        if self.trainable is not None:
+            if buffer is not None:
+                self.trainable.drop_gradients()
+            else:
+                self.trainable.complete_gradients()
         return buffer
 
     def reduce(self, collectives: Collectives, buffer: Tensor) -> None:
@@ -153,7 +155,7 @@ class Shard:
         self.owned.mul_(scale.to(self.owned.dtype))
         self.optimizer.update(lr)
         if self._in_place:
-            self.grads.zero_()
+            flat.collect_gradients_in(self.grads)  # the next step's
         self._is_fresh = True
         self.publish()
 
@@ -188,4 +190,4 @@ class Shard:
         self._meter.add("grads", self.grads.nbytes)
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
         if self._in_place:
-            flat.point_gradients_at(self.grads)
+            flat.collect_gradients_in(self.grads)

@@ -61,8 +61,9 @@ def footprint(
     backend: Backend | None = None,
     context_bytes: int | None = None,
     allocator_factor: float | None = None,
+    phase: Phase | None = None,
 ) -> dict[str, int]:
-    """Return the bytes by category of one rank at the worst moment of a step; their sum is the peak.
+    """Return the bytes by category of one rank at the worst moment of a step, or of its `phase`; their sum is the peak.
 
     `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
     one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
@@ -71,37 +72,6 @@ def footprint(
     Raises `PlanError` for a stage, a backend or a number in flight that cannot be, and `ClusterError` for an unknown
     tier.
     """
-    phases = footprint_by_phase(
-        cluster,
-        plan,
-        model,
-        sequence,
-        num_micros,
-        stage=stage,
-        in_flight=in_flight,
-        layers=layers,
-        backend=backend,
-        context_bytes=context_bytes,
-        allocator_factor=allocator_factor,
-    )
-    return max(phases.values(), key=lambda categories: sum(categories.values()))
-
-
-def footprint_by_phase(
-    cluster: Cluster,
-    plan: Plan,
-    model: ModelConfig,
-    sequence: int,
-    num_micros: int,
-    *,
-    stage: int = 0,
-    in_flight: float | None = None,
-    layers: range | None = None,
-    backend: Backend | None = None,
-    context_bytes: int | None = None,
-    allocator_factor: float | None = None,
-) -> dict[Phase, dict[str, int]]:
-    """Return the bytes by category at the worst moment of each phase; arguments and errors are `footprint`'s."""
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
@@ -121,26 +91,22 @@ def footprint_by_phase(
     steady["batch"] = num_micros * 2 * work.tokens * _TOKEN_BYTES
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
     pending = next(iter(states.gradients.values())) if num_micros > plan.unit else 0
-    best: dict[Phase, dict[str, int]] = {"update": steady}
+    candidates = [steady] if phase in (None, "update") else []
     for moment in _moments(work, held, plan.recompute, backend, in_flight, num_stages > 1):
-        categories = steady | {
-            "gathered": states.gathered[moment.kind],
-            "grads_full": states.gradients[moment.kind] if moment.phase == "backward" else pending,
-            "activations": moment.activations,
-            "logits": moment.logits,
-            "working": moment.working,
-        }
-        if moment.phase not in best or sum(categories.values()) > sum(best[moment.phase].values()):
-            best[moment.phase] = categories
+        if phase in (None, moment.phase):
+            running = {
+                "gathered": states.gathered[moment.kind],
+                "grads_full": states.gradients[moment.kind] if moment.phase == "backward" else pending,
+                "activations": moment.activations,
+                "logits": moment.logits,
+                "working": moment.working,
+            }
+            candidates.append(steady | running)
+    worst = max(candidates, key=lambda categories: sum(categories.values()))
     factor = (CUDA_ALLOCATOR_FACTOR if backend == "cuda" else 1.0) if allocator_factor is None else allocator_factor
-    context = context_bytes
-    if context is None:
-        context = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES, "published": 0}[backend]
-    order: tuple[Phase, ...] = ("forward", "backward", "update")
-    return {
-        phase: best[phase] | {"allocator": int((factor - 1) * sum(best[phase].values())), "context": context}
-        for phase in order
-    }
+    if context_bytes is None:
+        context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES, "published": 0}[backend]
+    return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
 
 
 def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend | None = None) -> Work:

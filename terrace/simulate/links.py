@@ -131,14 +131,6 @@ def overlapped_s(compute_s: float, message_s: float, penalty: float, tail_s: flo
     return max(compute_s + penalty * min(compute_s, message_s), message_s) + tail_s
 
 
-def straggled_s(step_s: float, num_nodes: int, jitter: float) -> float:
-    """Return the seconds of a step in which everybody waits for the slowest: step (1 + jitter log2(nodes)).
-
-    `jitter` is what one doubling adds; it can only come from runs of several sizes, so no preset has one.
-    """
-    return step_s * (1 + jitter * math.log2(num_nodes))
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerMessages:
     """Seconds of the tensor-parallel messages of one layer on one micro-batch."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from terrace.program import COLLECTIVES, Program, StepReport
+from terrace.program import COLLECTIVES, Instruction, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Moment, Rank, price, report
 from terrace.simulate.inside import WAIT_TENSOR
@@ -56,6 +56,21 @@ class Recording:
     def lane_name(self, lane: int) -> str:
         """Return `compute`, or the name of the lane's tier."""
         return "compute" if lane == COMPUTE else self.program.layout.tiers[lane]
+
+    def awaited(self, wait: Span) -> list[Instruction]:
+        """Return the messages that a wait of the compute stream outlasts, in order: the one under way when it begins,
+        and those that could only start after it, on its lane or because they read what it brings.
+
+        A wait for a GATHER may so be for the REFRESH of the block before all.
+        """
+        found, number = [], wait.after
+        while number >= 0:
+            span = self.spans[number]
+            found.append(self.program.instructions[span.position])
+            if span.start_s <= wait.start_s:
+                break
+            number = span.after
+        return found[::-1]
 
     def visible(self) -> list[tuple[int, Span]]:
         """Return the numbered spans that take time between the start and the end of the step."""

@@ -43,7 +43,7 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     layer_s = _mean_seconds(engine, layer)
     own = [flops / layer_s, _memory_bytes_per_s(engine)]
     own.append(_codec_bytes_per_s(engine, run) or own[1])
-    crossed = [index for index, degree in enumerate(engine.program.layout.degrees) if degree > 1]
+    crossed = [index for index, degree in enumerate(engine.program.everyone.degrees) if degree > 1]
     groups = [engine.groups[max(crossed), index] for index in crossed]  # those of the control message
     for group in groups:
         progress(group.tier)

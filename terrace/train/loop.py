@@ -80,6 +80,8 @@ class _Run:
             adamw=run.optimizer,
             initial=self._initial,
             freeze=run.train.freeze,
+            declared=run.blocks(),
+            sequence=run.train.sequence,
             timeout=timedelta(seconds=2 * run.train.timeout_s),  # the watchdog speaks first
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=lambda counter, instruction, ranks: dog.at(self.step, counter, instruction, ranks),
@@ -156,7 +158,7 @@ class _Run:
         micros = []
         for micro in range(self.engine.program.num_micros):
             arrays = self.batches.micro_batch(
-                self.step, micro, self.world.rank, layout.data_degree, self.run.plan.micro_batch
+                self.step, micro, layout.position(self.world.rank), layout.data_degree, self.run.plan.micro_batch
             )
             inputs, labels = (torch.from_numpy(array).to(device) for array in arrays)
             micros.append((inputs, labels))

@@ -1,0 +1,36 @@
+"""Files that a user asks for by an option: refused before any work is done, so that no result is lost at its end."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from terrace.base.errors import ConfigError
+from terrace.base.files import write_atomic
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise `ConfigError` unless a file can be written at `path`, which `option` named."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        if path.exists() and not path.is_file():
+            raise OSError(0, "it is no regular file")
+        folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
+        with TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise _unwritable(option, path, error) from error
+
+
+def write_file(option: str, path: Path, content: str) -> None:
+    """Write the file that `option` named; raises `ConfigError` where that fails."""
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise _unwritable(option, path, error) from error
+
+
+def _unwritable(option: str, path: Path, error: OSError | ValueError) -> ConfigError:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    name = str(path) if str(path).isprintable() else repr(str(path))
+    return ConfigError(f"{option} {name} cannot be written ({why}): name a file in a folder that can")

@@ -1,0 +1,269 @@
+"""Weight gradients that the runtime computes itself: when it says, and where they are kept.
+
+The backward of y = x W^T + b has two parts. The backward of the block goes on with the first; nothing in the
+block waits for the second:
+
+    input gradient    dx = dy W                           computed at once
+    weight gradient   dW += dy^T x,  db += sum of dy      recorded in a `WeightQueue`, computed when that is run
+
+The split is that of zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record is dy, x and whose
+gradient it is: running it needs neither the graph nor the values of the weights, which may be freed by then. The
+product is written into the gradient buffer itself: the first one of a unit there (`mm(out=)`), later ones
+added by the product (`addmm_`). No other tensor of the weight's size is made.
+
+Model code is not told. The matrices of a flat buffer are `Matrix` parameters, which take `F.linear`, and so
+`nn.Linear`, and on a CPU `F.embedding`, to the functions below. Whatever else a model does with a weight, and every
+other parameter, goes through autograd and the hook of `Flat`, into the same buffer and in any mix with this.
+
+Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, V vocabulary, H hidden.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class Sink(Protocol):
+    """Where gradients are kept; `Flat` is one."""
+
+    def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
+        """Return the gradient of `parameter`, and whether it is the caller who gives it its first values."""
+
+
+@dataclass
+class _Record:
+    """What a weight gradient is made of; None for what the layer does not have or does not train."""
+
+    output_gradient: Tensor  # (N, O)
+    inputs: Tensor | None  # (..., I), or tokens (...)
+    weight: Tensor | None  # (O, I)
+    bias: Tensor | None = None  # (O)
+
+    def __post_init__(self) -> None:
+        self._versions = self._current_versions()
+
+    def run(self, sinks: Mapping[Tensor, Sink]) -> None:
+        """Add the gradients to those in `sinks`."""
+        assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
+        if self.weight is not None:
+            assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
+            self._run_weight(self.inputs, *sinks[self.weight].gradient_of(self.weight))
+        if self.bias is not None:
+            gradient, first = sinks[self.bias].gradient_of(self.bias)
+            if first:
+                torch.sum(self.output_gradient, 0, out=gradient)
+            else:
+                gradient.add_(self.output_gradient.sum(0))
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        raise NotImplementedError
+
+    def _current_versions(self) -> list[int]:
+        return [tensor._version for tensor in (self.output_gradient, self.inputs) if tensor is not None]
+
+
+class _Product(_Record):
+    """Of a linear layer."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        left, right = self.output_gradient.t(), inputs.reshape(-1, inputs.shape[-1])  # (O, N), (N, I)
+        if first:
+            torch.mm(left, right, out=gradient)
+        else:
+            gradient.addmm_(left, right)
+
+
+class _Rows(_Record):
+    """Of an embedding: only the rows of its tokens are touched."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        if first:
+            gradient.zero_()
+        gradient.index_add_(0, inputs.reshape(-1), self.output_gradient)
+
+
+class WeightQueue:
+    """The weight gradients of one backward, in the order in which its pieces came up.
+
+    Without `hold` a record is run when it is added: nothing is kept, and dy is still in the cache. With it,
+    records wait for `run`, and hold their dy and x, which nobody may change until then. Any thread may add, as
+    autograd does on CUDA, but not while another runs the queue.
+    """
+
+    def __init__(self, sinks: Mapping[Tensor, Sink], hold: bool) -> None:
+        self._sinks = sinks
+        self._hold = hold
+        self._records: deque[_Record] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of records that wait."""
+        return len(self._records)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        """Return whether a gradient of `parameter` may be recorded here."""
+        return parameter in self._sinks
+
+    def add(self, record: _Record) -> None:
+        """Take a record."""
+        self._records.append(record)
+        if not self._hold:
+            self.run()
+
+    def run(self) -> None:
+        """Compute what is recorded, first come first, and let go of each record's tensors.
+
+        May be called at any time after the block's gradient buffer was opened and before it is reduced, also in the
+        middle of the backward that records, from a function that has just started a message; what is recorded
+        later waits for the next call. On CUDA the work is enqueued on the current stream, which must be that of
+        the backward, and the host does not wait.
+        """
+        with torch.no_grad():
+            while self._records:
+                self._records.popleft().run(self._sinks)
+
+
+class WeightGradients:
+    """Joins the matrices of one engine to the queue of the backward that is running.
+
+    A backward outside `recorded_in`, such as one that a user starts by hand, leaves every gradient to autograd.
+    """
+
+    def __init__(self) -> None:
+        self._sinks: dict[Tensor, Sink] = {}
+        self.current: WeightQueue | None = None
+
+    def own(self, parameters: Iterable[Tensor], sink: Sink) -> None:
+        """Have the gradients of `parameters` recorded from now on, to be kept in `sink`."""
+        for parameter in parameters:
+            self._sinks[parameter] = sink
+            if isinstance(parameter, Matrix):
+                parameter.gradients = self
+
+    def queue(self, hold: bool) -> WeightQueue:
+        """Return an empty queue."""
+        return WeightQueue(self._sinks, hold)
+
+    @contextmanager
+    def recorded_in(self, queue: WeightQueue) -> Iterator[None]:
+        """Record in `queue` the weight gradients of the backward that the body runs."""
+        before, self.current = self.current, queue
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class Matrix(nn.Parameter):
+    """A parameter of two dims whose products may be recorded; a plain parameter until it is owned."""
+
+    gradients: WeightGradients | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, as one of the functions of this module if there is one for it and it fits."""
+        own = _FUNCTIONS.get(func)
+        if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            result = own(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _plain(func, args, kwargs)
+
+
+def _plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Run `func` with a `Matrix` taken as a plain tensor, and so also the result."""
+    return nn.Parameter.__torch_function__(func, (), args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if type(weight) is not Matrix or weight.gradients is None or torch.is_autocast_enabled(input.device.type):
+        return NotImplemented
+    return _Linear.apply(input, weight, bias, weight.gradients)  # type: ignore[no-untyped-call]
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if type(weight) is not Matrix or weight.gradients is None:
+        return NotImplemented
+    # On CUDA rows would be added atomically: in no fixed order, and in bf16 rounded at every addition.
+    special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+    if special or input.device.type != "cpu":
+        return NotImplemented
+    return _Embedding.apply(input, weight, weight.gradients)  # type: ignore[no-untyped-call]
+
+
+_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
+
+
+class _Linear(torch.autograd.Function):
+    """x (..., I), weight (O, I), bias (O) to (..., O)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Matrix, bias: Tensor | None, gradients: WeightGradients) -> Any:
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        return _plain(F.linear, (x, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        rows = output_gradient.reshape(-1, output_gradient.shape[-1])  # (N, O)
+        queue: WeightQueue | None = ctx.gradients.current
+        input_gradient = weight_gradient = bias_gradient = None
+        if needs_input:
+            product = _plain(torch.mm, (rows, weight))  # (N, I)
+            input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
+        records_weight = needs_weight and queue is not None
+        records_bias = needs_bias and queue is not None and ctx.bias in queue
+        if queue is not None and (records_weight or records_bias):
+            queue.add(_Product(rows, x, ctx.weight if records_weight else None, ctx.bias if records_bias else None))
+        if needs_weight and not records_weight:
+            weight_gradient = rows.t().mm(x.reshape(-1, x.shape[-1]))
+        if needs_bias and not records_bias:
+            bias_gradient = rows.sum(0)
+        return input_gradient, weight_gradient, bias_gradient, None
+
+
+class _Embedding(torch.autograd.Function):
+    """tokens (...), weight (V, H) to (..., H)."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Matrix, gradients: WeightGradients) -> Any:
+        ctx.save_for_backward(tokens)
+        ctx.weight, ctx.gradients, ctx.shape = weight, gradients, tuple(_plain(Tensor.size, (weight,)))
+        return _plain(F.embedding, (tokens, weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None]:
+        (tokens,) = ctx.saved_tensors
+        rows = output_gradient.reshape(-1, output_gradient.shape[-1])  # (N, H)
+        if not ctx.needs_input_grad[1]:
+            return None, None, None
+        queue: WeightQueue | None = ctx.gradients.current
+        if queue is None:
+            return None, rows.new_zeros(ctx.shape).index_add_(0, tokens.reshape(-1), rows), None
+        queue.add(_Rows(rows, tokens, ctx.weight))
+        return None, None, None

@@ -1,0 +1,146 @@
+"""Applying the tensor axis to a model's blocks, by the dims that their specs declare.
+
+A linear layer from the residual stream to an inner dim becomes a `ColumnLinear`, one back a `RowLinear`; a module that
+holds one of the latter is entered from the residual stream. Norms, embedding and head have their own stand-ins. The
+model's code is not touched: what it calls is replaced by something of the same name.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError
+from terrace.comm import Collectives, Meter
+from terrace.model import decoder, layers
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.slices import rank_slices
+from terrace.program import Program
+from terrace.runtime.tensor.line import Line, Means
+from terrace.runtime.tensor.loss import vocabulary_loss
+from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, Norm, RowLinear, TensorAxis
+
+Objective = Callable[[Tensor, Tensor], Tensor]
+
+
+def make_axis(
+    program: Program,
+    collectives: Collectives,
+    rank: int,
+    means: Means,
+    device: torch.device,
+    meter: Meter,
+) -> TensorAxis:
+    """Return the tensor axis of one rank."""
+    tensor = program.tensor
+    rows, columns, both = (Line(layout, rank, collectives, means, device, meter) for layout in tensor.lines)
+    return TensorAxis(rows, columns, both, tensor.splits_tokens)
+
+
+def parallelise(
+    blocks: Sequence[nn.Module], program: Program, rank: int, axis: TensorAxis, objective: Objective
+) -> tuple[list[nn.Module], Objective]:
+    """Return what runs on this rank in place of `blocks` and of the loss: modules on meta, with sliced parameters.
+
+    Raises `ModelError` for blocks and losses that have no form under the tensor axis.
+    """
+    if objective is not decoder.token_loss:
+        raise ModelError(
+            "a tensor axis cuts the vocabulary, and only terrace.model.decoder.token_loss has a form for that: "
+            "use it as the objective, or give the tier to the data axis"
+        )
+    cut = _Cutter(program, rank, axis)
+    first, last = blocks[0], blocks[-1]
+    if not isinstance(first, decoder.Embedding) or not isinstance(last, decoder.Head):
+        raise ModelError(
+            f"a tensor axis needs a decoder's embedding and head as first and last block, not {type(first).__name__} "
+            f"and {type(last).__name__}: give the tier to the data axis"
+        )
+    embedding = cut.embedding(first)
+    middle = [cut.layer(index, block) for index, block in enumerate(blocks) if 0 < index < len(blocks) - 1]
+    head = cut.head(last, embedding.weight if last.weight is first.weight else None)
+    part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
+
+    def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return vocabulary_loss(hidden, head.weight, labels, part, axis.both)
+
+    return [embedding, *middle, head], loss
+
+
+class _Cutter:
+    """Makes the stand-ins of one rank's modules."""
+
+    def __init__(self, program: Program, rank: int, axis: TensorAxis) -> None:
+        self._specs = [{param.name: param for param in block.params} for block in program.blocks]
+        self._blocks: Sequence[BlockSpec] = program.blocks
+        self._places = program.tensor.places(rank)
+        self._degrees = program.tensor.degrees
+        self._axis = axis
+
+    def part(self, block: int, name: str) -> tuple[slice, ...]:
+        """Return the part of a whole parameter that this rank holds."""
+        return rank_slices(self._specs[block][name], self._places, self._degrees)
+
+    def embedding(self, module: decoder.Embedding) -> Embedding:
+        positions = None if module.positions is None else self._parameter(0, "positions")
+        return Embedding(self._parameter(0, "weight"), positions, self.part(0, "weight")[0], self._axis)
+
+    def head(self, module: decoder.Head, tied: nn.Parameter | None) -> Head:
+        block = len(self._blocks) - 1
+        weight = self._parameter(block, "weight") if tied is None else tied
+        return Head(weight, self._norm(block, "norm", module.norm), self._axis)
+
+    def layer(self, block: int, module: nn.Module) -> nn.Module:
+        """Replace the linear layers and norms inside a layer, in place."""
+        regions = set()
+        for name, child in list(module.named_modules()):
+            parent = module.get_submodule(name.rpartition(".")[0])
+            if isinstance(child, nn.Linear):
+                stand_in = self._linear(block, name, child)
+                if isinstance(stand_in, RowLinear):
+                    regions.add(parent)
+                setattr(parent, name.rpartition(".")[2], stand_in)
+            elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
+                setattr(parent, name.rpartition(".")[2], self._norm(block, name, child))
+        for region in regions:
+            region.register_forward_pre_hook(lambda _, inputs: (self._axis.enter(inputs[0]), *inputs[1:]))
+        return module
+
+    def _linear(self, block: int, name: str, module: nn.Linear) -> ColumnLinear | RowLinear:
+        weight = self._parameter(block, f"{name}.weight")
+        bias = None if module.bias is None else self._parameter(block, f"{name}.bias")
+        spec = self._specs[block][f"{name}.weight"]
+        if spec.dims[0][0] == "hidden":
+            return RowLinear(weight, bias, self._axis)
+        return ColumnLinear(weight, bias, self._used(spec), self._axis)
+
+    def _used(self, spec: ParamSpec) -> slice | None:
+        """What this rank's queries need of the output: None for all of a slice, one head of whole key-value heads."""
+        name, units = spec.dims[0]
+        if name != "kv_heads" or "rows" not in spec.shared:
+            return None
+        size, rows = spec.shape[0] // units, self._degrees["rows"]
+        head = self._places["rows"] * units // rows
+        return slice(head * size, (head + 1) * size)
+
+    def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
+        assert isinstance(module.eps, float), "every norm here has an epsilon"
+        bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
+        return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
+
+    def _parameter(self, block: int, name: str) -> nn.Parameter:
+        spec = self._specs[block][name]
+        return nn.Parameter(torch.empty(spec.shape, device="meta"), requires_grad=spec.trainable)
+
+
+def slice_value(value: Tensor, spec: ParamSpec, program: Program, rank: int) -> Tensor:
+    """Return this rank's slice of the whole `value` of a parameter, padded with zeros."""
+    if not spec.cuts:
+        return value
+    parts = rank_slices(spec, program.tensor.places(rank), program.tensor.degrees)
+    local = value[parts]
+    if tuple(local.shape) == spec.shape:
+        return local
+    padded = value.new_zeros(spec.shape)
+    padded[tuple(slice(0, size) for size in local.shape)] = local
+    return padded

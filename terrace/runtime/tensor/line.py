@@ -1,0 +1,342 @@
+"""Collectives among the ranks of one tensor axis, and their backwards.
+
+Let x_r be what rank r of n holds, [x_0; ...; x_n-1] the concatenation over the first dim, dL/dy written y':
+
+    name      forward                         backward
+    gather    y_r = [x_0; ...; x_n-1]         x_r' = part r of sum_s y_s'
+    scatter   y_r = part r of sum_s x_s       x_r' = [y_0'; ...; y_n-1']
+    copy      y_r = x_r (the same on all)     x_r' = sum_s y_s'
+    total     y_r = sum_s x_s                 x_r' = y_r' (the same on all)
+    numbers   y_r = sum_s x_s                 x_r' = sum_s y_s'
+
+The first four are Megatron-LM's (1909.08053, section 3; 2205.05198, section 4.2: g and its conjugate). Under `copy`
+every rank uses the same x for another part of a result, so their gradients add up; after `total` every rank goes on
+with the same y and finds the same gradient. `numbers` is for statistics, such as a norm's, of which every rank makes
+its own part of a result.
+
+Messages are of class `tensor`, in the wire format of each tier, but numbers travel as they are.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from terrace.comm import Collectives, Lane, Meter, Origin, Ticket
+from terrace.plan import Layout, MessageClass
+from terrace.plan.grid import position
+from terrace.plan.layout import DEVICE
+from terrace.runtime.clock import Clock
+from terrace.runtime.linear import WeightGradients
+
+
+class Line:
+    """The ranks that differ from this one on one tensor axis.
+
+    Messages are part of computing, in its order; the time that they take is in the clock's category `wait tensor`.
+    Those that end a region's backward go to a lane, and the weight gradients that wait are computed meanwhile.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, collectives: Collectives, means: "Means", device: torch.device, meter: Meter
+    ) -> None:
+        self.degree = layout.data_degree
+        self.place = position(layout.degrees, layout.coordinates(rank))
+        self._layout = layout
+        self._coordinates = layout.coordinates(rank)
+        self._collectives = collectives
+        self._means = means
+        self._origin = Origin(f"tensor {'x'.join(layout.axes)}", layout, device, meter)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return x (m, ...) of all ranks, (n m, ...)."""
+        whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
+        with self._means.message():
+            self._gather_into(whole, x)
+        return whole
+
+    def start_gather(self, whole: Tensor, x: Tensor) -> Ticket:
+        """Fill `whole` (n m, ...) with x (m, ...) of all ranks; wait for the ticket before the next message."""
+        return self._means.lane.submit(lambda: self._gather_into(whole, x))
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait for what was started."""
+        with self._means.message():
+            ticket.wait()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
+        part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
+        with self._means.message():
+            self._reduce_into(part, x)
+        return part
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks, the same bits on each."""
+        padded, part = self._padded(x)
+        with self._means.message():
+            self._reduce_into(part, padded)
+            self._gather_into(padded, part)
+        return padded[: x.numel()].view(x.shape)
+
+    def last_reduce_scatter(self, x: Tensor) -> Tensor:
+        """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
+        part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
+        self._means.meanwhile(lambda: self._reduce_into(part, x))
+        return part
+
+    def last_all_reduce(self, x: Tensor) -> Tensor:
+        """The same as `all_reduce`, while the weight gradients that wait are computed."""
+        padded, part = self._padded(x)
+
+        def both() -> None:
+            self._reduce_into(part, padded)
+            self._gather_into(padded, part)
+
+        self._means.meanwhile(both)
+        return padded[: x.numel()].view(x.shape)
+
+    def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a copy of x in one row that the ranks divide, and room for a rank's part of it."""
+        padded = x.new_zeros(-(-x.numel() // self.degree) * self.degree)
+        padded[: x.numel()] = x.reshape(-1)
+        return padded, x.new_empty(padded.numel() // self.degree)
+
+    def _gather_into(self, whole: Tensor, x: Tensor) -> None:
+        flat = whole.view(-1)
+
+        def piece(tier: int) -> Tensor:
+            return flat[self._layout.slice(tier, self._coordinates, flat.numel())]
+
+        piece(self._layout.outermost).view(x.shape).copy_(x)
+        self._collectives.gather(MessageClass.TENSOR, piece, self._layout.outermost, DEVICE, self._origin)
+
+    def _reduce_into(self, part: Tensor, x: Tensor) -> None:
+        source, outermost = x.contiguous().view(-1), self._layout.outermost
+        part.view(-1).copy_(self._collectives.reduce(MessageClass.TENSOR, source, DEVICE, outermost, self._origin))
+
+    def every(self, x: Tensor) -> Tensor:
+        """Return numbers x (m) of all ranks, (n, m), unrounded."""
+        with self._means.message():
+            return self._collectives.gather_numbers(x, self._layout)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
+        return x if self.degree == 1 else _apply(_Gather, x, self)
+
+    def enter(self, x: Tensor, entry: "Entry") -> Tensor:
+        """Return `gather(x)`, the input of a region, which `entry` may drop until the region's backward."""
+        return _apply(_Enter, x, self, entry)
+
+    def needs_input(self, y: Tensor, entry: "Entry") -> Tensor:
+        """Return y, whose backward reads the region's input itself, not by way of the weight gradients that wait."""
+        return _apply(_Refilled, y, self, entry)
+
+    def leave(self, x: Tensor, entry: "Entry") -> Tensor:
+        """Return `scatter(x)`, the output of the region; in its backward the dropped input is gathered again."""
+        return _apply(_Leave, x, self, entry)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum of x (n m, ...); backward: all-gather."""
+        return x if self.degree == 1 else _apply(_Scatter, x, self)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return x; backward: all-reduce."""
+        return x if self.degree == 1 else _apply(_Copy, x, self)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks; backward: nothing to do."""
+        return x if self.degree == 1 else _apply(_Total, x, self)
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """Return the sum of statistics x over all ranks; backward: the same sum of gradients."""
+        return x if self.degree == 1 else _apply(_Numbers, x, self)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What the lines of a rank have in common: a lane, the clock, the weight gradients that wait."""
+
+    lane: Lane
+    clock: Clock
+    weights: WeightGradients
+
+    @contextmanager
+    def message(self) -> Iterator[None]:
+        """Time the body, a message, apart from the computing before it."""
+        self.clock.mark(self.clock.doing)
+        yield
+        self.clock.mark("wait tensor")
+
+    def meanwhile(self, work: Callable[[], None]) -> None:
+        """Do `work`, a message; compute the weight gradients that wait while it is under way."""
+        queue = self.weights.current
+        if not queue:
+            with self.message():
+                work()
+            return
+        ticket = self.lane.submit(work)
+        queue.run()
+        with self.message():
+            ticket.wait()
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return line.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.reduce_scatter(gradients[0]), None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return line.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.all_gather(gradients[0]), None
+
+
+class Entry:
+    """The gathered input of a region: dropped after its forward, gathered again for its weight gradients.
+
+    So a rank keeps its part of every input alone (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has saved
+    views of the whole: it stays the same storage, empty in between. It is refilled through a view with a version
+    counter of its own, since its values are what they were.
+    """
+
+    def __init__(self, drops: bool) -> None:
+        self._drops = drops and torch.is_grad_enabled()
+        self._ticket: Ticket | None = None
+
+    def hold(self, whole: Tensor, x: Tensor) -> None:
+        """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
+        if self._drops:
+            self._part = x.detach()
+            self._storage = whole.untyped_storage()
+            self._num_bytes = self._storage.nbytes()
+            self._again = torch.empty(0, dtype=whole.dtype, device=whole.device)
+            self._again.set_(self._storage, 0, whole.shape, whole.stride())
+
+    def drop(self) -> None:
+        """Free the whole input: the region's forward is done."""
+        if self._drops:
+            self._storage.resize_(0)
+
+    def refill(self, line: Line) -> None:
+        """Begin to gather it again."""
+        if self._drops:
+            self._storage.resize_(self._num_bytes)
+            self._ticket = line.start_gather(self._again, self._part)
+
+    def await_refilled(self, line: Line) -> None:
+        """Return when it is there; a region's first to ask waits."""
+        if self._ticket is not None:
+            line.wait(self._ticket)
+            self._ticket = None
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
+        ctx.line, ctx.entry = line, entry
+        whole = line.all_gather(x)
+        entry.hold(whole, x)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.entry.await_refilled(ctx.line)
+        return ctx.line.last_reduce_scatter(gradients[0]), None, None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
+        ctx.line, ctx.entry = line, entry
+        entry.drop()
+        return line.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient = ctx.line.all_gather(gradients[0])
+        ctx.entry.refill(ctx.line)
+        return gradient, None, None
+
+
+class _Refilled(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, line: Line, entry: Entry) -> Tensor:
+        ctx.line, ctx.entry = line, entry
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.entry.await_refilled(ctx.line)
+        return gradients[0], None, None
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.last_all_reduce(gradients[0]), None
+
+
+class _Total(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        return line.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Numbers(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return line.every(x).sum(0).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.line.every(gradients[0]).sum(0).view(gradients[0].shape), None
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.share, None
+
+
+def share(x: Tensor, num_ranks: int) -> Tensor:
+    """Return x; backward: 1 / `num_ranks` of its gradient, of which every rank finds the whole.
+
+    Parameters that ranks share have their gradients added up over these ranks.
+    """
+    return x if num_ranks == 1 else _apply(_Share, x, 1 / num_ranks)
+
+
+def _apply(function: type[Function], *arguments: object) -> Tensor:
+    result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,196 @@
+"""What stands in for the modules of a block under the tensor axis: the same names, a slice of the parameters each.
+
+Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, n inner features of a rank.
+
+Between blocks and in the residual stream an activation is (T'/R, H/C) with sequence parallelism (T' is T padded for R
+to divide), and (B, S, H/C) without. Inside attention and MLP it is (B, S, ...), with n features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError
+from terrace.runtime.tensor.line import Entry, Line, share
+
+
+@dataclass
+class TensorAxis:
+    """The tensor axis of one rank: its lines of ranks, and the (B, S) of the micro-batch that runs."""
+
+    rows: Line
+    columns: Line
+    both: Line
+    splits_tokens: bool  # sequence parallelism
+    drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
+    shape: Sequence[int] = field(default=(0, 0))
+
+    @property
+    def num_same(self) -> int:
+        """How many ranks of a line of rows compute the same on the residual stream."""
+        return 1 if self.splits_tokens else self.rows.degree
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From the residual stream into attention or MLP: (B, S, H/C)."""
+        if not self.splits_tokens:
+            return self.rows.copy(x)
+        self._entry = Entry(self.drops_inputs)
+        return self.unpad(self.rows.enter(x, self._entry))
+
+    def reads_input(self, y: Tensor) -> Tensor:
+        """Return y, made of the input of a region by something that autograd differentiates alone."""
+        return self.rows.needs_input(y, self._entry) if self.splits_tokens else y
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum the parts of x (B, S, H/C) that the rows have, back into the residual stream."""
+        if not self.splits_tokens:
+            return self.rows.total(x)
+        return self.rows.leave(self.pad(x), self._entry)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """From x (B, S, ...) to (T', ...)."""
+        x = x.flatten(0, 1)
+        missing = -x.shape[0] % self.rows.degree
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """From x (T', ...) to (B, S, ...)."""
+        return x[: self.shape[0] * self.shape[1]].view(*self.shape, *x.shape[1:])
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Sum x (m, H) over the columns and keep a part of the features: (m, H/C)."""
+        num = self.columns.degree
+        if num == 1:
+            return x
+        return self.columns.scatter(x.view(x.shape[0], num, -1).transpose(0, 1).flatten(0, 1))
+
+    def collect(self, x: Tensor) -> Tensor:
+        """Gather the features of x (m, H/C) from the columns: (m, H)."""
+        num = self.columns.degree
+        if num == 1:
+            return x
+        return self.columns.gather(x).view(num, x.shape[0], -1).transpose(0, 1).flatten(1)
+
+
+class ColumnLinear(nn.Module):
+    """From (B, S, H/C) to (B, S, n): a rank has some rows of the weight, so some columns of the result.
+
+    `used` is the part of the output that this rank needs where it holds all of it (key-value heads), else None.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, used: slice | None, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self._used = used
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, sum over the columns, add the bias."""
+        axis, used = self._axis, self._used
+        bias: Tensor | None
+        if used is None:
+            y, bias = F.linear(x, self.weight), self.bias
+        else:
+            y, bias = axis.reads_input(F.linear(x, self.weight[used])), None if self.bias is None else self.bias[used]
+        y = axis.columns.total(y)
+        return y if bias is None else y + share(bias, axis.columns.degree)
+
+
+class RowLinear(nn.Module):
+    """From (B, S, n) to the residual stream: a rank has some columns of the weight, so a part of a sum."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, sum over the rows, add the bias once."""
+        y = self._axis.leave(F.linear(self._axis.columns.copy(x), self.weight))
+        return y if self.bias is None else y + share(self.bias, self._axis.num_same)
+
+
+class Norm(nn.Module):
+    """A norm over features that the columns have parts of; (..., H/C) to (..., H/C)."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.eps = eps
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x: by its mean square without a bias, by mean and variance with one."""
+        weight = share(self.weight, self._axis.num_same)
+        bias = None if self.bias is None else share(self.bias, self._axis.num_same)
+        if self._axis.columns.degree == 1:
+            if bias is None:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if bias is not None:
+            wide = wide - self._mean(wide)
+        scale = torch.rsqrt(self._mean(wide.square()) + self.eps)
+        y = (wide * scale).to(x.dtype) * weight
+        return y if bias is None else y + bias
+
+    def _mean(self, x: Tensor) -> Tensor:
+        num_features = x.shape[-1] * self._axis.columns.degree
+        return self._axis.columns.numbers(x.sum(-1, keepdim=True)) / num_features
+
+
+class Embedding(nn.Module):
+    """Tokens (B, S) to the residual stream; a rank looks up the part of the vocabulary that it has."""
+
+    def __init__(self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight, self.positions = weight, positions
+        self._part = part
+        self._axis = axis
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up tokens (B, S). Raises `ModelError` when S exceeds the learned positions."""
+        axis = self._axis
+        elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
+        found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, S, H)
+        if axis.splits_tokens:
+            x = axis.rows.scatter(axis.spread(axis.pad(found)))
+        else:
+            x = axis.rows.total(axis.spread(found.flatten(0, 1))).view(*tokens.shape, -1)
+        return x if self.positions is None else x + self._positions(tokens.shape[1], x)
+
+    def _positions(self, sequence: int, x: Tensor) -> Tensor:
+        assert self.positions is not None, "asked only where positions are learned"
+        limit = self.positions.shape[0]
+        if sequence > limit:
+            raise ModelError(f"a sequence of {sequence} tokens needs as many positions; the model has {limit}")
+        if not self._axis.splits_tokens:
+            return share(self.positions[:sequence], self._axis.rows.degree)
+        first = self._axis.rows.place * x.shape[0]
+        places = torch.arange(first, first + x.shape[0], device=x.device) % sequence
+        return F.embedding(places, self.positions)
+
+
+class Head(nn.Module):
+    """From the residual stream to what the loss reads: normalised hidden states (B, S, H) on every rank.
+
+    The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
+    """
+
+    def __init__(self, weight: nn.Parameter, norm: Norm, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight = weight
+        self.norm = norm
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x and gather it from rows and columns."""
+        axis = self._axis
+        x = self.norm(x)
+        if axis.splits_tokens:
+            return axis.unpad(axis.collect(axis.rows.gather(x)))
+        return axis.collect(axis.rows.copy(x).flatten(0, 1)).view(*axis.shape, -1)

@@ -1,0 +1,45 @@
+"""`--help`: every option is explained with its default, and the defaults it names are those that hold."""
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from terrace.cli.main import _parser, main
+from terrace.train.config import resolve
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from _parsers(inner)
+
+
+OPTIONS = [(parser.prog, action) for parser in _parsers(_parser()) for action in parser._actions]
+
+
+@pytest.mark.parametrize(("prog", "action"), OPTIONS, ids=lambda value: getattr(value, "dest", value))
+def test_an_option_is_explained_with_its_default(prog: str, action: argparse.Action) -> None:
+    if isinstance(action, argparse._SubParsersAction):
+        assert all(choice.help for choice in action._choices_actions), prog
+        return
+    assert action.help, f"{prog} {action.dest}"
+    if action.default not in (None, False, [], argparse.SUPPRESS):
+        default = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+        said = (action.help % {"default": action.default}).partition("default: ")[2]
+        assert said.startswith((default, repr(default))), f"{prog} {action.dest}: {action.help}"
+
+
+@pytest.mark.parametrize("command", ["train", "explain", "simulate"])
+def test_the_defaults_of_a_run_are_those_of_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    run = resolve(None, {}, {})
+    for default in (run.cluster.name, run.plan.name, run.data.path):
+        assert f"(default: {default}" in said
+    assert run.model.family == "llama"
+    assert "(default: a small Llama-style decoder)" in said
