@@ -13,10 +13,9 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 
 T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
 the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
-input (T x hidden / c), which is gathered: `published` counts it while the product runs, and once more gathered in the
-backward; this decoder gathers once (terrace.plan.tensor_traffic) and keeps it from forward to backward. Only `cpu` has
-been compared with a running decoder; what `cuda` keeps follows from the documented outputs of its kernels. RoPE's
-tables are one for all layers and are not counted here.
+input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
+gathers it once. The head keeps its input whole. Only `cpu` has been compared with a running decoder; what `cuda` keeps
+follows from the documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
 """
 
 from collections.abc import Sequence
@@ -123,7 +122,8 @@ class _Tape:
         self.scores = work.tokens * self.heads * work.sequence
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
-        self.keeps_gathered = self.backend != "published"
+        # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
+        self.keeps_gathered = self.backend != "published" and work.recompute == "full"
         self.gathered_beside = 0 if self.keeps_gathered else self.whole
 
     def result(self, again: bool) -> BlockActivations:
@@ -171,10 +171,10 @@ class _Tape:
         parallel = model.parallel_residual
         self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
         self._norm("attention norm", INPUT, "attention input")
-        self._attention(self._gathered("attention input", self.whole), "attended")
+        self._attention(self._entered("attention input"), "attended")
         self._residual("attention residual", INPUT, "attended", "middle")
         self._norm("mlp norm", INPUT if parallel else "middle", "mlp input")
-        self._mlp(self._gathered("mlp input", self.whole), "mlp output")
+        self._mlp(self._entered("mlp input"), "mlp output")
         self._residual("mlp residual", "middle", "mlp output", OUTPUT)
 
     def head(self) -> None:
@@ -186,9 +186,9 @@ class _Tape:
         self.sizes |= {INPUT: self.residual * self.item, "logits": narrow, OUTPUT: _STATISTIC_BYTES}
         self._norm("final norm", INPUT, "head input")
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
-        source = self._gathered("head input", whole)
-        beside = 0 if self.keeps_gathered else whole
-        self._product("logits", source, "logits", model.hidden_size * vocab, whole=beside)
+        published = self.backend == "published"
+        source = "head input" if published else self._gathered("head input", whole)
+        self._product("logits", source, "logits", model.hidden_size * vocab, whole=whole if published else 0)
         source = "logits"
         if self.wide > self.item:
             self.sizes["wide logits"] = wide
@@ -303,11 +303,14 @@ class _Tape:
 
     def _gathered(self, source: str, whole: int) -> str:
         """Return the name of a product's input once tensor ranks have put it together, in `whole` bytes (0: it is)."""
-        if not whole or not self.keeps_gathered:
+        if not whole:
             return source
         self.sizes[f"whole {source}"] = whole
         self._add(f"gather {source}", (source,), f"whole {source}")
         return f"whole {source}"
+
+    def _entered(self, source: str) -> str:
+        return self._gathered(source, self.whole) if self.keeps_gathered else source
 
     def _product(
         self,
@@ -320,7 +323,8 @@ class _Tape:
     ) -> None:
         """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up.
 
-        Beside it, `whole` bytes of an input or an output that is not kept so live while it runs.
+        Beside it, `whole` bytes of an input or an output that is not kept so live while it runs; in the backward the
+        input that is gathered again and the gradient of the region's output, which the weights wait for.
         """
         self._add(
             name,
@@ -328,7 +332,7 @@ class _Tape:
             target,
             (source,),
             forward_adds=whole,
-            backward_adds=weight_numel * self.item + whole,
+            backward_adds=weight_numel * self.item + (1 if self.backend == "published" else 2) * whole,
             variables=variables,
         )
 

@@ -15,7 +15,6 @@ A block may have several flat buffers (terrace.plan.flats): each is a message of
 members and padding of its own. What tensor ranks send inside a block is priced by `terrace.simulate.inside`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Program
-from terrace.simulate.inside import inside_seconds
+from terrace.simulate.inside import exposed_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.links import hop_s
 from terrace.simulate.work import Work
@@ -42,6 +41,7 @@ class Costs:
     backward_s: tuple[float, ...]  # without recomputation
     update_s: tuple[float, ...]
     program: Program
+    weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
@@ -53,8 +53,9 @@ class Costs:
 
     def inside_s(self, instruction: Instruction) -> float:
         """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block."""
-        inside = inside_seconds(self.program.cluster, self.program.tensor, self.program.inside(instruction))
-        return math.fsum(inside.values())
+        block = instruction.block
+        weight_s = self.weight_s[block] if self.weight_s else 0.0
+        return exposed_s(self.program, instruction, self.backward_s[block] - weight_s, weight_s)
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
@@ -84,14 +85,20 @@ def _from_work(program: Program, work: Work) -> Costs:
         )
     if len(program.blocks) != work.model.num_blocks:
         raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")
-    forward, backward = [], []
+    forward, backward, weight = [], [], []
     accumulate = program.num_micros > 1
     for index, block in enumerate(program.blocks):
         seconds = block_seconds(device, work, index, accumulate=accumulate)
         forward.append(seconds.forward_s)
-        backward.append(seconds.input_s + (seconds.weight_s if block.num_trainable or block.borrows else 0.0))
-    update = update_seconds(program)
-    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=update, program=program)
+        weight.append(seconds.weight_s if block.num_trainable or block.borrows else 0.0)
+        backward.append(seconds.input_s + weight[-1])
+    return Costs(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        update_s=update_seconds(program),
+        program=program,
+        weight_s=tuple(weight),
+    )
 
 
 def update_seconds(program: Program) -> tuple[float, ...]:
@@ -112,12 +119,19 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
-    forward, backward, update = [], [], []
+    forward, backward, weight, update = [], [], [], []
     for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
         flops = whole_flops / program.tensor.degree
         weights = (block.num_trainable + block.num_frozen) * item
         forward.append(max(flops / peak, weights / bandwidth))
-        backward.append((2 if block.num_trainable else 1) * forward[-1])
+        weight.append(forward[-1] if block.num_trainable else 0.0)
+        backward.append(forward[-1] + weight[-1])
         copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth)
-    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=tuple(update), program=program)
+    return Costs(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        update_s=tuple(update),
+        program=program,
+        weight_s=tuple(weight),
+    )

@@ -1,33 +1,89 @@
 """Seconds of the messages inside a block: what ranks of the tensor axis send one another while they compute.
 
-The block waits for each of them where it stands (terrace.plan.tensor_traffic lists them in order), hop by hop, as a
-collective of the data axis would take on its lane (terrace.simulate.cost), with a launch for each message and what
-coding in a block format takes. They travel beside the lanes, and neither slows the other.
+They take as long, hop by hop, as a collective of the data axis does on its lane (terrace.simulate.cost), with a launch
+for each message and what coding in a block format takes. A block waits for most of them where they stand
+(terrace.plan.tensor_traffic lists them in order). They travel beside the lanes, and neither slows the other.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from enum import Enum
 
 from terrace.cluster import Cluster
 from terrace.plan.hops import hops_coding_bytes
-from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
+from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, block_messages
 from terrace.plan.wire import MessageClass
+from terrace.program import Instruction, Op, Program
 from terrace.simulate.links import hop_s
 
 WAIT_TENSOR = f"wait {MessageClass.TENSOR.value}"  # the category of their seconds, of a clock as of a prediction
 
-# Which part of a message's seconds the block waits for. The runtime computes nothing meanwhile, so all of it; where it
-# comes to hide some kind behind a product (the sum of an input's gradient behind that of weights, say), say so here.
-EXPOSED: Mapping[Leg, float] = {Leg.GATHER: 1.0, Leg.REDUCE: 1.0, Leg.NUMBERS: 1.0}
-
 
 def inside_seconds(cluster: Cluster, tensor: Tensor, messages: Iterable[TensorMessage]) -> dict[int, float]:
-    """Return the seconds that a block waits for its messages, by tier index; coding counts where it is done."""
+    """Return the seconds of messages one after the other, by tier index; a launch counts on the first tier crossed."""
     total: dict[int, float] = defaultdict(float)
     for message in messages:
         for tier, seconds in message_seconds(cluster, tensor, message).items():
-            total[tier] += EXPOSED[message.leg] * seconds
+            total[tier] += seconds
     return dict(total)
+
+
+class Behind(Enum):
+    """What is computed while a message travels."""
+
+    INPUTS = "gradients of inputs"
+    WEIGHTS = "gradients of weights"
+
+
+def exposed_s(program: Program, instruction: Instruction, input_s: float, weight_s: float) -> float:
+    """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block.
+
+    `input_s` and `weight_s` are what the gradients of inputs and of weights take: what messages may hide behind, as
+    `hidden_behind` says, and are slowed by as anything that runs beside a message.
+    """
+    cluster, tensor = program.cluster, program.tensor
+    waits_s, hidden_s = 0.0, {Behind.INPUTS: 0.0, Behind.WEIGHTS: 0.0}
+    for message, behind in hidden_behind(program, instruction):
+        seconds = math.fsum(message_seconds(cluster, tensor, message).values())
+        if behind is None:
+            waits_s += seconds
+        else:
+            hidden_s[behind] += seconds
+    for behind, room_s in ((Behind.INPUTS, input_s), (Behind.WEIGHTS, weight_s)):
+        covered_s = min(hidden_s[behind], room_s)
+        waits_s += hidden_s[behind] - covered_s + cluster.device.overlap_penalty * covered_s
+    return waits_s
+
+
+def hidden_behind(program: Program, instruction: Instruction) -> list[tuple[TensorMessage, Behind | None]]:
+    """Return the messages inside a block in order, each with what the runtime computes meanwhile: None is nothing.
+
+    The one place that says so (terrace.runtime.tensor.line does it). In the backward of attention or MLP the sum over
+    the rows that ends it runs beside the weight gradients of its first products, a sum over the columns beside that of
+    its last, and the second gather of its input beside the gradients before it. So does the last sum of a head whose
+    tokens are whole. Everything else is waited for. The room is the whole block's, not that of attention and MLP apart.
+    """
+    tensor, index, last = program.tensor, instruction.block, len(program.blocks) - 1
+    messages = program.inside(instruction)
+    own = [] if instruction.op is Op.FORWARD else block_messages(tensor, program.blocks, index)[1]
+    found: list[tuple[TensorMessage, Behind | None]] = [
+        (message, None) for message in messages[: len(messages) - len(own)]
+    ]
+    before = None
+    for message in own:
+        over_rows = message.axes == tensor.rows.axes
+        behind = None
+        if message.leg is not Leg.NUMBERS and 0 < index < last:
+            after_sum = before is not None and before.leg is Leg.REDUCE
+            is_gradient = over_rows and message.leg is Leg.GATHER and after_sum and tensor.splits_tokens
+            is_input = over_rows and message.leg is Leg.GATHER and not after_sum
+            behind = None if is_gradient else Behind.INPUTS if is_input else Behind.WEIGHTS
+        elif message.leg is not Leg.NUMBERS and index == last and over_rows and not tensor.splits_tokens:
+            behind = Behind.WEIGHTS
+        found.append((message, behind))
+        before = message
+    return found
 
 
 def message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMessage) -> dict[int, float]:
