@@ -99,7 +99,7 @@ class Bounds:
     def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
         """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is."""
         works = self._works(shape, micro_batch, recompute)
-        numels = self.estimator.numels(shape.tensor)
+        numels = self.estimator.own_numels(shape)
         micros = self.task.batch // (shape.data * micro_batch)
         kept = self.estimator.kept_bytes(LAYER, shape.rows, micro_batch, recompute)
         stages, layers = shape.pipeline, self.num_layers
@@ -177,7 +177,7 @@ class Bounds:
         heavy = max(range(core.shape.pipeline), key=loads.__getitem__)
         compute_s = core.num_micros * loads[heavy]
         kept = self.estimator.kept_bytes(LAYER, core.shape.rows, core.micro_batch, core.recompute)
-        numels = self.estimator.numels(core.shape.tensor)
+        numels = self.estimator.own_numels(core.shape)
         stages = {
             (
                 sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
@@ -207,7 +207,7 @@ class Bounds:
     def placed_s(self, core: Core, placement: Placement, unit: int) -> float:
         """Return the seconds that a choice takes at least."""
         estimator, degrees = self.estimator, core.shape.state
-        numels = self.estimator.numels(core.shape.tensor)
+        numels = self.estimator.own_numels(core.shape)
         units = core.num_micros // unit
         lanes: defaultdict[int, float] = defaultdict(float)
         syncs: defaultdict[int, float] = defaultdict(float)
@@ -244,7 +244,7 @@ class Bounds:
         The first and the last block of a stage keep their parameters between two of their visits; of a stage of
         layers alone that may be all of them. Returns the seconds of one gather for a first forward.
         """
-        numel, count = self.estimator.numels(core.shape.tensor)[kind], core.heavy[kind]
+        numel, count = self.estimator.own_numels(core.shape)[kind], core.heavy[kind]
         ends = 0 if kind != LAYER else (not core.heavy[EMBEDDING]) + (not core.heavy[HEAD])
         apart = max(0, count - ends) if kind == LAYER else 0
         opening, forward, backward = count, apart * (units - 1), apart * units + (count - apart) * (units - 1)
@@ -262,7 +262,7 @@ class Bounds:
         """Return the memory that a choice takes at least."""
         states = self.estimator.state_bytes(core.shape.state, placement)
         gathered = (
-            self.estimator.numels(core.shape.tensor)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
+            self.estimator.own_numels(core.shape)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
         )
         least = max(numel * states + unit * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * _SLACK

@@ -2,11 +2,13 @@
 
 Everything here is of one task, and remembered: a search asks for the same block on the same ranks many times. A
 model has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. Nothing here is a formula of its own but for the
-two axes that have no program yet: context ranks gather the keys and values of a layer and scatter their gradients
-(Dubey et al. 2407.21783, section 3.3.2), and nothing hides these messages; the same holds for tensor ranks.
+axis that has no program yet: context ranks gather the keys and values of a layer and scatter their gradients
+(Dubey et al. 2407.21783, section 3.3.2), and nothing hides these messages. What tensor ranks send is read from a
+program of one block of each kind.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,16 +18,17 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
-from terrace.planner.space import Rows, shape_of
-from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
+from terrace.planner.space import Rows, Shape, shape_of
+from terrace.planner.task import CONTEXT, PIPELINE, Choice, Placement, Task, plan_of, tensor_entry
 from terrace.program import Instruction, Op, Program
 from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
-from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s, tensor_messages
+from terrace.simulate.inside import Waits, waits
+from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
+from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.states import KINDS as STATE_KINDS
-from terrace.simulate.states import Stage, model_states, stage_of, state_layout
+from terrace.simulate.states import Stage, kind_blocks, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
 
 EMBEDDING, LAYER, HEAD = range(3)
@@ -75,7 +78,9 @@ class Estimator:
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
-        self._numels: dict[int, tuple[int, int, int]] = {}
+        self._numels: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._kinds: dict[tuple[int, int], tuple[BlockSpec, ...]] = {}
+        self._lines: dict[tuple[int, Rows], tuple[list[Waits], list[Waits]]] = {}
         self._plans: dict[Choice, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
@@ -86,6 +91,7 @@ class Estimator:
             sequence=self.task.sequence,
             micro_batch=micro_batch,
             tensor=shape_of(rows).tensor,
+            columns=shape_of(rows).columns,
             context=shape_of(rows).context,
             recompute="full" if recompute else "none",
             compute=self.task.compute,
@@ -104,17 +110,86 @@ class Estimator:
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
         cluster, work = self.task.cluster, self.work(rows, micro_batch)
         seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
-        forward_s = backward_s = 0.0
+        forward_s, backward_s = seconds.forward_s, seconds.input_s + seconds.weight_s
+        again_s = 0.0  # what recomputation adds to the messages of the backward, the forward's own among them
+        if work.tensor > 1:
+            penalty = cluster.device.overlap_penalty
+            forward_waits, *backward_waits = self._waits(kind, rows, micro_batch)
+            plain_s, with_forward_s = (
+                waits.exposed_s(seconds.input_s, seconds.weight_s, penalty) for waits in backward_waits
+            )
+            forward_s, backward_s = forward_s + forward_waits.alone_s, backward_s + plain_s
+            again_s = with_forward_s - plain_s
         if kind == LAYER:
-            messages = tensor_messages(cluster, axis_group(rows, TENSOR), work)
             keys_s = all_gather_s(cluster, axis_group(rows, CONTEXT), self._key_bytes(work) * work.context)
-            forward_s, backward_s = messages.forward_s + keys_s, messages.backward_s + 2 * keys_s
-        forward_s += seconds.forward_s
-        return Seconds(forward_s, seconds.input_s + seconds.weight_s + backward_s, seconds.weight_s, forward_s)
+            forward_s, backward_s, again_s = forward_s + keys_s, backward_s + 2 * keys_s, again_s + keys_s
+        return Seconds(forward_s, backward_s, seconds.weight_s, seconds.forward_s + again_s)
+
+    def compute(self, kind: int, choice: Choice) -> BlockSeconds:
+        """Return the seconds of a block on one micro-batch without any message."""
+        shape = shape_of(choice.rows)
+        accumulate = shape.data * choice.micro_batch < self.task.batch
+        work = self.work(choice.rows, choice.micro_batch)
+        return block_seconds(self.task.cluster.device, work, self.index(kind), accumulate=accumulate)
+
+    def _waits(self, kind: int, rows: Rows, micro_batch: int) -> list[Waits]:
+        """Return the messages inside a block: of a forward, a backward, and a backward that recomputes.
+
+        All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
+        unless the tokens are padded, or their message, to a whole part for each rank.
+        """
+        key = (kind, rows)
+        if key not in self._lines:
+            one, two = self._waits_of(kind, rows, 1), self._waits_of(kind, rows, 2)
+            self._lines[key] = (one, two)
+        one, two = self._lines[key]
+        if self.task.sequence // shape_of(rows).context % shape_of(rows).tensor or "tensor" in self.task.wire:
+            return self._waits_of(kind, rows, micro_batch)
+        more = micro_batch - 1
+        return [
+            Waits(*(a + more * (b - a) for a, b in zip(first, second, strict=True)))
+            for first, second in zip(one, two, strict=True)
+        ]
+
+    def _waits_of(self, kind: int, rows: Rows, micro_batch: int) -> list[Waits]:
+        forward, backward = Instruction(Op.FORWARD, kind, 0), Instruction(Op.BACKWARD, kind, 0)
+        plain, again = (self.tensor_program(rows, micro_batch, recompute) for recompute in (0, 1))
+        return [waits(plain, forward), waits(plain, backward), waits(again, backward)]
+
+    def tensor_program(self, rows: Rows, micro_batch: int, recompute: int) -> Program:
+        """Return a program of one embedding, one layer and one head, for what is sent inside them."""
+        task = self.task
+        tiers = [tier.name for tier in task.cluster.tiers]
+        plan = Plan(
+            params="device",
+            grads="device",
+            optimizer="device",
+            mapping={tier: {"tensor": tensor_entry(row)} for tier, row in zip(tiers, rows, strict=True)},
+            wire={name: row for name, row in task.wire.items() if name == MessageClass.TENSOR.value},
+            compute=task.compute,
+            master=task.master,
+            micro_batch=micro_batch,
+            recompute=("layers.*",) if recompute else (),
+        )
+        return Program(
+            cluster=task.cluster,
+            plan=plan,
+            layout=Layout.of(task.cluster, plan),
+            blocks=self._kind_blocks(rows),
+            num_micros=1,
+            instructions=(),
+            sequence=task.sequence // shape_of(rows).context,
+        )
+
+    def _kind_blocks(self, rows: Rows) -> tuple[BlockSpec, ...]:
+        key = (shape_of(rows).tensor, shape_of(rows).columns)
+        if key not in self._kinds:
+            self._kinds[key] = kind_blocks(self.task.model, {"rows": key[0] // key[1], "columns": key[1]})
+        return self._kinds[key]
 
     def _key_bytes(self, work: Work) -> int:
         """Return the bytes of a rank's keys and values of one layer and micro-batch."""
-        heads = math.ceil(work.model.num_kv_heads / work.tensor)
+        heads = math.ceil(work.model.num_kv_heads / work.rows)
         return 2 * work.tokens * heads * work.model.head_dim * self.item
 
     def boundary_s(self, rows: Rows, micro_batch: int) -> float:
@@ -133,23 +208,25 @@ class Estimator:
         work = self.work(rows, micro_batch)
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
-    def inner_bytes(self, choice: Choice, num_micros: int, layers: int) -> dict[tuple[str, str], int]:
-        """Return what a rank sends in a step to its tensor and context ranks, by (axis, tier)."""
-        work = self.work(choice.rows, choice.micro_batch)
-        whole = work.tokens * self.task.model.hidden_size * self.item
-        passes = 10 + 4 * choice.recompute  # gathers and scatters of a layer: forward 4, backward 6, again 4
-        volumes = {
-            TENSOR: ("tensor", passes * whole),
-            CONTEXT: ("context", (3 + choice.recompute) * self._key_bytes(work) * work.context),
-        }
-        sent: dict[tuple[str, str], int] = {}
-        for axis, (name, volume) in volumes.items():
-            left = volume
-            for row, tier in zip(choice.rows, self.task.cluster.tiers, strict=True):
-                if row[axis] > 1:
-                    sent[name, tier.name] = layers * num_micros * left * (row[axis] - 1) // row[axis]
-                    left //= row[axis]
-        return sent
+    def inner_bytes(self, choice: Choice, num_micros: int, counts: Sequence[int]) -> dict[tuple[str, str], int]:
+        """Return what a rank sends in a step to its tensor and context ranks, by (axis, tier).
+
+        `counts` are the embeddings, layers and heads that it holds.
+        """
+        work, sent = self.work(choice.rows, choice.micro_batch), defaultdict[tuple[str, str], int](int)
+        names = [tier.name for tier in self.task.cluster.tiers]
+        program = self.tensor_program(choice.rows, choice.micro_batch, choice.recompute)
+        for kind, count in enumerate(counts):
+            for op in (Op.FORWARD, Op.BACKWARD):
+                for message in program.inside(Instruction(op, kind, 0)):
+                    for tier, num_bytes in program.tensor.sends(message):
+                        sent[MessageClass.TENSOR.value, names[tier]] += count * num_micros * num_bytes
+        left = (3 + choice.recompute) * self._key_bytes(work) * work.context
+        for row, name in zip(choice.rows, names, strict=True):
+            if row[CONTEXT] > 1:
+                sent["context", name] = counts[LAYER] * num_micros * left * (row[CONTEXT] - 1) // row[CONTEXT]
+                left //= row[CONTEXT]
+        return dict(sent)
 
     def boundary_bytes(self, choice: Choice, num_micros: int) -> dict[tuple[str, str], int]:
         """Return what a rank of a middle stage sends in a step to its neighbours, on the outermost tier crossed."""
@@ -227,26 +304,33 @@ class Estimator:
             self._kept[key] = block_activation_bytes(work, STATE_KINDS[kind], self.task.backend).kept_bytes
         return micro_batch * self._kept[key]  # every tensor that is kept has a row for each sequence
 
-    def numels(self, tensor: int) -> tuple[int, int, int]:
+    def numels(self, tensor: int, columns: int = 1) -> tuple[int, int, int]:
         """Return the parameters of an embedding, a layer and a head on a tensor rank."""
-        if tensor not in self._numels:
-            whole = stage_of(self.task.model, tensor, 1, 0, 1)
-            self._numels[tensor] = (whole.embedding, whole.layer, whole.head)
-        return self._numels[tensor]
+        whole = stage_of(self.task.model, tensor, 1, 0, 1, columns=columns)
+        return whole.embedding, whole.layer, whole.head
 
-    def stage_blocks(self, kinds: Sequence[int], tensor: int) -> tuple[BlockSpec, ...]:
+    def own_numels(self, shape: Shape) -> tuple[int, int, int]:
+        """Return the same without what tensor ranks share, which is sharded over these too: what bounds count."""
+        key = (shape.tensor, shape.columns)
+        if key not in self._numels:
+            self._numels[key] = stage_of(self.task.model, shape.tensor, 1, 0, 1, columns=shape.columns).flats[0][1]
+        return self._numels[key]
+
+    def stage_blocks(self, kinds: Sequence[int], shape: Shape) -> tuple[BlockSpec, ...]:
         """Return what a tensor rank holds of the blocks of a stage, each in one piece.
 
         A tied head without the embedding beside it has a copy of the matrix.
         """
         names = [self.task.blocks[self.index(kind)].name for kind in kinds]
-        sizes = [self.numels(tensor)[kind] for kind in kinds]
+        tensor, columns = shape.tensor, shape.columns
+        numels = self.numels(tensor, columns)
+        sizes = [numels[kind] for kind in kinds]
         borrows: tuple[int, ...] = ()
         if self.task.model.tied_embeddings and kinds[-1] == HEAD:
             if kinds[0] == EMBEDDING:
                 borrows = (0,)
             else:
-                sizes[-1] = stage_of(self.task.model, tensor, 2, 1, 1).head
+                sizes[-1] = stage_of(self.task.model, tensor, 2, 1, 1, columns=columns).head
         return tuple(
             BlockSpec(
                 name=name,
@@ -275,7 +359,7 @@ class Estimator:
         )
         if part.head and part.embedding and shape.pipeline > 1:
             # Both ends of the pipeline meet on one stage; the formula knows the head's end of it.
-            layout, embedding = state_layout(task.cluster, plan), self.numels(shape.tensor)[EMBEDDING]
+            layout, embedding = state_layout(task.cluster, plan), self.numels(shape.tensor, shape.columns)[EMBEDDING]
             alone = Stage(embedding=layout.padded(embedding), layer=0, head=0, layers=range(0), lent=0)
             for name, size in model_states(layout, plan, alone, num_micros).steady.items():
                 if name in ("params", "secondary", "grads", "optimizer"):

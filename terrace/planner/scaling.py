@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from terrace.base.errors import PlanError, TerraceError
-from terrace.plan import Plan, num_micro_batches, validate
+from terrace.cluster import Tier
+from terrace.plan import AXES, Plan, num_micro_batches, validate
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.explain import lack, placement_of
+from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Task
+from terrace.planner.task import Choice, Row, Task
 
 Scaling = Literal["strong", "weak"]
 
@@ -58,16 +60,24 @@ def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> lis
 
 
 def choice_of(task: Task, plan: Plan) -> Choice:
-    """Return a data-parallel plan as a choice; raises `PlanError` where the planner has no such choice."""
+    """Return a plan of data and tensor axes as a choice; raises `PlanError` where the planner has no such choice."""
     if plan.recompute not in ((), ("layers.*",)):
         raise PlanError(
             f"recompute = {list(plan.recompute)}: plans are priced with recompute = [] or ['layers.*']; use one of them"
         )
     if plan.prefetch != 1:
         raise PlanError(f"prefetch = {plan.prefetch}: plans are priced with prefetch = 1; leave it out")
-    rows = tuple((tier.size, 1, 1, 1) for tier in task.cluster.tiers)
+    rows = tuple(_row(plan, tier) for tier in task.cluster.tiers)
+    if not plan.sequence_parallel and shape_of(rows).tensor > shape_of(rows).columns:
+        raise PlanError("sequence_parallel = false: plans are priced with sequence_parallel = true; leave it out")
     again = int(bool(plan.recompute))
     return Choice(again, plan.unit, SERIAL, 1, plan.micro_batch, placement_of(task, plan), rows)
+
+
+def _row(plan: Plan, tier: Tier) -> Row:
+    data, tensor, context, pipeline = (plan.degree(tier.name, axis, tier.size) for axis in AXES)
+    columns = plan.degree(tier.name, "columns", tier.size)
+    return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
 
 
 def evaluate_plan(task: Task, plan: Plan) -> Estimate:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from terrace.plan import AXES
 from terrace.plan.layout import DEVICE
 from terrace.planner.pins import Pins
-from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task
+from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task, columns_of
 
 Rows = tuple[Row, ...]
 
@@ -32,6 +32,7 @@ class Shape(NamedTuple):
     tensor: int
     context: int
     pipeline: int
+    columns: int  # of the tensor ranks
     state: tuple[int, ...]
     inner: Rows  # the tensor and context degrees alone: what the seconds of a block depend on
     crossed: tuple[int, ...]  # the tiers that some boundary between pipeline stages crosses
@@ -41,10 +42,11 @@ class Shape(NamedTuple):
 def shape_of(rows: Rows) -> Shape:
     """Return the shape of a mapping table."""
     data, tensor, context, pipeline = (math.prod(row[axis] for row in rows) for axis in range(len(AXES)))
-    inner = tuple((1, row[TENSOR], row[CONTEXT], 1) for row in rows)
+    inner = tuple((1, row[TENSOR], row[CONTEXT], 1, columns_of(row)) for row in rows)
     state = tuple(row[DATA] * row[CONTEXT] for row in rows)
     crossed = tuple(tier for tier, row in enumerate(rows) if row[PIPELINE] > 1)
-    return Shape(rows, data, tensor, context, pipeline, state, inner, crossed)
+    columns = math.prod(columns_of(row) for row in rows)
+    return Shape(rows, data, tensor, context, pipeline, columns, state, inner, crossed)
 
 
 LONGEST_UNIT = 8  # what bf16 gradients may be added up over before they are reduced (terrace.plan.validate)

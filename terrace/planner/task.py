@@ -14,7 +14,9 @@ from terrace.simulate.activations import Backend
 
 DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
 
-Row = tuple[int, int, int, int]  # degrees of one tier, in the order of AXES; they multiply to its size
+# Degrees of one tier, in the order of AXES; they multiply to its size. A fifth is how many of the tensor ranks are
+# columns; where it is left out, none.
+Row = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 _MOST = 10**9  # whose divisors are found in no time
 Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in a plan
 
@@ -106,6 +108,17 @@ class Choice(NamedTuple):
         return result
 
 
+def columns_of(row: Row) -> int:
+    """Return how many columns the tensor ranks of a tier have."""
+    return row[4] if len(row) == 5 else 1
+
+
+def tensor_entry(row: Row) -> int | dict[str, int]:
+    """Return the tensor ranks of a tier as the mapping of a plan has them."""
+    columns = columns_of(row)
+    return row[TENSOR] if columns == 1 else {"rows": row[TENSOR] // columns, "columns": columns}
+
+
 def num_micros(task: Task, choice: Choice) -> int:
     """Return the micro-batches of a step on each rank."""
     return task.batch // (choice.degree(DATA) * choice.micro_batch)
@@ -116,7 +129,11 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
     mapping = {
-        tier: {axis: degree for axis, degree in zip(AXES, row, strict=True) if degree > 1}
+        tier: {
+            axis: tensor_entry(row) if axis == "tensor" else degree
+            for axis, degree in zip(AXES, row[: len(AXES)], strict=True)
+            if degree > 1
+        }
         for tier, row in zip(tiers, choice.rows, strict=True)
         if any(row[axis] > 1 for axis in (TENSOR, CONTEXT, PIPELINE))
     }

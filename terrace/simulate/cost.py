@@ -23,7 +23,7 @@ from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Program
-from terrace.simulate.inside import exposed_s
+from terrace.simulate.inside import waits
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.links import hop_s
 from terrace.simulate.work import Work
@@ -55,7 +55,8 @@ class Costs:
         """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block."""
         block = instruction.block
         weight_s = self.weight_s[block] if self.weight_s else 0.0
-        return exposed_s(self.program, instruction, self.backward_s[block] - weight_s, weight_s)
+        penalty = self.program.cluster.device.overlap_penalty
+        return waits(self.program, instruction).exposed_s(self.backward_s[block] - weight_s, weight_s, penalty)
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:

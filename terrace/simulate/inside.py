@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from enum import Enum
+from typing import NamedTuple
 
 from terrace.cluster import Cluster
 from terrace.plan.hops import hops_coding_bytes
@@ -36,24 +37,35 @@ class Behind(Enum):
     WEIGHTS = "gradients of weights"
 
 
-def exposed_s(program: Program, instruction: Instruction, input_s: float, weight_s: float) -> float:
-    """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block.
+class Waits(NamedTuple):
+    """Seconds of the messages of one instruction: those that are waited for, and those beside which something runs."""
 
-    `input_s` and `weight_s` are what the gradients of inputs and of weights take: what messages may hide behind, as
-    `hidden_behind` says, and are slowed by as anything that runs beside a message.
-    """
-    cluster, tensor = program.cluster, program.tensor
-    waits_s, hidden_s = 0.0, {Behind.INPUTS: 0.0, Behind.WEIGHTS: 0.0}
+    alone_s: float
+    beside_inputs_s: float
+    beside_weights_s: float
+
+    def exposed_s(self, input_s: float, weight_s: float, penalty: float) -> float:
+        """Return the seconds that are added to computing.
+
+        `input_s` and `weight_s` are what the gradients of inputs and of weights take: what messages may hide behind.
+        They are slowed by `penalty` meanwhile, as anything that runs beside a message.
+        """
+        total = self.alone_s
+        for seconds, room_s in ((self.beside_inputs_s, input_s), (self.beside_weights_s, weight_s)):
+            covered_s = min(seconds, room_s)
+            total += seconds - covered_s + penalty * covered_s
+        return total
+
+
+def waits(program: Program, instruction: Instruction) -> Waits:
+    """Return the seconds of the messages inside a FORWARD or a BACKWARD."""
+    known: dict[TensorMessage, float] = {}
+    total: dict[Behind | None, float] = {None: 0.0, Behind.INPUTS: 0.0, Behind.WEIGHTS: 0.0}
     for message, behind in hidden_behind(program, instruction):
-        seconds = math.fsum(message_seconds(cluster, tensor, message).values())
-        if behind is None:
-            waits_s += seconds
-        else:
-            hidden_s[behind] += seconds
-    for behind, room_s in ((Behind.INPUTS, input_s), (Behind.WEIGHTS, weight_s)):
-        covered_s = min(hidden_s[behind], room_s)
-        waits_s += hidden_s[behind] - covered_s + cluster.device.overlap_penalty * covered_s
-    return waits_s
+        if message not in known:
+            known[message] = math.fsum(message_seconds(program.cluster, program.tensor, message).values())
+        total[behind] += known[message]
+    return Waits(total[None], total[Behind.INPUTS], total[Behind.WEIGHTS])
 
 
 def hidden_behind(program: Program, instruction: Instruction) -> list[tuple[TensorMessage, Behind | None]]:

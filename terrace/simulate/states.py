@@ -26,9 +26,9 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
-from terrace.plan.grid import Grid
+from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.memory import accumulates_in_place, arena_bytes, gather_buffers, keeps_master, reduce_buffers
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
@@ -219,6 +219,7 @@ def model_states(
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
     steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "feedback", "buffers"), 0)
     buffered = [0, 0, 0]
+    everyone = shared(TENSOR) if stage.shared and shared is not None else layout  # who names the lanes
     lanes: dict[int, int] = {}
     for axes, sizes in stage.flats:
         assert not axes or shared is not None, "a stage with shared buffers needs their layouts"
@@ -231,7 +232,7 @@ def model_states(
         if not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         alone = replace(stage, embedding=sizes[0], layer=sizes[1], head=sizes[2], shared=())
-        messages, feedback = _messages(here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
+        messages, feedback = _messages(everyone, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
         steady["feedback"] += feedback
         for lane, size in messages:
             lanes[lane] = max(lanes.get(lane, 0), size)
@@ -247,6 +248,7 @@ def model_states(
 
 @lru_cache(maxsize=16384)
 def _messages(
+    everyone: Layout,
     layout: Layout,
     wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
     compute: Literal["bf16", "fp32", "fp64"],
@@ -271,7 +273,7 @@ def _messages(
     lanes: dict[int, int] = {}
     for message, source in cases:
         reduction, gathering = block_hops(layout, plan, message, stage.largest, source)
-        lane = max((hop.tier for hop in (*reduction, *gathering)), default=0)
+        lane = message_lane(everyone, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
     feedback = 0
