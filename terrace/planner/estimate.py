@@ -19,7 +19,7 @@ from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, Shape, shape_of
-from terrace.planner.task import CONTEXT, PIPELINE, Choice, Placement, Task, plan_of, tensor_entry
+from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, columns_of, plan_of, tensor_entry
 from terrace.program import Instruction, Op, Program
 from terrace.simulate import Costs
 from terrace.simulate.activations import block_activation_bytes
@@ -138,17 +138,17 @@ class Estimator:
         All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
         unless the tokens are padded, or their message, to a whole part for each rank.
         """
-        key = (kind, rows)
-        if key not in self._lines:
-            one, two = self._waits_of(kind, rows, 1), self._waits_of(kind, rows, 2)
-            self._lines[key] = (one, two)
-        one, two = self._lines[key]
-        if self.task.sequence // shape_of(rows).context % shape_of(rows).tensor or "tensor" in self.task.wire:
+        shape = shape_of(rows)
+        if self.task.sequence // shape.context % shape.tensor or MessageClass.TENSOR.value in self.task.wire:
             return self._waits_of(kind, rows, micro_batch)
-        more = micro_batch - 1
+        alone: Rows = tuple((1, row[TENSOR], 1, 1, columns_of(row)) for row in rows)
+        key = (kind, alone)
+        if key not in self._lines:
+            self._lines[key] = (self._waits_of(kind, alone, 1), self._waits_of(kind, alone, 2))
+        more = micro_batch / shape.context - 1
         return [
-            Waits(*(a + more * (b - a) for a, b in zip(first, second, strict=True)))
-            for first, second in zip(one, two, strict=True)
+            Waits(*(one + more * (two - one) for one, two in zip(first, second, strict=True)))
+            for first, second in zip(*self._lines[key], strict=True)
         ]
 
     def _waits_of(self, kind: int, rows: Rows, micro_batch: int) -> list[Waits]:

@@ -4,6 +4,8 @@ Degrees are chosen tier by tier, so that every choice is a mapping table. Three 
 
 - tensor is innermost, and takes whole tiers before it goes on to the next: it divides the innermost tier, or
   the innermost tier divides it;
+- of the tensor ranks the innermost are columns, a power of two of them: one, but where a pin allows more. Depth is no
+  choice of its own: it is data ranks with parameters sharded over their tier;
 - context follows tensor in the same way; pipeline and data share what is left in any order;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
@@ -67,24 +69,31 @@ def shapes(space: Space) -> Iterator[Shape]:
     task, pins = space.task, space.pins
     model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
 
-    def possible(data: int, tensor: int, context: int, pipeline: int) -> bool:
+    most_columns = pins.ranges.get("columns", (1, 1))[1]
+
+    def possible(data: int, tensor: int, context: int, pipeline: int, columns: int) -> bool:
         """Degrees so far; they only grow, and what a degree divides is divided by its divisors too."""
+        cut_by_rows = (model.num_heads, model.num_kv_heads, model.intermediate_size)
         return (
             task.batch % data == 0
-            and all(n % tensor == 0 for n in (model.num_heads, model.num_kv_heads, model.intermediate_size))
+            and all(size % (tensor // columns) == 0 for size in cut_by_rows)
+            and model.hidden_size % columns == 0
+            and columns <= most_columns
             and task.sequence % context == 0
             and pipeline <= model.num_layers
         )
 
-    def extend(rows: Rows, product: Row) -> Iterator[Shape]:
+    def extend(rows: Rows, product: tuple[int, int, int, int, int]) -> Iterator[Shape]:
         tier = len(rows)
         if tier == len(sizes):
-            if all(pins.allows(axis, degree) for axis, degree in zip(AXES, product, strict=True)):
+            if all(pins.allows(axis, degree) for axis, degree in zip((*AXES, "columns"), product, strict=True)):
                 yield shape_of(rows)
             return
         inner = rows[-1] if rows else None
-        for row in _rows(sizes[tier], space.axes):
+        for row in _rows(sizes[tier], space.axes, most_columns):
             if inner is not None and row[TENSOR] > 1 and inner[TENSOR] != sizes[tier - 1]:
+                continue
+            if inner is not None and columns_of(row) > 1 and columns_of(inner) != inner[TENSOR]:
                 continue
             if inner is not None and row[CONTEXT] > 1 and inner[TENSOR] * inner[CONTEXT] != sizes[tier - 1]:
                 continue
@@ -93,28 +102,37 @@ def shapes(space: Space) -> Iterator[Shape]:
                 product[TENSOR] * row[TENSOR],
                 product[CONTEXT] * row[CONTEXT],
                 product[PIPELINE] * row[PIPELINE],
+                product[4] * columns_of(row),
             )
             if possible(*grown):
                 yield from extend((*rows, row), grown)
 
-    yield from extend((), (1, 1, 1, 1))
+    yield from extend((), (1, 1, 1, 1, 1))
 
 
 @lru_cache(maxsize=4096)
-def _rows(size: int, axes: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return every way to share a tier of `size` among the axes."""
+def _rows(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tuple[Row, ...]:
+    """Return every way to share a tier of `size` among the axes, with at most so many columns of the tensor ranks."""
     degrees = divisors(size)
     tensors = degrees if "tensor" in axes else (1,)
     contexts = degrees if "context" in axes else (1,)
     pipelines = degrees if "pipeline" in axes else (1,)
-    return tuple(
+    plain: list[Row] = [
         (size // (tensor * context * pipeline), tensor, context, pipeline)
         for tensor in tensors
         for context in contexts
         if size % (tensor * context) == 0
         for pipeline in pipelines
         if size % (tensor * context * pipeline) == 0
-    )
+    ]
+    powers = [1 << power for power in range(1, min(most_columns, size).bit_length())]
+    factored: list[Row] = [
+        (row[DATA], row[TENSOR], row[CONTEXT], row[PIPELINE], columns)
+        for row in plain
+        for columns in powers
+        if row[TENSOR] % columns == 0
+    ]
+    return (*plain, *factored)
 
 
 @lru_cache(maxsize=4096)
