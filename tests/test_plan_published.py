@@ -90,7 +90,9 @@ MEGATRON = {
 
 
 class OldKernels(Estimator):
-    """The kernels of that time: attention that writes its scores, dropout, norms on every tensor rank."""
+    """The kernels of that time: attention that writes its scores, dropout, norms on every rank, no hidden sums."""
+
+    hides_messages = False
 
     def work(self, rows: Rows, micro_batch: int, recompute: int = 0) -> Work:
         work = super().work(rows, micro_batch, recompute)
