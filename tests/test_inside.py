@@ -11,7 +11,7 @@ from terrace.cluster import Cluster, Tier, load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.plan import Plan, step_bytes
 from terrace.program import Instruction, Op, Program, build, verify
-from terrace.simulate import changes, critical_path, memory_curve, record, simulate, step_costs
+from terrace.simulate import Costs, changes, critical_path, memory_curve, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import Waits, inside_seconds, waits
@@ -108,7 +108,10 @@ def test_the_critical_path_names_the_tiers_of_messages_inside() -> None:
 def test_changes_and_memory_over_the_step_know_the_tensor_axis() -> None:
     cluster = cluster_of(2, 2)
     program = program_of(cluster, 2, params="t1", grads="t1")
-    price = lambda each: step_costs(each, work_of(each.cluster, each.plan, MODEL, SEQUENCE))  # noqa: E731
+
+    def price(each: Program) -> Costs:
+        return step_costs(each, work_of(each.cluster, each.plan, MODEL, SEQUENCE))
+
     recording = record(program, price(program))
     found = changes(program, price)
     rounded = next(change for change in found if change.words == "int8 on tier t0")
@@ -181,6 +184,6 @@ def test_columns_cut_the_stream_whether_or_not_tokens_are_split() -> None:
     flat = replace(work, tensor=2, columns=1)
     # The rows see the same inside; the stream outside, 2 inputs of regions and 2 norms, is half.
     for kind in ("layer", "head"):
-        cut, whole = (block_activation_bytes(each, kind, "published") for each in (work, flat))  # type: ignore[arg-type]
+        cut, whole = (block_activation_bytes(each, kind, "published") for each in (work, flat))
         assert cut.input_bytes == whole.input_bytes / 2
         assert cut.kept_bytes < whole.kept_bytes
