@@ -44,4 +44,5 @@ CLUSTERS = {
     "dgx 4x2": sized("dgx-a100", 4, 2),
     "dgx 2x3": sized("dgx-a100", 2, 3),
     "ethernet 2x2": sized("ethernet", 2, 2),
+    "lab 2x2x2": sized("lab", 2, 2, 2),
 }

@@ -21,7 +21,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.launch import LocalPool, World
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.checkpoint import Checkpoint, latest, restore, save, writing
-from terrace.train.checkpoint.layout import KINDS, block_layouts, decode, encode
+from terrace.train.checkpoint.layout import FROZEN, KINDS, TRAINABLE, decode, encode
 from tests.toys import MODELS, cluster_of, make_batch
 
 BATCH = 24  # divides by every world size here
@@ -85,15 +85,14 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
-    """Every flat buffer of a checkpoint, whole."""
+    """Every parameter of a checkpoint, whole, in all its kinds."""
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
     return {
-        f"{block}/{kind}": checkpoint.read(block, kind, 0, extents[-1][3])
-        for block, groups in checkpoint.layout.items()
-        for group, extents in groups.items()
-        for kind in KINDS[group]
-        if extents
+        f"{block}.{name}/{kind}": value
+        for block in checkpoint.layout
+        for name, values in checkpoint.read(block, [*KINDS[TRAINABLE], *KINDS[FROZEN]]).items()
+        for kind, value in values.items()
     }
 
 
@@ -167,16 +166,6 @@ def test_another_plan_and_world_go_on_with_the_same_numbers(
     assert differing(contents(source), contents(copy)) == []
 
 
-def test_layouts_are_those_of_the_runtime() -> None:
-    """The order on disk comes from the specs alone; the runtime's buffers must agree."""
-    engine = make(ALONE, (1,), "ddp")
-    layouts = block_layouts([state.spec for state in engine.states])
-    for part in (part for state in engine.states for part in state.shards):
-        for group, flat in (("trainable", part.trainable), ("frozen", part.fixed)):
-            found = [(spec.name, spec.shape, *at) for spec, *at in flat.extents()] if flat is not None else []
-            assert layouts[part.name][group] == found
-
-
 def saved_alone(folder: Path) -> tuple[Engine, Path]:
     engine = make(ALONE, (1,), "zero3")
     train(engine, 0, 1)
@@ -226,14 +215,20 @@ def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
     assert str(file) in refused(lambda: restore(engine, Checkpoint(folder)))
     file.write_bytes(raw)
     Checkpoint(folder).verify()
-    for damaged in (text[:-30], text.replace('"step": 1', '"step": 7'), "[]", '{"format": 1}', "{}", "\0"):
+    for damaged in (text[:-30], text.replace('"step": 1', '"step": 7'), "[]", '{"format": 2}', "{}", "\0"):
         manifest.write_text(damaged)
         assert f"{manifest} is damaged" in refused(lambda: Checkpoint(folder))
     table = decode(text)
-    table["files"][file.name]["trainable"].pop()
+    boxes = table["files"][file.name]["pieces"]["block.1"]
+    boxes["up.weight"].append("3:5,0:6")
     manifest.write_text(encode(table))
-    assert "lacks elements 0 to" in refused(Checkpoint(folder).verify)
-    assert "lacks elements 0 to" in refused(lambda: restore(engine, Checkpoint(folder)))
+    assert "has more of block.1.up.weight than there is" in refused(Checkpoint(folder).verify)
+    boxes["up.weight"] = ["0:3,0:6", "5:12,0:6"]
+    manifest.write_text(encode(table))
+    for work in (Checkpoint(folder).verify, lambda: restore(engine, Checkpoint(folder))):
+        assert "lacks elements [3:5,0:6] of block.1.up.weight" in refused(work)
+    manifest.write_text('{"format": 1}')
+    assert "has format 1, but this version of Terrace reads format 2 only" in refused(lambda: Checkpoint(folder))
     manifest.unlink()
     assert f"cannot read {manifest}" in refused(lambda: Checkpoint(folder))
 

@@ -277,7 +277,7 @@ def test_resume_and_generate_refuse_a_damaged_checkpoint(here: Here, resumable: 
 def test_a_foreign_checkpoint_format_is_named(here: Here, resumable: Path) -> None:
     manifest = resumable / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_text(json.dumps({"format": 99}))
-    assert "has format 99, this version reads 1" in here.refused("generate", resumable)
+    assert "has format 99, but this version of Terrace reads format 2 only" in here.refused("generate", resumable)
 
 
 def test_the_program_prints_one_line_too(tmp_path: Path) -> None:

@@ -46,6 +46,12 @@ class Here:
         out, error = self._capsys.readouterr()
         return code, out, error
 
+    def out(self) -> str:
+        return self._capsys.readouterr().out
+
+    def error(self) -> str:
+        return self._capsys.readouterr().err
+
     def refused(self, command: str, *words: str | Path, **task: Any) -> str:
         before = sorted(self.folder.iterdir())
         code, _, error = self.say(command, *words, **task)
@@ -86,15 +92,6 @@ def test_plan_refuses_to_overwrite(here: Here) -> None:
     assert (here.folder / "plan.toml").read_text() == "mine"
     assert here.say("plan", "--nodes", "1", "--force")[0] == 0
     assert "params" in (here.folder / "plan.toml").read_text()
-
-
-def test_plan_of_other_axes_is_shown_and_not_written(here: Here) -> None:
-    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "pipeline", "--pin", "pipeline=2")
-    assert code == 0
-    assert "pipeline 2" in out
-    assert "not written" in out
-    assert "this version runs the data and the tensor axis only" in out
-    assert not (here.folder / "plan.toml").exists()
 
 
 def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(here: Here) -> None:

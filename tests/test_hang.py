@@ -106,10 +106,19 @@ def struck(world: World, job: Job, folder: Path, victim: int, how: str) -> None:
     loop.train(world, job, Silent())
 
 
-@pytest.mark.parametrize(("victim", "how"), [(1, "computing"), (0, "computing"), (3, "saving")])
-def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "how", "more"),
+    [
+        (1, "computing", ()),
+        (0, "computing", ()),
+        (3, "saving", ()),
+        (1, "computing", ("--plan.mapping.package.tensor", "2", "--plan.mapping.node.data", "2")),
+    ],
+    ids=["computing", "first rank computing", "saving", "computing, its peers inside a block"],
+)
+def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: str, more: tuple[str, ...]) -> None:
     timeout_s = TIMEOUT_S if how == "computing" else 1.0
-    words = ("--train.timeout_s", str(timeout_s))
+    words = ("--train.timeout_s", str(timeout_s), *more)
     config = resolve(str(run_of(tmp_path)), {}, parse_overrides(words))
     job = prepare(config, tmp_path / "run", None)
     began = time.monotonic()

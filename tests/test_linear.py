@@ -260,6 +260,21 @@ def test_look_up_and_product_of_one_weight(hold: bool) -> None:
     check(Tied(), [squares(one) for one in tokens], hold)
 
 
+def test_a_frequent_token_rounds_once() -> None:
+    """Half a thousand tokens of one kind; autograd sums them in bf16, which keeps 8 bits."""
+    embedding = nn.Embedding(3, 8, dtype=torch.bfloat16)
+    tokens, slope = torch.ones(512, dtype=torch.int64), normal(512, 8).abs().bfloat16()
+    wanted = slope.double().sum(0).bfloat16()
+
+    def backward(module: nn.Module) -> Tensor:
+        found: Tensor = module(tokens)
+        return (found * slope).sum()
+
+    found = Adopted.of(embedding).gradients([backward, backward], hold=False)["weight"]
+    assert torch.equal(found, torch.stack([0 * wanted, 2 * wanted, 0 * wanted]))
+    assert not torch.equal(reference(embedding, [backward])["weight"][1], wanted)
+
+
 def test_weights_may_be_gone_when_their_gradients_are_computed() -> None:
     layer = nn.Linear(5, 7, dtype=torch.float64)
     backwards = [squares(normal(3, 5))]

@@ -1,9 +1,11 @@
 """The planner: bounds that never exceed the evaluation, a search that equals trying everything, and its figures."""
 
+import gc
 import math
 import time
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,19 +26,21 @@ from terrace.planner import (
     preset_verdicts,
     reasons,
 )
-from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator, Part, data_cluster
+from terrace.planner.estimate import Estimator, Part, data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.figures import hfu, mfu
+from terrace.planner.ranking import TIE, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import cores_of, exhaustive
 from terrace.planner.space import Rows, placements, shape_of, shapes, units
-from terrace.planner.stages import SERIAL
-from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, PIPELINE, TENSOR, Choice, Placement, num_micros
 from terrace.program import build
 from terrace.simulate import simulate, step_costs
 from terrace.simulate.footprint import work_of
+from terrace.simulate.layers import block_seconds
 from terrace.simulate.timeline import play
-from tests.planner_cases import CLUSTERS, evaluator_of, gpt, sized, small_task
+from tests.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, sized, small_task
 
 
 @pytest.mark.parametrize(
@@ -58,7 +62,7 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
     tried = 0
     for share in (1.0, 0.5, 0.1):
         capacity = needs[int(share * (len(needs) - 1))]
-        fitting = [each for each in everything if each.needed_bytes <= capacity]
+        fitting = ranked(each for each in everything if each.needed_bytes <= capacity)
         found = Search(space, evaluator, capacity).run(count=5, limit=10**6)
         assert [each.choice for each in found.best] == [each.choice for each in fitting[:5]]
         assert found.proved
@@ -96,30 +100,50 @@ def test_a_task_of_the_search_is_fast_enough() -> None:
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
     begun = time.process_time()
     found, _ = find(Space(task=task))
-    assert time.process_time() - begun < 4  # about 1 s on one core of a 2-core virtual machine
+    assert time.process_time() - begun < 4  # about half a second on one core of a 2-core virtual machine
+    # What takes the time, whatever the machine: 53 and 7 were counted.
+    assert found.num_roots < 10_000
+    assert found.num_played <= 80
+    assert found.num_evaluated <= 15
     assert found.proved
     assert len(found.best) == 5
     assert found.best[0].choice.degree(TENSOR) > 1
     assert found.best[0].choice.degree(PIPELINE) > 1
 
 
-def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated() -> None:
+GROUPED = replace(SMALL, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "numbers", "flash"),
+    [
+        ("frontier 2x2x2", {}, True),
+        # The decoder attends with plain products here; `terrace simulate` says so, and the planner says the same.
+        ("frontier 2x2x2", {"compute": "fp32", "model": GROUPED}, False),
+        ("frontier 2x2x2", {"compute": "fp64", "master": "fp64"}, False),
+        ("lab 2x2x2", {"compute": "bf16", "sequence": 128}, False),
+        ("lab 2x2x2", {"compute": "bf16", "sequence": 129}, True),
+    ],
+)
+def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: str, numbers: Any, flash: bool) -> None:
     """The evaluation of a whole step of few micro-batches is the simulation of its program, bytes included."""
-    task = small_task(CLUSTERS["frontier 2x2x2"], batch=48)
+    task = replace(small_task(CLUSTERS[cluster], batch=48), **numbers)
     evaluator = evaluator_of(task)
     for unit, micro_batch in ((1, 3), (1, 2), (2, 1), (3, 1), (1, 1)):
         rows = tuple((tier.size, 1, 1, 1) for tier in task.cluster.tiers)
         choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), rows)
         estimate = evaluator.evaluate(choice)
         program, costs = evaluator.program(Part(True, (4,), True), choice, num_micros(task, choice))
-        work = evaluator.estimator.work(rows, micro_batch)
-        real = build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        plan = plan_of(task, choice)
+        work = work_of(task.cluster, plan, task.model, task.sequence)  # what `terrace simulate` prices
+        assert work.flash == flash
+        real = build(task.cluster, plan, task.blocks, num_micros(task, choice))
         whole = simulate(real, step_costs(real, work))
         assert simulate(program, costs).time_s == pytest.approx(whole.time_s)
         assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
         bytes_of_whole = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
         assert evaluator.sent_bytes(choice) == bytes_of_whole
-        states = model_state_bytes(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice))
+        states = model_state_bytes(task.cluster, plan, task.blocks, num_micros(task, choice))
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
 
@@ -189,6 +213,13 @@ def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
             fresh = Estimator(estimator.task).kept_bytes(kind, rows, 1, again)
             assert estimator.kept_bytes(kind, rows, 6, again) == 6 * fresh
     whole = estimator.numels(1)
+    task = estimator.task
+    for kind in (EMBEDDING, HEAD):  # they see tokens alone, so half of a sequence twice is one sequence
+        one, two = (
+            block_seconds(task.cluster.device, estimator.work(((1, 2, context, 1), rows[1], rows[2]), context), block)
+            for context, block in ((1, estimator.index(kind)), (2, estimator.index(kind)))
+        )
+        assert one == two
     assert whole[EMBEDDING] + 4 * whole[LAYER] + whole[HEAD] == sum(b.num_trainable for b in estimator.task.blocks)
 
 
@@ -240,7 +271,22 @@ def test_reasons_are_one_step_away() -> None:
     assert {"params", "grads", "micro_batch", "recompute"} <= {verdict.what.split(" = ")[0] for verdict in near}
     for verdict in near:
         if verdict.estimate is not None and not verdict.reason:
-            assert found.best[0].order <= verdict.estimate.order
+            assert ranked([verdict.estimate, found.best[0]])[0] == found.best[0]
+
+
+def test_a_batch_in_tokens_and_an_endless_pipeline_are_refused() -> None:
+    task = small_task(CLUSTERS["dgx 4x2"])
+    with pytest.raises(PlanError, match="give fewer, for 4,000,000 tokens a step 15,625"):
+        replace(task, batch=4_000_000)
+    assert replace(task, batch=100_000).batch == 100_000
+    with pytest.raises(PlanError, match="use larger micro-batches"):
+        pipeline("1f1b", 4, 1, MOST_PASSES // 4 + 1)
+    # What is refused is not in the space: the search proves its answer without it.
+    large = replace(task, batch=100_000, cluster=sized("dgx-a100", 4, 1))
+    space = Space(task=large, axes=("data", "pipeline"), pins=Pins({"pipeline": (4, 4)}, "1f1b"))
+    found, _ = find(space, count=1)
+    assert found.proved
+    assert found.best[0].num_micros * 4 <= MOST_PASSES
 
 
 def test_what_fits_nowhere_names_the_nearest() -> None:
@@ -294,6 +340,44 @@ def test_a_search_that_stops_early_says_so() -> None:
     assert found.num_evaluated == 2
     assert not found.proved or len(found.best) < 2
     assert found.least_s < math.inf
+
+
+def test_a_search_leaves_the_garbage_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = Space(task=small_task(CLUSTERS["dgx 4x2"]), axes=("data",))
+    find(space, count=1)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        find(space, count=1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    monkeypatch.setattr(Search, "run", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        find(space)
+    assert gc.isenabled()
+
+
+def test_what_is_as_good_as_equally_fast_is_ranked_by_simplicity() -> None:
+    """A difference below a thousandth decides nothing; groups begin at their fastest, so they do not run on."""
+    simple = evaluator_of(small_task(CLUSTERS["dgx 4x2"])).evaluate(
+        Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((4, 1, 1, 1), (2, 1, 1, 1)))
+    )
+
+    def plan(step_s: float, recompute: int = 0, more_bytes: int = 0, tensor: int = 1) -> Estimate:
+        choice = simple.choice._replace(recompute=recompute, rows=((4 // tensor, tensor, 1, 1), (2, 1, 1, 1)))
+        memory = dict(simple.memory_bytes) | {"context": simple.memory_bytes["context"] + more_bytes}
+        return replace(simple, choice=choice, step_s=step_s, memory_bytes=memory)
+
+    fastest, again, larger, split = plan(1, 1), plan(1 + 0.9 * TIE, 1, 5), plan(1 + 0.5 * TIE, 0, 9), plan(1, 0, 9, 2)
+    next_best, last = plan(1 + 1.1 * TIE), plan(1 + 2.2 * TIE)
+    order = [larger, split, fastest, again, next_best, last]
+    assert ranked(order) == ranked(order[::-1]) == order
+    by_time = sorted(order, key=lambda each: each.step_s)
+    assert window(by_time, 7).end_s == math.inf
+    assert window(by_time, 4).end_s == pytest.approx(1 + TIE)
+    assert window(by_time, 2).worst == (0, larger.needed_bytes)
+    assert window(by_time, 5).leader_s == next_best.step_s
 
 
 def _total(estimate: Estimate) -> float:

@@ -1,14 +1,18 @@
 """The tensor axis: the same numbers as one process, and the bytes that its formula declares."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig, parse_model
 from terrace.plan import Layout, Plan
 from terrace.runtime.launch import LocalPool
 from tests.parity import Case, Outcome, deviation, exact, serial, train
+from tests.tensor_memory import kept_by_a_layer
 from tests.toys import cluster_of
 
 TOLERANCE = 1e-10
@@ -92,3 +96,42 @@ def test_every_placement_of_states_beside_it(pool: LocalPool, name: str, rows: d
         Case(tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False), num_micros=2, model="wide gpt2"),
     ]
     check(pool, (2, 2, 2), cases)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 100])
+def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> None:
+    """Six tokens on two rows and on four: parts that are not equal, and padding."""
+    cases = []
+    for row in ({"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}):
+        for model in ("wide llama, 1 kv head", "wide gpt_neox"):
+            plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks)
+            cases += [Case(plan, num_micros=2, model=model), Case(replace(plan, recompute=("block.1",)), model=model)]
+    check(pool, (2, 2), cases)
+
+
+def gpt(hidden: int) -> ModelConfig:
+    table = {"model_type": "gpt2", "vocab_size": 64, "n_embd": hidden, "n_layer": 1, "n_head": 8, "n_positions": 512}
+    return parse_model(table | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> None:
+    """2205.05198, Table 2, with selective recomputation, which is what a kernel that keeps no scores comes to.
+
+    The model has no dropout, so the masks of its two outputs, 2 s b h, are not there.
+    """
+    hidden, sequence, batch = 256, 384, 2
+    cluster, model = cluster_of(t), gpt(hidden)
+    sbh = sequence * batch * hidden
+    expected = {
+        (False, False): sbh * 8 + sbh * 24 / t,
+        (True, False): sbh * 32 / t,
+        (False, True): 2 * sbh,
+        (True, True): 2 * sbh / t,  # the input is split, too
+    }
+    for (splits, again), wanted in expected.items():
+        plan = tensor(cluster, "ddp", {"package": {"tensor": t}}, sequence_parallel=splits, micro_batch=batch)
+        plan = replace(plan, compute="bf16", master="fp32", recompute=("layers.*",) if again else ())
+        kept = pool.run(t, kept_by_a_layer, cluster, plan, model, sequence, timeout_s=60.0)
+        generator = torch.get_rng_state().nbytes if again else 0  # kept with the input, for dropout
+        assert max(kept) - generator == pytest.approx(wanted, rel=0.05), (splits, again)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
 from terrace.program import build, program_text, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
@@ -30,6 +30,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print and return 0."""
     if options.lines is not None and options.lines < 1:
         raise ConfigError(f"--lines {options.lines} must be at least 1")
+    check_task(options, rest)
     config = resolve_run(options, rest)
     console = Terminal()
     blocks, num_micros = config.blocks(), config.num_micros()

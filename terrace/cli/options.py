@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,8 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
-from terrace.train.config import RunConfig, resolve
+from terrace.train.config import RunConfig, parse_run, resolve_table
+from terrace.train.planned import TASK, read_planned
 
 OVERRIDES_HELP = (
     "Any key can be set as --section.key VALUE, e.g. --train.steps 500 --cluster.tiers.system.size 4. The config.toml "
@@ -40,8 +42,30 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
     """Return the checked configuration of the options and the dotted overrides in `rest`."""
+    return parse_run(run_table(options, rest))
+
+
+def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
+    """Return the table of the options and the dotted overrides in `rest`, not checked yet."""
     flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
-    return resolve(options.config, flags, parse_overrides(rest))
+    return resolve_table(options.config, flags, parse_overrides(rest))
+
+
+def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raise `ConfigError` where a plan's file is all there is and does not say what it was made for.
+
+    A run has defaults, since whoever trains says what; to look at a step of a model that nobody named helps no one.
+    """
+    if options.config is not None or options.plan is None or not os.path.isfile(options.plan):
+        return
+    given = parse_overrides(rest)
+    missing = [f"--{name}" for name in ("model", "cluster") if getattr(options, name) is None and name not in given]
+    missing += [f"--train.{name}" for name in ("batch", "sequence") if name not in given.get("train", {})]
+    if missing and read_planned(options.plan) is None:
+        raise ConfigError(
+            f"{options.plan} does not say what it was made for, since it has no [{TASK}] table as terrace plan "
+            f"writes: give {', '.join(missing)}, or --config FILE"
+        )
 
 
 def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:

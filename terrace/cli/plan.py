@@ -28,6 +28,7 @@ from terrace.planner import (
     runs_today,
 )
 from terrace.planner.explain import lack
+from terrace.planner.ranking import TIE
 from terrace.planner.space import divisors
 from terrace.program.schedules import schedule_names
 from terrace.report.plans import (
@@ -40,6 +41,7 @@ from terrace.report.plans import (
 )
 from terrace.report.tables import plan_table, seconds
 from terrace.simulate.advice import advice
+from terrace.train.planned import TASK, planned_table
 
 
 def add_parser(commands: Any) -> None:
@@ -99,13 +101,19 @@ def _beyond(task: Task, pins: Pins, best: Estimate, limit: int) -> str:
     refused = runs_today(task, other.choice)
     if refused is None:
         return "over all axes: the same plan is the best"
-    used = [name for axis, name in enumerate(AXES) if name not in runnable_axes() and other.choice.degree(axis) > 1]
+    used = _not_run(other)
     words = plan_words(task, other.choice)
     faster = best.step_s / other.step_s
     return (
         f"over all axes, not runnable yet ({_axes(used)}): {words}; step "
         f"{seconds(other.step_s)}, {faster:.2f} times as fast"
     )
+
+
+def _not_run(estimate: Estimate) -> list[str]:
+    """Return the axes of a plan that this version does not run."""
+    run = runnable_axes()
+    return [name for axis, name in enumerate(AXES) if name not in run and estimate.choice.degree(axis) > 1]
 
 
 def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
@@ -146,31 +154,28 @@ def _sizes_that_divide(task: Task) -> str:
 def _how(found: Found) -> str:
     words = f"{found.num_evaluated} plans simulated of {found.num_roots} shapes and micro-batches"
     if found.proved:
-        return f"{words}; every other plan of the space has a lower bound above these"
+        return f"{words}; no other of the space ranks above these (less than {TIE:.1%} apart is equally fast)"
     return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
 
 
 def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
-    """Write the plan if it can run; returns what was done."""
+    """Write the plan with what it was made for; returns what was done, and what can be done with it."""
     refused = runs_today(task, best.choice)
-    if refused is not None:
-        return f"not written, because this version cannot run it: {refused}"
-    plan = plan_of(task, best.choice)
+    name = " ".join(task.cluster.name.split())  # a comment ends with its line
     head = (
         f"# Found by terrace plan for {task.batch} sequences of {task.sequence} tokens a step on cluster "
-        f"{task.cluster.name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
-        f"predicted step {seconds(best.step_s)}.\n"
+        f"{name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
+        f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
-    write_output(options.output, head + tomli_w.dumps(dump(plan)))
-    outer = task.cluster.tiers[-1]
-    sizes = (
-        f"--model {options.model} --cluster {options.cluster} --cluster.tiers.{outer.name}.size {outer.size} "
-        f"--train.batch {task.batch} --train.sequence {task.sequence}"
-    )
-    return (
-        f"wrote {options.output}\nto train: terrace train --plan {options.output} {sizes}\n"
-        f"to look at its step: terrace simulate {options.output} {sizes}"
-    )
+    table = dump(plan_of(task, best.choice))
+    table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
+    write_output(options.output, head + tomli_w.dumps(table))
+    look = f"to look at its step: terrace simulate {options.output}"
+    if refused is not None:
+        used = _not_run(best)
+        why = f"this version does not train the {_axes(used)}" if used else f"it cannot be trained, since {refused}"
+        return f"wrote {options.output}, to be looked at: {why}\n{look}"
+    return f"wrote {options.output}\nto train: terrace train --plan {options.output}\n{look}"
 
 
 def _axes(names: Sequence[str]) -> str:

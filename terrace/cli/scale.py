@@ -23,6 +23,7 @@ from terrace.planner.explain import lack, placement_of
 from terrace.planner.scaling import Scaling, sizes_up_to
 from terrace.report.plans import plan_words, scaling_svg, scaling_table
 from terrace.train.config import section
+from terrace.train.planned import read_planned
 
 
 def add_parser(commands: Any) -> None:
@@ -33,7 +34,7 @@ def add_parser(commands: Any) -> None:
         description="Predict a plan's tokens/s from one member of the cluster's outermost tier to all; nothing is run.",
         epilog=TASK_EPILOG,
     )
-    add_task_options(parser)
+    add_task_options(parser, required=False)
     parser.add_argument(
         "--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: the best plan at the largest size)"
     )
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--price {options.price} must be a positive number")
     if options.output is not None:
         check_output(options.output, options.force)
-    task = read_task(options, rest)
+    task = read_task(options, rest, read_planned(options.plan))
     plan, words = _plan(task, options.plan)
     if options.compute not in (None, plan.compute):  # a file's dtype: all else takes the task's
         raise ConfigError(

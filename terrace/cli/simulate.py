@@ -1,15 +1,18 @@
 """`terrace simulate`: play a step of the program that would run, and look at it."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.files import write_atomic
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, run_table
 from terrace.cli.output import Terminal
+from terrace.cli.simulate_axes import other_axes, play_axes
+from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
+from terrace.plan import parse_plan
 from terrace.program import Program, build, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.report.advice import advice_words, timeline_text
@@ -28,7 +31,7 @@ from terrace.simulate import (
 from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
 from terrace.simulate.trace import trace_json
-from terrace.train.config import RunConfig
+from terrace.train.config import RunConfig, parse_run
 
 
 def add_parser(commands: Any) -> None:
@@ -55,7 +58,23 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ConfigError(f"two plans are given, {plan!r} and --plan {options.plan!r}: leave one out")
         options.plan = plan
     outputs = _outputs(options)
-    config = resolve_run(options, rest)
+    check_task(options, rest)
+    table = run_table(options, rest)
+    cluster = parse_cluster(dict(table["cluster"]))
+    whole = parse_plan(table["plan"], cluster)
+    if other_axes(whole):
+        played = play_axes(table, cluster, whole)
+        written = [_write(path, getattr(played, name)) for name, path in outputs.items()]
+        print(f"{played.words}\n")
+        played.show()
+        if written:
+            print("\n".join(["", *written]))
+        return 0
+    return _run_program(parse_run(table), outputs)
+
+
+def _run_program(config: RunConfig, outputs: Mapping[str, Path]) -> int:
+    """Play the program that `terrace train` would run."""
     program = build(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence)
     verify(program)
 

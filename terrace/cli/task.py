@@ -13,22 +13,23 @@ from terrace.base.schema import merge
 from terrace.cli.options import parse_overrides
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
-from terrace.model.config import load_model
+from terrace.model.config import load_model, parse_model
 from terrace.planner import Task
 from terrace.report.tables import quantity
+from terrace.train.planned import Planned
 
 TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g. --cluster.tiers.node.size 4."
 
 
-def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a task."""
-    parser.add_argument("--model", metavar="PATH", required=True, help="Hugging Face config.json, or its folder")
-    parser.add_argument("--cluster", metavar="NAME|FILE", required=True, help="cluster preset or TOML file")
+def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the options that describe a task; where they are not `required`, a plan's file may say it."""
+    parser.add_argument("--model", metavar="PATH", required=required, help="Hugging Face config.json, or its folder")
+    parser.add_argument("--cluster", metavar="NAME|FILE", required=required, help="cluster preset or TOML file")
     parser.add_argument(
         "--nodes", type=int, metavar="N", help="members of the outermost tier (default: as the cluster's file says)"
     )
-    parser.add_argument("--batch", type=int, metavar="B", required=True, help="sequences a step, over all ranks")
-    parser.add_argument("--seq", type=int, metavar="S", required=True, help="tokens a sequence")
+    parser.add_argument("--batch", type=int, metavar="B", required=required, help="sequences a step, over all ranks")
+    parser.add_argument("--seq", type=int, metavar="S", required=required, help="tokens a sequence")
     parser.add_argument(
         "--compute",
         choices=("bf16", "fp32", "fp64"),
@@ -36,15 +37,25 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_task(options: argparse.Namespace, rest: Sequence[str]) -> Task:
-    """Return the task of the options; raises the `TerraceError` of what is wrong."""
+def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None) -> Task:
+    """Return the task of the options, and of what a plan was made for where these are left out.
+
+    Raises the `TerraceError` of what is wrong.
+    """
+    if planned is None:
+        absent = [f"--{name}" for name in ("model", "cluster", "batch", "seq") if getattr(options, name) is None]
+        if absent:
+            raise ConfigError(
+                f"{', '.join(absent)} must be given, or --plan FILE with the [task] table of terrace plan"
+            )
+        planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})  # of which nothing is used
     overrides = parse_overrides(rest)
     for section in overrides:
         if section != "cluster":
             raise ConfigError(
                 f"--{section}: only figures of the cluster can be set, as --cluster.key VALUE; see --help"
             )
-    table = cluster_table(options.cluster)
+    table = dict(planned.cluster) if options.cluster is None else cluster_table(options.cluster)
     own = overrides.get("cluster", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
@@ -52,10 +63,10 @@ def read_task(options: argparse.Namespace, rest: Sequence[str]) -> Task:
     peaks = cluster.device.peak_flops_per_s
     compute: Any = options.compute or max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
     return Task(
-        model=load_model(options.model),
+        model=parse_model(planned.model) if options.model is None else load_model(options.model),
         cluster=cluster,
-        batch=options.batch,
-        sequence=options.seq,
+        batch=planned.train["batch"] if options.batch is None else options.batch,
+        sequence=planned.train["sequence"] if options.seq is None else options.seq,
         compute=compute,
         master="fp64" if compute == "fp64" else "fp32",
     )

@@ -82,15 +82,24 @@ def place_on(axes: Sequence[str], places: Mapping[str, int], degrees: Mapping[st
 
 
 def _slice(block: str, param: ParamSpec, degrees: Mapping[str, int]) -> ParamSpec:
-    if not param.dims:
+    shared = tuple(axis for axis in TENSOR if degrees[axis] > 1)
+    if not param.shape:
+        return replace(param, whole=(), shared=shared)  # a scalar has nothing to cut
+    if len(param.dims) != len(param.shape):
         raise PlanError(
             f"mapping has a tensor axis, but {block}.{param.name} does not declare what its dims count: "
             "give the tier to the data axis, or declare dims"
         )
-    shape, cuts = [], []
+    shape: list[int] = []
+    cuts: list[tuple[str, ...]] = []
     for size, (name, units) in zip(param.shape, param.dims, strict=True):
         cut = tuple(axis for axis in CUT_BY.get(name, ()) if degrees[axis] > 1)
         degree = math.prod(degrees[axis] for axis in cut)
+        if any(axis in cut for other in cuts for axis in other):
+            raise PlanError(
+                f"{block}.{param.name} has two dims that tensor {' x '.join(cut)} would cut, {param.dims}: no rank "
+                "then holds what is off the diagonal; declare the dims in another way"
+            )
         if name == "kv_heads" and degree > units and degree % units == 0:
             cut, degree = (), 1  # every rank holds all of them
         if units % degree and name not in _PADDED:
@@ -99,8 +108,8 @@ def _slice(block: str, param: ParamSpec, degrees: Mapping[str, int]) -> ParamSpe
                 f"{block}.{param.name} has {units} {name}, which tensor {' x '.join(cut)} = {degree} do not divide: "
                 f"use {fix}, or another number of {name}"
             )
-        shape.append(-(-units // degree) * (size // units))
+        shape.append(-(-units // degree) * (size // units) if units else 0)
         cuts.append(cut)
     used = {axis for cut in cuts for axis in cut}
-    shared = tuple(axis for axis in TENSOR if degrees[axis] > 1 and axis not in used)
+    shared = tuple(axis for axis in shared if axis not in used)
     return replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), shared=shared)

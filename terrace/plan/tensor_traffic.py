@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
+from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.grid import Grid, position
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import Plan
+from terrace.plan.slices import CUT_BY
 from terrace.plan.wire import FORMATS, MessageClass
 
 
@@ -101,6 +103,14 @@ class Tensor:
         """Tokens of a micro-batch, padded for the rows to divide them."""
         return self.rows.padded(self.tokens)
 
+    @property
+    def token_chunks(self) -> list[int]:
+        """Padded tokens of each part in which the messages of a region travel."""
+        rows = self.rows.data_degree
+        return [
+            rows * (stop - start) for start, stop in chunk_bounds(self.padded_tokens // rows, self.plan.tensor_chunks)
+        ]
+
     def line(self, axes: tuple[str, ...]) -> Layout:
         """Return the layout of the ranks that differ on `axes` alone."""
         return {self.rows.axes: self.rows, self.columns.axes: self.columns, self.both.axes: self.both}[axes]
@@ -124,17 +134,28 @@ class Tensor:
                 held *= degree
 
 
+def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of as equal parts of `size` as there can be, none of them empty."""
+    num = max(1, min(num_chunks, size))
+    return [(index * size // num, (index + 1) * size // num) for index in range(num)]
+
+
 def number_bytes(plan: Plan) -> int:
     """Return the bytes of a number of the loss or of a norm's statistics: fp32 at least."""
     return max(4, FORMATS[plan.compute].element_bytes)
 
 
 def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
-    """Return (messages of a forward, messages of a backward without recomputation) of a block, in order."""
+    """Return (messages of a forward, messages of a backward without recomputation) of a block, in order.
+
+    Raises `PlanError` where there is a tensor axis and sequences have no length.
+    """
     forward: list[TensorMessage] = []
     backward: list[TensorMessage] = []
     if tensor.degree == 1:
         return forward, backward
+    if tensor.tokens < 1:
+        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
     block = blocks[index]
     forward_norms = _norm_messages(tensor, block)
     whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * _hidden(blocks)
@@ -146,21 +167,27 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
 
-    if index == 0:
+    inner = [param for param in block.params if _is_inner(param)]
+    if not inner and not forward_norms:  # the embedding
         forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
         backward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
         backward += [TensorMessage(Leg.GATHER, columns, whole)]
-    elif index == len(blocks) - 1:
+    elif not inner:  # the head
         forward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, columns, whole), TensorMessage(Leg.NUMBERS, both, 3 * tensor.tokens)]
         backward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         backward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
     else:
-        for weight in (param for param in block.params if len(param.dims) == 2):
+        for weight in inner:
             if weight.dims[0][0] == "hidden":
-                forward += all_reduce(rows, cut)
-                backward += [*all_reduce(rows, cut), *all_reduce(columns, _inner(tensor, weight.shape[1]))]
+                parts = [cut] if one_sided else [cut // tensor.padded_tokens * part for part in tensor.token_chunks]
+                forward += [TensorMessage(leg, rows, part) for part in parts for leg in (Leg.REDUCE, Leg.GATHER)]
+                backward += [TensorMessage(Leg.GATHER, rows, part) for part in parts]
+                backward += [
+                    TensorMessage(Leg.REDUCE, rows, cut),
+                    *all_reduce(columns, _inner(tensor, weight.shape[1])),
+                ]
                 backward += [TensorMessage(Leg.GATHER, rows, cut)] if regathers else []
             else:
                 one_of = weight.dims[0][1] if "rows" in weight.shared else 1  # of key-value heads that all ranks hold
@@ -186,10 +213,17 @@ def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 
 
+def _is_inner(param: ParamSpec) -> bool:
+    """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
+    names = [name for name, _ in param.dims]
+    return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
+
+
 def _is_norm(param: ParamSpec) -> bool:
     return len(param.dims) == 1 and "norm" in param.name.split(".")[-2]
 
 
 def _hidden(blocks: Sequence[BlockSpec]) -> int:
     """The model's hidden size."""
-    return next(size for param in blocks[0].params for name, size in param.dims if name == "features")
+    names = ("hidden", "features")
+    return next(size for block in blocks for param in block.params for name, size in param.dims if name in names)

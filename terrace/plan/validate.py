@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.grid import TENSOR
+from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import AXES, TENSOR_AXES, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
-_LONGEST_ROUNDED_UNIT = 8
+LONGEST_ROUNDED_UNIT = 8
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
@@ -26,7 +26,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_placements(plan, layout)
     _check_depth(cluster, plan, layout)
     _check_wire(plan, layout)
-    _check_numbers(plan, blocks)
+    _check_numbers(cluster, plan, blocks)
     return layout
 
 
@@ -57,8 +57,8 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
             _check_degree(f"mapping.{name}.{axis}", axis, degree)
             if axis not in ("data", "tensor") and degree != 1:
                 raise PlanError(
-                    f"mapping.{name}.{axis} = {degree}: this version runs the data and the tensor axis only; "
-                    f"write mapping.{name} = {{data = {sizes[name]}}}"
+                    f"mapping.{name}.{axis} = {degree}: this version runs the data and the tensor axis only (terrace "
+                    f"simulate plays the others); write mapping.{name} = {{data = {sizes[name]}}}"
                 )
         product = math.prod(plan.degree(name, axis, sizes[name]) for axis in AXES)
         if product != sizes[name]:
@@ -163,18 +163,27 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     )
 
 
-def _check_numbers(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if plan.micro_batch < 1:
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
     if plan.unit < 1:
         raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
-    if plan.unit > _LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
+    if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "
-            f"{plan.compute}, which rounds after each micro-batch; use at most {_LONGEST_ROUNDED_UNIT}"
+            f"{plan.compute}, which rounds after each micro-batch; use at most {LONGEST_ROUNDED_UNIT}"
+        )
+    if plan.tensor_chunks < 1:
+        raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: a message travels in at least 1 part")
+    if plan.tensor_chunks > 1 and not (plan.sequence_parallel and Grid.of(cluster, plan).total("rows") > 1):
+        raise PlanError(
+            f"tensor_chunks = {plan.tensor_chunks} has no effect: it cuts the messages of sequence parallelism over "
+            "tensor rows; leave it out, or set sequence_parallel = true and give the tensor axis rows"
         )
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
+    if plan.schedule is not None:  # here every rank is of the data axis
+        raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"

@@ -1,19 +1,21 @@
 """Lower bounds: no choice is faster or smaller than these say.
 
-Time. Let f and b be the forward and backward of a block on one micro-batch, tensor and context messages included
-(nothing hides them), and f0 and b0 those of the lightest virtual stage with the message after it. Stage r of p does
-nothing before r times f0 has passed, and nothing in the last r times b0 (but with a split backward, a delayed
+Time of a pipeline. Let f and b be the forward and backward of a block on one micro-batch, tensor and context messages
+included (nothing hides them), and f0 and b0 those of the lightest virtual stage with the message after it. Stage r of
+p does nothing before r times f0 has passed, and nothing in the last r times b0 (but with a split backward, a delayed
 weight gradient may). So with M micro-batches no pipeline ends before
 
     M (mean of f + b over stages) + (p - 1)/2 (f0 + b0),
     M (f + b of the last stage)   + (p - 1)   (f0 + b0),       M (f + b of the busiest stage),
     (f + b of all virtual stages but the last, and its messages) + M (f + b of the last virtual stage),
 
-the last with the weight gradient's part left out of a split b.
+the last with the weight gradient's part left out of a split b. A later bound plays the orders with f and b.
 
-A later bound plays the orders with f and b, so that only messages between data ranks are left out; waiting for these
-makes tasks longer, and longer tasks never make a step shorter. And no lane of messages is shorter than the sum of
-what it carries, and no step shorter than its computing and its update.
+Time of the messages between data ranks. Steps follow one another, so a stage's step is no shorter than a chain that
+leads from one CLIP to the next (`Bounds.excess_s`): what must come before block j's first forward (the updates, or the
+refreshes of the blocks up to j, and a gather), all computing but the forwards of the blocks before j and the last
+backwards of the blocks before k, then the reductions or synchronisations of the blocks from k down to the first, and
+CLIP's own message. And no lane of messages is shorter than the sum of what it carries.
 
 Memory. Each state over the ranks it is sharded over, one block gathered, and the activations that wait.
 """
@@ -23,23 +25,25 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
-from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator
-from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers
+from terrace.planner.estimate import Estimator
+from terrace.planner.messages import Mail, Messages
+from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
 from terrace.planner.space import Rows, Shape
-from terrace.planner.stages import MOST_CHUNKS, SERIAL, SIMPLEST, share_layers, traits
-from terrace.planner.task import Choice, Placement
+from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement
 
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
+
+Counts = tuple[int, int, int]  # embeddings, layers and heads
 
 
 class Core(NamedTuple):
     """A choice without placement and unit: what its computing takes at least.
 
-    `heavy` counts (embeddings, layers, heads) of a stage that no other outworks, `compute_s` are its seconds for all
-    micro-batches and `ramp_s` what the pipeline adds to them. `stages` holds (parameters per tensor rank,
-    bytes of one micro-batch that wait at the peak) of stages of which one needs most memory.
+    `span_s` are the seconds of the computing, `mean_s` those of a stage in the mean, `heavy` what the stage with most
+    layers holds, if known. `stages` holds (parameters per tensor rank, bytes of one micro-batch that wait at the peak)
+    of stages of which one needs most memory.
     """
 
     shape: Shape
@@ -48,17 +52,16 @@ class Core(NamedTuple):
     schedule: str
     chunks: int
     num_micros: int
-    heavy: tuple[int, int, int]
-    compute_s: float
-    ramp_s: float
-    backward_s: float  # of one micro-batch in that stage
+    heavy: Counts | None
+    mean_s: float
+    span_s: float
     stages: tuple[tuple[int, int], ...]
     played: bool
 
     @property
     def bound_s(self) -> float:
         """Seconds that no choice of placement gets below."""
-        return (self.compute_s + self.ramp_s) * _SLACK
+        return self.span_s * _SLACK
 
     @property
     def key(self) -> tuple[int, str, int, int, Shape]:
@@ -72,19 +75,43 @@ class Core(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """Layers of the lightest virtual stage and of the last, and of looped stages: of the busiest and of the last."""
+    """Layers of the lightest virtual stage and of the last, and of looped stages: of the busiest and of the last.
+
+    `heavy` is what the stage with most layers holds, where the placement of the schedule tells.
+    """
 
     least: int
     last: int
     most: int
     last_stage: int
+    heavy: Counts | None
 
 
 @lru_cache(maxsize=65536)
-def _shares(num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool) -> _Shares:
+def _shares(
+    num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool, is_folded: bool
+) -> _Shares:
     counts = share_layers(num_layers, num_stages * chunks, head_layers)
-    layers = [sum(counts[stage::num_stages]) for stage in range(num_stages)] if is_looped else [0]
-    return _Shares(min(counts), counts[-1], max(layers), layers[-1])
+    return _shared(counts, num_stages, is_looped, is_folded)
+
+
+@lru_cache(maxsize=65536)
+def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded: bool) -> _Shares:
+    """Return the shares of a count of layers by virtual stage; of other placements than these two, little is said."""
+    if not is_looped and not is_folded:
+        return _Shares(min(counts), counts[-1], 0, 0, None)
+    if is_looped:
+        layers, last = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
+    else:
+        layers, last = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
+    held = [(count, int(stage == 0), int(stage == last)) for stage, count in enumerate(layers)]
+    return _Shares(min(counts), counts[-1], max(layers), layers[-1], _heaviest(held))
+
+
+def _heaviest(stages: Sequence[tuple[int, int, int]]) -> Counts:
+    """Return what the stage with most layers holds, of stages with (layers, embeddings, heads)."""
+    layers, embeddings, heads = max(stages)
+    return embeddings, layers, heads
 
 
 class Bounds:
@@ -93,6 +120,7 @@ class Bounds:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
         self.num_layers = self.task.model.num_layers
+        self.mail = Mail(estimator)
         self._block_works: dict[tuple[Rows, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
 
@@ -110,11 +138,11 @@ class Bounds:
         ramp_s = (stages - 1) / 2 * (least * works[LAYER][0] + edge_s)
         if stages == 1:
             # A head keeps its logits only while it runs; layers keep until their backward.
-            held, counts = ((sum(numels) + (layers - 1) * numels[LAYER], layers * kept),), (1, layers, 1)
+            least_held, counts = ((sum(numels) + (layers - 1) * numels[LAYER], layers * kept),), (1, layers, 1)
         else:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
             most = -(-layers // stages)
-            held, counts = ((most * numels[LAYER], most * kept),), (0, layers // stages, 0)
+            least_held, counts = ((most * numels[LAYER], most * kept),), None
         return Core(
             shape=shape,
             micro_batch=micro_batch,
@@ -123,30 +151,30 @@ class Bounds:
             chunks=1,
             num_micros=micros,
             heavy=counts,
-            compute_s=micros * total_s / stages,
-            ramp_s=ramp_s,
-            backward_s=counts[0] * works[0][1] + counts[1] * works[1][1] + counts[2] * works[2][1],
-            stages=held,
+            mean_s=micros * total_s / stages,
+            span_s=micros * total_s / stages + ramp_s,
+            stages=least_held,
             played=False,
         )
 
     def core(self, root: Core, schedule: str, chunks: int) -> Core | None:
-        """Return the bound of a root with a schedule; None when it has more virtual stages than layers."""
+        """Return the bound of a root with a schedule; None for more virtual stages than layers, or too many passes."""
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
         shape, num_layers = root.shape, self.num_layers
-        if shape.pipeline * chunks > num_layers:
+        num_virtual = shape.pipeline * chunks
+        if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
         trait = traits()[schedule]
-        shares = _shares(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped)
+        shares = _shares(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped, trait.folded)
         forward_s, backward_s, weight_s = works[LAYER]
         head_forward_s, head_s = works[HEAD][0], works[HEAD][0] + works[HEAD][1]
         edge_s = self.estimator.boundary_s(shape.rows, root.micro_batch)
         stages, micros, least = shape.pipeline, root.num_micros, shares.least
         back_s = backward_s - weight_s if trait.split else backward_s
         hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
-        busiest_s, last_s = root.compute_s, micros * chunks * least * (forward_s + backward_s)
+        busiest_s, last_s = root.mean_s, micros * chunks * least * (forward_s + backward_s)
         if trait.looped:
             last_s = micros * (shares.last_stage * (forward_s + backward_s) + head_s)
             busiest_s = max(busiest_s, micros * shares.most * (forward_s + backward_s), last_s)
@@ -155,8 +183,8 @@ class Bounds:
         before = num_layers - shares.last
         path_s = before * (forward_s + back_s) + 2 * hops * edge_s
         path_s += micros * (shares.last * (forward_s + back_s) + head_forward_s)
-        bound_s = max(root.compute_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
-        return root._replace(schedule=schedule, chunks=chunks, compute_s=busiest_s, ramp_s=bound_s - busiest_s)
+        span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
+        return root._replace(schedule=schedule, chunks=chunks, heavy=shares.heavy, span_s=span_s)
 
     def cores(self, root: Core, schedules: Sequence[tuple[str, int]]) -> Iterator[Core]:
         """Yield the bounds of a root with each of the schedules; those of the same traits share one."""
@@ -170,29 +198,29 @@ class Bounds:
             if core is not None:
                 yield core if core.schedule == schedule else core._replace(schedule=schedule)
 
-    def play(self, core: Core) -> Core:
-        """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
-        pipeline = self.pipeline(core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks)
-        loads = pipeline.stages_s
-        heavy = max(range(core.shape.pipeline), key=loads.__getitem__)
-        compute_s = core.num_micros * loads[heavy]
-        kept = self.estimator.kept_bytes(LAYER, core.shape.rows, core.micro_batch, core.recompute)
-        numels = self.estimator.own_numels(core.shape)
+    def staged(self, core: Core) -> Core:
+        """Return a core that knows what its stages hold and keep; raises `PlanError` as the schedule does."""
+        shape = core.shape
+        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros)
+        works = self._works(shape, core.micro_batch, core.recompute)
+        counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
+        parts = parts_of(counts, placement)
+        kept = self.estimator.kept_bytes(LAYER, shape.rows, core.micro_batch, core.recompute)
+        numels = self.estimator.own_numels(shape)
         stages = {
             (
                 sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
                 kept * sum(layers * waits for layers, waits in zip(part.layers, waiting, strict=True)),
             )
-            for part, waiting in zip(pipeline.parts, pipeline.waiting, strict=True)
+            for part, waiting in zip(parts, most, strict=True)
         }
-        return core._replace(
-            heavy=pipeline.parts[heavy].counts,
-            compute_s=compute_s,
-            ramp_s=pipeline.span_s - compute_s,
-            backward_s=sum(work[1] for work in pipeline.works[heavy]),
-            stages=tuple(sorted(stages)),
-            played=True,
-        )
+        heavy = _heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
+        return core._replace(heavy=heavy, stages=tuple(sorted(stages)))
+
+    def play(self, core: Core) -> Core:
+        """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
+        pipeline = self.pipeline(core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks)
+        return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
 
     def pipeline(self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int) -> Pipeline:
         """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""
@@ -206,57 +234,74 @@ class Bounds:
 
     def placed_s(self, core: Core, placement: Placement, unit: int) -> float:
         """Return the seconds that a choice takes at least."""
-        estimator, degrees = self.estimator, core.shape.state
-        numels = self.estimator.own_numels(core.shape)
-        units = core.num_micros // unit
-        lanes: defaultdict[int, float] = defaultdict(float)
-        syncs: defaultdict[int, float] = defaultdict(float)
-        first_s = last_s = 0.0  # what is sent before the first block runs, and after the last backward, its own
-        for kind, count in enumerate(core.heavy):
+        return self.least_s(core, self.excess_s(core, placement, unit))
+
+    @staticmethod
+    def least_s(core: Core, excess_s: float) -> float:
+        """Return the seconds of a step that is longer than its computing by `excess_s` or more."""
+        return (core.span_s + excess_s) * _SLACK
+
+    def excess_s(self, core: Core, placement: Placement, unit: int) -> float:
+        """Return the seconds by which a step is longer than its computing, at least; it needs a core's `heavy` alone.
+
+        The chain of the module's docstring ends where it is longest: at the first or the last block of some kind.
+        """
+        counts = core.heavy
+        if counts is None:
+            return 0.0
+        shape, estimator = core.shape, self.estimator
+        numels = estimator.own_numels(shape)
+        messages = self.mail.messages(shape.state, numels, placement)
+        works = self._works(shape, core.micro_batch, core.recompute)
+        held = sum(numel * count for numel, count in zip(numels, counts, strict=True))
+        update_s = estimator.update_s(shape.state, placement, held)
+        refresh_s, gather_s, reduce_s, sync_s = (
+            lane.seconds for lane in (messages.refresh, messages.gather, messages.reduce, messages.sync)
+        )
+        first = next(kind for kind in KINDS if counts[kind])
+        starts_s = ends_s = 0.0
+        refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
+        for kind, count in enumerate(counts):
             if not count:
                 continue
-            opens = not any(core.heavy[:kind])
-            numel = numels[kind]
-            if placement.grads > DEVICE:
-                lane, seconds = estimator.message(degrees, placement, MessageClass.REDUCE, numel)
-                lanes[lane] += count * units * seconds
-                last_s += opens * seconds
-            lane, seconds = estimator.message(degrees, placement, MessageClass.SYNC, numel)
-            syncs[lane] += count * seconds
-            last_s += opens * seconds
-            lane, seconds = estimator.message(degrees, placement, MessageClass.REFRESH, numel)
-            lanes[lane] += count * seconds
-            if placement.params > DEVICE:
-                seconds = self._gather(lanes, core, placement, kind, units)
-                first_s += opens * seconds
-        held = sum(numel * count for numel, count in zip(numels, core.heavy, strict=True))
-        update_s = estimator.update_s(degrees, placement, held)
-        # Synchronisation starts when the last unit's first backward is done; update follows all of it.
-        before_s = core.compute_s - core.backward_s * unit
-        bounds = [first_s + core.compute_s + last_s + update_s]
-        bounds += [before_s + seconds + update_s for seconds in syncs.values()]
-        bounds += [seconds + syncs.get(lane, 0.0) for lane, seconds in lanes.items()]
-        return (core.ramp_s + max(bounds)) * _SLACK
+            work, more = works[kind], count - 1
+            ready_s = max(update_s, refreshed_s + refresh_s[kind]) + gather_s[kind] - forward_s
+            last_s = max(update_s, refreshed_s + count * refresh_s[kind]) + gather_s[kind] - forward_s
+            starts_s = max(starts_s, ready_s, last_s - more * unit * work[0])
+            synced = reduce_s[kind] + synced_s
+            reduced = reduced_s + sync_s[first]
+            done_s = max(synced + sync_s[kind], reduced + reduce_s[kind]) - backward_s
+            last_s = max(synced + count * sync_s[kind], reduced + count * reduce_s[kind]) - backward_s
+            ends_s = max(ends_s, done_s, last_s - more * unit * work[1])
+            refreshed_s, forward_s = refreshed_s + count * refresh_s[kind], forward_s + count * unit * work[0]
+            reduced_s, synced_s = reduced_s + count * reduce_s[kind], synced_s + count * sync_s[kind]
+            backward_s += count * unit * work[1]
+        compute_s = core.num_micros * sum(
+            count * (work[0] + work[1]) for count, work in zip(counts, works, strict=True)
+        )
+        busiest_s = max(self._lanes_s(counts, messages, core.num_micros // unit).values())
+        return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
 
-    def _gather(self, lanes: dict[int, float], core: Core, placement: Placement, kind: int, units: int) -> float:
-        """Add the gathers of the blocks of one kind: forward and backward of every unit, where they stay apart.
+    def _lanes_s(self, counts: Counts, messages: Messages, units: int) -> dict[int, float]:
+        """Return the seconds of what every lane carries in a step of a stage.
 
         The first and the last block of a stage keep their parameters between two of their visits; of a stage of
-        layers alone that may be all of them. Returns the seconds of one gather for a first forward.
+        layers alone that may be all of them.
         """
-        numel, count = self.estimator.own_numels(core.shape)[kind], core.heavy[kind]
-        ends = 0 if kind != LAYER else (not core.heavy[EMBEDDING]) + (not core.heavy[HEAD])
-        apart = max(0, count - ends) if kind == LAYER else 0
-        opening, forward, backward = count, apart * (units - 1), apart * units + (count - apart) * (units - 1)
-        secondary = placement.backward > DEVICE
-        for message, repeats, second in (
-            (MessageClass.GATHER, opening, False),
-            (MessageClass.GATHER, forward, secondary),
-            (MessageClass.GATHER_BACKWARD, backward, secondary),
-        ):
-            lane, seconds = self.estimator.message(core.shape.state, placement, message, numel, second)
-            lanes[lane] += repeats * seconds
-        return self.estimator.message(core.shape.state, placement, MessageClass.GATHER, numel)[1]
+        lanes: defaultdict[int, float] = defaultdict(float)
+        for kind, count in enumerate(counts):
+            ends = 0 if kind != LAYER else (not counts[EMBEDDING]) + (not counts[HEAD])
+            apart = max(0, count - ends) if kind == LAYER else 0
+            for (lane, seconds), times in (
+                (messages.refresh, count),
+                (messages.sync, count),
+                (messages.reduce, count * units),
+                (messages.gather, count),
+                (messages.further, apart * (units - 1)),
+                (messages.backward, apart * units + (count - apart) * (units - 1)),
+            ):
+                lanes[lane] += times * seconds[kind]
+        return lanes
 
     def least_bytes(self, core: Core, placement: Placement, unit: int) -> float:
         """Return the memory that a choice takes at least."""

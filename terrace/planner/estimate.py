@@ -1,38 +1,36 @@
 """Where the planner takes seconds and bytes from: the one file between it and the simulator's formulas.
 
 Everything here is of one task, and remembered: a search asks for the same block on the same ranks many times. A
-model has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. Nothing here is a formula of its own but for the
-axis that has no program yet: context ranks gather the keys and values of a layer and scatter their gradients
-(Dubey et al. 2407.21783, section 3.3.2), and nothing hides these messages. What tensor ranks send is read from a
-program of one block of each kind.
+model has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. Nothing here is a formula of its own; what ranks send
+inside a block is in terrace.planner.inner.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan import Layout, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
+from terrace.planner.inner import Inner, InnerSeconds, axis_group
 from terrace.planner.space import Rows, Shape, shape_of
-from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, columns_of, plan_of, tensor_entry
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
+from terrace.planner.task import DATA, EMBEDDING, HEAD, LAYER, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.footprint import CPU_CONTEXT_BYTES, CUDA_ALLOCATOR_FACTOR, CUDA_CONTEXT_BYTES, footprint
-from terrace.simulate.inside import Waits, waits
+from terrace.simulate.footprint import (
+    CPU_CONTEXT_BYTES,
+    CUDA_ALLOCATOR_FACTOR,
+    CUDA_CONTEXT_BYTES,
+    footprint,
+    has_flash_attention,
+)
 from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
 from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.states import KINDS as STATE_KINDS
-from terrace.simulate.states import Stage, kind_blocks, model_states, stage_of, state_layout
+from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
-
-EMBEDDING, LAYER, HEAD = range(3)
-KINDS = (EMBEDDING, LAYER, HEAD)
 
 
 @dataclass(frozen=True)
@@ -70,24 +68,24 @@ class Part:
 class Estimator:
     """Seconds and bytes of one task."""
 
-    hides_messages = True  # whether messages inside a block hide as this runtime hides them; other software may not
-
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
+        self.inner = Inner(task)
+        attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
+        self._flash = attends and task.software.flash
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
-        self._messages: dict[tuple[object, ...], tuple[int, float]] = {}
+        self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
         self._numels: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self._kinds: dict[tuple[int, int], tuple[BlockSpec, ...]] = {}
-        self._lines: dict[tuple[int, Rows], tuple[list[Waits], list[Waits]]] = {}
         self._plans: dict[Choice, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
     def work(self, rows: Rows, micro_batch: int, recompute: int = 0) -> Work:
         """Return what a rank computes of a micro-batch."""
+        software = self.task.software
         return Work(
             model=self.task.model,
             sequence=self.task.sequence,
@@ -95,7 +93,10 @@ class Estimator:
             tensor=shape_of(rows).tensor,
             columns=shape_of(rows).columns,
             context=shape_of(rows).context,
+            sequence_parallel=software.sequence_parallel,
             recompute="full" if recompute else "none",
+            flash=self._flash,
+            dropout=software.dropout,
             compute=self.task.compute,
         )
 
@@ -110,91 +111,34 @@ class Estimator:
         return found
 
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
-        cluster, work = self.task.cluster, self.work(rows, micro_batch)
-        seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
-        forward_s, backward_s = seconds.forward_s, seconds.input_s + seconds.weight_s
-        again_s = 0.0  # what recomputation adds to the messages of the backward, the forward's own among them
-        if work.tensor > 1:
-            penalty = cluster.device.overlap_penalty
-            forward_waits, *backward_waits = self._waits(kind, rows, micro_batch)
-            plain_s, with_forward_s = (
-                waits.exposed_s(seconds.input_s, seconds.weight_s, penalty) for waits in backward_waits
-            )
-            forward_s, backward_s = forward_s + forward_waits.alone_s, backward_s + plain_s
-            again_s = with_forward_s - plain_s
-        if kind == LAYER:
-            keys_s = all_gather_s(cluster, axis_group(rows, CONTEXT), self._key_bytes(work) * work.context)
-            forward_s, backward_s, again_s = forward_s + keys_s, backward_s + 2 * keys_s, again_s + keys_s
-        return Seconds(forward_s, backward_s, seconds.weight_s, seconds.forward_s + again_s)
+        own = self._compute(kind, rows, micro_batch, accumulate)
+        inner = self.inner.seconds(kind, rows, self.work(rows, micro_batch), own)
+        forward_s, backward_s, again_s = map(math.fsum, zip(*inner, strict=True))
+        return Seconds(
+            own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
+        )
 
     def compute(self, kind: int, choice: Choice) -> BlockSeconds:
         """Return the seconds of a block on one micro-batch without any message."""
-        shape = shape_of(choice.rows)
-        accumulate = shape.data * choice.micro_batch < self.task.batch
-        work = self.work(choice.rows, choice.micro_batch)
-        return block_seconds(self.task.cluster.device, work, self.index(kind), accumulate=accumulate)
+        accumulate = choice.degree(DATA) * choice.micro_batch < self.task.batch
+        return self._compute(kind, choice.rows, choice.micro_batch, accumulate)
 
-    def _waits(self, kind: int, rows: Rows, micro_batch: int) -> list[Waits]:
-        """Return the messages inside a block: of a forward, a backward, and a backward that recomputes.
-
-        All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
-        unless the tokens are padded, or their message, to a whole part for each rank.
-        """
+    def _compute(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> BlockSeconds:
+        # Only attention sees sequences; an embedding and a head see tokens.
         shape = shape_of(rows)
-        if self.task.sequence // shape.context % shape.tensor or MessageClass.TENSOR.value in self.task.wire:
-            return self._waits_of(kind, rows, micro_batch)
-        alone: Rows = tuple((1, row[TENSOR], 1, 1, columns_of(row)) for row in rows)
-        key = (kind, alone)
-        if key not in self._lines:
-            self._lines[key] = (self._waits_of(kind, alone, 1), self._waits_of(kind, alone, 2))
-        more = micro_batch / shape.context - 1
-        return [
-            Waits(*(one + more * (two - one) for one, two in zip(first, second, strict=True)))
-            for first, second in zip(*self._lines[key], strict=True)
-        ]
+        tokens = micro_batch * self.task.sequence // shape.context
+        size = (shape.context, micro_batch) if kind == LAYER else (tokens,)
+        key = (kind, shape.tensor, shape.columns, accumulate, *size)
+        found = self._kernels.get(key)
+        if found is None:
+            work, device = self.work(rows, micro_batch), self.task.cluster.device
+            found = self._kernels[key] = block_seconds(device, work, self.index(kind), accumulate=accumulate)
+        return found
 
-    def _waits_of(self, kind: int, rows: Rows, micro_batch: int) -> list[Waits]:
-        forward, backward = Instruction(Op.FORWARD, kind, 0), Instruction(Op.BACKWARD, kind, 0)
-        plain, again = (self.tensor_program(rows, micro_batch, recompute) for recompute in (0, 1))
-        found = [waits(plain, forward), waits(plain, backward), waits(again, backward)]
-        return found if self.hides_messages else [Waits(sum(each), 0.0, 0.0) for each in found]
-
-    def tensor_program(self, rows: Rows, micro_batch: int, recompute: int) -> Program:
-        """Return a program of one embedding, one layer and one head, for what is sent inside them."""
-        task = self.task
-        tiers = [tier.name for tier in task.cluster.tiers]
-        plan = Plan(
-            params="device",
-            grads="device",
-            optimizer="device",
-            mapping={tier: {"tensor": tensor_entry(row)} for tier, row in zip(tiers, rows, strict=True)},
-            wire={name: row for name, row in task.wire.items() if name == MessageClass.TENSOR.value},
-            compute=task.compute,
-            master=task.master,
-            micro_batch=micro_batch,
-            recompute=("layers.*",) if recompute else (),
-            sequence_parallel=self.work(rows, micro_batch).sequence_parallel,
-        )
-        return Program(
-            cluster=task.cluster,
-            plan=plan,
-            layout=Layout.of(task.cluster, plan),
-            blocks=self._kind_blocks(rows),
-            num_micros=1,
-            instructions=(),
-            sequence=task.sequence // shape_of(rows).context,
-        )
-
-    def _kind_blocks(self, rows: Rows) -> tuple[BlockSpec, ...]:
-        key = (shape_of(rows).tensor, shape_of(rows).columns)
-        if key not in self._kinds:
-            self._kinds[key] = kind_blocks(self.task.model, {"rows": key[0] // key[1], "columns": key[1]})
-        return self._kinds[key]
-
-    def _key_bytes(self, work: Work) -> int:
-        """Return the bytes of a rank's keys and values of one layer and micro-batch."""
-        heads = math.ceil(work.model.num_kv_heads / work.rows)
-        return 2 * work.tokens * heads * work.model.head_dim * self.item
+    def inner_seconds(self, kind: int, choice: Choice) -> InnerSeconds:
+        """Return the seconds that a block waits on one micro-batch for its tensor and its context ranks."""
+        work = self.work(choice.rows, choice.micro_batch)
+        return self.inner.seconds(kind, choice.rows, work, self.compute(kind, choice))
 
     def boundary_s(self, rows: Rows, micro_batch: int) -> float:
         """Return the seconds of an activation between two stages, on the slowest tier that a boundary crosses."""
@@ -204,6 +148,9 @@ class Estimator:
         if found is None:
             part = self._boundary_bytes(rows, micro_batch)
             found = max((send_s(self.task.cluster, tier, part) for tier in shape.crossed), default=0.0)
+            if shape.crossed and not self.task.software.sequence_parallel:
+                # The parts are put together on the other side (Narayanan et al. 2104.04473, section 4.1).
+                found += all_gather_s(self.task.cluster, axis_group(rows, TENSOR), part * shape.tensor)
             self._edges[key] = found
         return found
 
@@ -212,25 +159,9 @@ class Estimator:
         work = self.work(rows, micro_batch)
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
-    def inner_bytes(self, choice: Choice, num_micros: int, counts: Sequence[int]) -> dict[tuple[str, str], int]:
-        """Return what a rank sends in a step to its tensor and context ranks, by (axis, tier).
-
-        `counts` are the embeddings, layers and heads that it holds.
-        """
-        work, sent = self.work(choice.rows, choice.micro_batch), defaultdict[tuple[str, str], int](int)
-        names = [tier.name for tier in self.task.cluster.tiers]
-        program = self.tensor_program(choice.rows, choice.micro_batch, choice.recompute)
-        for kind, count in enumerate(counts):
-            for op in (Op.FORWARD, Op.BACKWARD):
-                for message in program.inside(Instruction(op, kind, 0)):
-                    for tier, num_bytes in program.tensor.sends(message):
-                        sent[MessageClass.TENSOR.value, names[tier]] += count * num_micros * num_bytes
-        left = (3 + choice.recompute) * self._key_bytes(work) * work.context
-        for row, name in zip(choice.rows, names, strict=True):
-            if row[CONTEXT] > 1:
-                sent["context", name] = counts[LAYER] * num_micros * left * (row[CONTEXT] - 1) // row[CONTEXT]
-                left //= row[CONTEXT]
-        return dict(sent)
+    def inner_bytes(self, choice: Choice, num_micros: int, part: Part) -> dict[tuple[str, str], int]:
+        """Return what a rank of a stage sends in a step to its tensor and context ranks, by (axis, tier)."""
+        return self.inner.sent_bytes(choice, self.work(choice.rows, choice.micro_batch), num_micros, part.counts)
 
     def boundary_bytes(self, choice: Choice, num_micros: int) -> dict[tuple[str, str], int]:
         """Return what a rank of a middle stage sends in a step to its neighbours, on the outermost tier crossed."""
@@ -243,35 +174,8 @@ class Estimator:
         """Return the seconds of the optimizer on a rank's part of `numel` parameters."""
         return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
 
-    def message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool = False
-    ) -> tuple[int, float]:
-        """Return (lane, seconds) of one message of a block of `numel` elements among `degrees` data ranks."""
-        key = (degrees, placement, message, numel, secondary)
-        if key not in self._messages:
-            self._messages[key] = self._message(degrees, placement, message, numel, secondary)
-        return self._messages[key]
-
-    def _message(
-        self, degrees: tuple[int, ...], placement: Placement, message: MessageClass, numel: int, secondary: bool
-    ) -> tuple[int, float]:
-        layout, plan = self._layout(degrees, placement)
-        block = BlockSpec(name="any", params=(ParamSpec(name="all", shape=(numel,)),))
-        program = Program(
-            cluster=data_cluster(self.task.cluster, degrees),
-            plan=plan,
-            layout=layout,
-            blocks=(block,),
-            num_micros=1,
-            instructions=(),
-        )
-        backward = message is MessageClass.GATHER_BACKWARD
-        op = Op.GATHER if backward else Op(message.value.upper())
-        instruction = Instruction(op, 0, backward=backward, secondary=secondary)
-        costs = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
-        return program.lane(instruction), costs.collective_s(instruction)
-
-    def _layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+    def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
+        """Return where `degrees` data ranks hold states, and a plan that says so."""
         key = (degrees, placement)
         if key not in self._layouts:
             rows = tuple((degree, 1, 1, 1) for degree in degrees)
@@ -287,7 +191,7 @@ class Estimator:
         return self._states[key]
 
     def _state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        layout, plan = self._layout(degrees, placement)
+        layout, plan = self.layout(degrees, placement)
         master = FORMATS[self.task.master].element_bytes
         copies = self.item / layout.span(layout.params)
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
@@ -372,7 +276,7 @@ class Estimator:
 
     def _plan(self, choice: Choice) -> Plan:
         if choice not in self._plans:
-            self._plans[choice] = plan_of(self.task, choice)
+            self._plans[choice] = replace(plan_of(self.task, choice), schedule=None)  # memory knows it by `waiting`
         return self._plans[choice]
 
     def index(self, kind: int) -> int:
@@ -389,8 +293,3 @@ def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
         reach = rate_bytes_per_s(cluster, index, 0, degree=here) / rate_bytes_per_s(cluster, index, 0)
         tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
     return replace(cluster, tiers=tuple(tiers))
-
-
-def axis_group(rows: Rows, axis: int) -> tuple[int, ...]:
-    """Return the shape of a group of an axis: its degree on every tier."""
-    return tuple(row[axis] for row in rows)

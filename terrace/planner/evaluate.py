@@ -17,19 +17,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from terrace.plan import step_bytes
+from terrace.plan import AXES, MessageClass, step_bytes
 from terrace.planner.bound import Bounds
-from terrace.planner.estimate import KINDS, Part, data_cluster
+from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, num_micros, plan_of
+from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build
 from terrace.simulate import Costs
 from terrace.simulate.cost import update_seconds
 from terrace.simulate.events import step_seconds
 
 BUBBLE = "wait pipeline"
+SYNC = f"wait {MessageClass.SYNC.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,10 @@ class Estimate:
         return sum(self.memory_bytes.values())
 
     @property
-    def order(self) -> tuple[float, int, Choice]:
-        """A total order: faster first, then smaller, then simpler."""
-        return self.step_s, self.needed_bytes, self.choice
+    def simplicity(self) -> tuple[int, int, int, Choice]:
+        """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
+        num_axes = sum(self.choice.degree(axis) > 1 for axis in range(len(AXES)))
+        return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +105,7 @@ class Evaluator:
                 program.cluster, program.plan, program.blocks, micros, program.sequence
             ).items()
         }
-        return (
-            sent
-            | self.estimator.inner_bytes(choice, micros, part.counts)
-            | self.estimator.boundary_bytes(choice, micros)
-        )
+        return sent | self.estimator.inner_bytes(choice, micros, part) | self.estimator.boundary_bytes(choice, micros)
 
     def _whole(self) -> Part:
         return Part(True, (self.task.model.num_layers,), True)
@@ -120,16 +118,31 @@ class Evaluator:
 
     def _pipelined(self, choice: Choice, micros: int) -> Estimate:
         pipeline, played = self.stages(choice)
-        parts, alone_s = pipeline.parts, pipeline.stages_s
-        lines = {part: stage.report(micros) for part, stage in zip(parts, played, strict=True)}
-        totals = [math.fsum(lines[part].values()) for part in parts]
+        alone_s, lines = pipeline.stages_s, self.lines(choice)
+        totals = [math.fsum(line.values()) for line in lines]
         stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
         tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
-        slowest = max(range(len(parts)), key=totals.__getitem__)
-        time_s = dict(lines[parts[slowest]])
+        slowest = max(range(len(lines)), key=totals.__getitem__)
+        time_s = dict(lines[slowest])
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
+
+    def lines(self, choice: Choice) -> list[dict[str, float]]:
+        """Return the seconds by category of every stage's step by itself."""
+        pipeline, played = self.stages(choice)
+        micros = num_micros(self.task, choice)
+        known = {part: stage.report(micros) for part, stage in zip(pipeline.parts, played, strict=True)}
+        if self.task.software.late_sync:
+            known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
+        return [known[part] for part in pipeline.parts]
+
+    def _sync_s(self, part: Part, choice: Choice) -> float:
+        """Return the seconds of all sums of gradients of a stage, one after the other."""
+        shape = shape_of(choice.rows)
+        numels = self.estimator.numels(shape.tensor, shape.columns)
+        sync = self.bounds.mail.messages(shape.state, numels, choice.placement).sync
+        return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
         return Estimate(
@@ -165,7 +178,7 @@ class Evaluator:
         if choice.schedule == SERIAL and shape.tensor > 1 and shape.context == 1:
             return self._whole_program(part, choice, micros)
         blocks = estimator.stage_blocks(part.kinds, shape)
-        plan = replace(plan_of(task, choice), mapping={})
+        plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
         program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
         seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
         costs = Costs(
@@ -187,5 +200,11 @@ class Evaluator:
             update_s=update_seconds(program),
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
+            hides_inside=task.software.hides_messages,
         )
         return program, costs
+
+
+def _data_wire(task: Task) -> Wire:
+    """Return the formats of the messages between data ranks."""
+    return {message: row for message, row in task.wire.items() if message != MessageClass.TENSOR.value}

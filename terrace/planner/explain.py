@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 from terrace.base.errors import ClusterError, PlanError
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, preset, validate
+from terrace.planner.bound import Bounds
+from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.pins import Pins
-from terrace.planner.search import find
+from terrace.planner.search import attempt, find
 from terrace.planner.space import Space, divisors, micro_batches, placements, shape_of, units
-from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Placement, Task, num_micros
+from terrace.planner.stages import SERIAL, traits
+from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of, schedule_text
+from terrace.simulate.changes import Change, cluster_changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,4 +119,51 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
     at = options.index(choice.unit) if choice.unit in options else 0
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         found.append((f"unit = {unit}", choice._replace(unit=unit)))
+    return found
+
+
+def choice_changes(evaluator: Evaluator, choice: Choice) -> list[Change]:
+    """Return the changes of one thing, of the plan or of the cluster, that fit the device, the shortest step first.
+
+    Of the plan: a placement, the micro-batch, recomputation, the unit, the schedule of a pipeline and its chunks.
+    """
+    task, plan = evaluator.task, plan_of(evaluator.task, choice)
+    own_bytes = evaluator.evaluate(choice).needed_bytes
+    found = []
+    verdicts = [*reasons(Space(task=task), evaluator, choice), *_schedules(evaluator, choice)]
+    for verdict in verdicts:
+        if verdict.estimate is not None and not verdict.reason:
+            needed = verdict.estimate.needed_bytes
+            note = f"memory {size_words(needed)}" if abs(needed / own_bytes - 1) > 0.02 else ""
+            other = plan_of(task, verdict.estimate.choice)
+            found.append(
+                Change(
+                    words=verdict.what,
+                    kind="plan",
+                    note=note,
+                    cluster=task.cluster,
+                    plan=other,
+                    step_s=verdict.estimate.step_s,
+                )
+            )
+    crossed = [tier for tier, here in enumerate(task.cluster.tiers) if here.size > 1]
+    for change in cluster_changes(task.cluster, plan, crossed):
+        faster = Evaluator(Bounds(Estimator(replace(task, cluster=change.cluster))))
+        found.append(replace(change, step_s=faster.evaluate(choice).step_s))
+    return sorted(found, key=lambda change: change.step_s)
+
+
+def _schedules(evaluator: Evaluator, choice: Choice) -> list[Verdict]:
+    if choice.schedule == SERIAL:
+        return []
+    found = []
+    for name, trait in traits().items():
+        for chunks in trait.chunks:
+            if (name, chunks) != (choice.schedule, choice.chunks):
+                estimate = attempt(evaluator, choice._replace(schedule=name, chunks=chunks))
+                if estimate is not None:
+                    fits = estimate.needed_bytes <= evaluator.task.cluster.device.memory_bytes
+                    reason = "" if fits else lack(evaluator.task, estimate)
+                    words = f'schedule = "{schedule_text(name, chunks)}"'
+                    found.append(Verdict(what=words, estimate=estimate, reason=reason))
     return found

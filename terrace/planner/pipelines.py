@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrace.planner.estimate import EMBEDDING, HEAD, LAYER, Estimator, Part
+from terrace.planner.estimate import Estimator, Part
 from terrace.planner.space import Shape
 from terrace.planner.stages import Waiting, pipeline, share_layers
-from terrace.program.schedules import Orders, TaskSeconds
+from terrace.planner.task import EMBEDDING, HEAD, LAYER
+from terrace.program.schedules import Orders, Placement, TaskSeconds
 from terrace.simulate.timeline import play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
@@ -18,7 +19,8 @@ Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of
 class Pipeline:
     """The orders, what every stage holds, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
 
-    `waiting[stage][chunk]` are the micro-batches that wait when most do.
+    `waiting[stage][chunk]` are the micro-batches that wait when most do. With `blocking_sends` a task that hands its
+    result to another stage is longer by the message, which then travels while neither stage computes.
     """
 
     orders: Orders
@@ -26,6 +28,7 @@ class Pipeline:
     parts: tuple[Part, ...]
     works: tuple[tuple[Work, ...], ...]
     edge_s: float
+    blocking_sends: bool = False
 
     def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
         """Return the seconds of every task, those of stage r longer by the factor `stretch[r]`."""
@@ -33,13 +36,22 @@ class Pipeline:
         for row, works, factor in zip(self.orders.placement, self.works, stretch, strict=True):
             for virtual, (forward_s, backward_s, weight_s) in zip(row, works, strict=True):
                 found[virtual] = (factor * forward_s, factor * backward_s, factor * weight_s)
+        onward, back = self.sends_s
         return TaskSeconds(
-            forward_s=tuple(work[0] for work in found),
-            backward_s=tuple(work[1] for work in found),
-            input_s=tuple(work[1] - work[2] for work in found),
+            forward_s=tuple(work[0] + send_s for work, send_s in zip(found, onward, strict=True)),
+            backward_s=tuple(work[1] + send_s for work, send_s in zip(found, back, strict=True)),
+            input_s=tuple(work[1] - work[2] + send_s for work, send_s in zip(found, back, strict=True)),
             weight_s=tuple(work[2] for work in found),
-            edge_s=(self.edge_s,) * (self.orders.num_virtual - 1),
+            edge_s=(0.0 if self.blocking_sends else self.edge_s,) * (self.orders.num_virtual - 1),
         )
+
+    @cached_property
+    def sends_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds by which sending holds up a forward and a backward, by virtual stage; 0 but for `blocking_sends`."""
+        holders, num_virtual = self.orders.holders(), self.orders.num_virtual
+        cost = self.edge_s if self.blocking_sends else 0.0
+        between = [cost * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
+        return (*between, 0.0), (0.0, *between)
 
     @cached_property
     def span_s(self) -> float:
@@ -74,11 +86,23 @@ def build_pipeline(
     alone = [block_work(estimator, kind, shape, micro_batch, recompute) for kind in (EMBEDDING, LAYER, HEAD)]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1
-    parts = [Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in orders.placement]
     contents = [(int(virtual == 0), count, int(virtual == last)) for virtual, count in enumerate(counts)]
     known = {content: _chunk_work(alone, content) for content in set(contents)}
     works = [tuple(known[contents[virtual]] for virtual in row) for row in orders.placement]
-    return Pipeline(orders, waiting, tuple(parts), tuple(works), estimator.boundary_s(shape.rows, micro_batch))
+    return Pipeline(
+        orders=orders,
+        waiting=waiting,
+        parts=parts_of(counts, orders.placement),
+        works=tuple(works),
+        edge_s=estimator.boundary_s(shape.rows, micro_batch),
+        blocking_sends=estimator.task.software.blocking_sends,
+    )
+
+
+def parts_of(counts: Sequence[int], placement: Placement) -> tuple[Part, ...]:
+    """Return what every stage holds, of virtual stages with so many layers."""
+    last = len(counts) - 1
+    return tuple(Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in placement)
 
 
 def block_work(estimator: Estimator, kind: int, shape: Shape, micro_batch: int, recompute: int) -> Work:

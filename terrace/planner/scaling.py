@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from terrace.base.errors import PlanError, TerraceError
-from terrace.cluster import Tier
-from terrace.plan import AXES, Plan, num_micro_batches, validate
+from terrace.base.errors import TerraceError
+from terrace.plan import Plan, validate
 from terrace.planner.bound import Bounds
+from terrace.planner.chosen import choice_of
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
-from terrace.planner.explain import lack, placement_of
-from terrace.planner.space import shape_of
-from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, Row, Task
+from terrace.planner.explain import lack
+from terrace.planner.task import Task
 
 Scaling = Literal["strong", "weak"]
 
@@ -59,34 +57,11 @@ def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> lis
     return [_point(task, plan, size, scaling) for size in sizes]
 
 
-def choice_of(task: Task, plan: Plan) -> Choice:
-    """Return a plan of data and tensor axes as a choice; raises `PlanError` where the planner has no such choice."""
-    if plan.recompute not in ((), ("layers.*",)):
-        raise PlanError(
-            f"recompute = {list(plan.recompute)}: plans are priced with recompute = [] or ['layers.*']; use one of them"
-        )
-    if plan.prefetch != 1:
-        raise PlanError(f"prefetch = {plan.prefetch}: plans are priced with prefetch = 1; leave it out")
-    rows = tuple(_row(plan, tier) for tier in task.cluster.tiers)
-    if not plan.sequence_parallel and shape_of(rows).tensor > shape_of(rows).columns:
-        raise PlanError("sequence_parallel = false: plans are priced with sequence_parallel = true; leave it out")
-    again = int(bool(plan.recompute))
-    return Choice(again, plan.unit, SERIAL, 1, plan.micro_batch, placement_of(task, plan), rows)
-
-
-def _row(plan: Plan, tier: Tier) -> Row:
-    data, tensor, context, pipeline = (plan.degree(tier.name, axis, tier.size) for axis in AXES)
-    columns = plan.degree(tier.name, "columns", tier.size)
-    return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
-
-
 def evaluate_plan(task: Task, plan: Plan) -> Estimate:
     """Return what a plan costs on the cluster of a task; raises `PlanError` for one that cannot run there."""
-    layout = validate(task.cluster, plan, task.blocks)
-    micros = num_micro_batches(plan, layout, task.batch)
-    if micros % plan.unit:
-        raise PlanError(f"unit = {plan.unit} does not divide the {micros} micro-batches of a rank: use a divisor")
-    own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master)
+    validate(task.cluster, plan, task.blocks)
+    software = replace(task.software, sequence_parallel=plan.sequence_parallel)
+    own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master, software=software)
     return Evaluator(Bounds(Estimator(own))).evaluate(choice_of(own, plan))
 
 

@@ -1,28 +1,34 @@
 """The search: best first by lower bounds, and no choice is evaluated whose bound is above what was found.
 
-1. Every mapping table, micro-batch, recomputation and schedule gets the bound of its computing. What cannot fit
-   with all states sharded as far as possible is dropped.
-2. The best of these is taken up: every placement and unit of it gets its own bounds of time and of memory.
-3. The best of those is evaluated: its step is built and played.
+1. Every mapping table, micro-batch and recomputation gets the bound of its computing. What cannot fit with all
+   states sharded as far as possible is dropped.
+2. The best of these is taken up: each of its schedules gets a bound, then that of its cheapest placement.
+3. The best of those is played, and every placement and unit of it gets its own bounds of time and of memory.
+4. The best of those is evaluated: its step is built and played.
 
 Bounds never exceed what the evaluation finds, so the `count` best are found when `count` evaluations lie below every
 bound that is left: the answer is that of evaluating the whole space (tests/test_planner.py does). `limit` stops
-earlier; `Found.least_s` then says what nothing left can be faster than. Everything is deterministic: equal
-costs are ordered by memory, then by the choice itself.
+earlier; `Found.least_s` then says what nothing left can be faster than. Everything is deterministic; what is as good
+as equally fast is ordered by `terrace.planner.ranking`.
 """
 
+import gc
 import heapq
 import math
+from bisect import insort
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster, Device, Tier
 from terrace.plan import AXES, Plan, validate
+from terrace.plan.layout import DEVICE
 from terrace.planner.bound import Bounds, Core
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.ranking import Window, ranked, window
 from terrace.planner.space import Shape, Space, micro_batches, placements, shapes, units
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 from terrace.planner.task import Choice, Placement, Task, plan_of
@@ -39,16 +45,25 @@ class Found:
     best: tuple[Estimate, ...]
     nearest: Estimate | None
     num_roots: int
+    num_played: int  # pipelines whose orders were played
     num_evaluated: int
     least_s: float
-
-    @property
-    def proved(self) -> bool:
-        """Whether no other choice of the space can be better."""
-        return not self.best or self.best[-1].step_s <= self.least_s
+    proved: bool  # whether no other choice of the space can be better
 
 
-Entry = tuple[float, int, tuple[object, ...], Core, Placement | None, int]
+class Level(IntEnum):
+    """What is known of an entry of the search."""
+
+    ROOT = 0  # no schedule yet
+    CORE = 1  # the bound in closed form
+    CHEAPEST = 2  # with the messages of its cheapest placement
+    PLACED = 3  # a whole choice
+
+
+Entry = tuple[float, Level, tuple[object, ...], Core, Placement, int]
+Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
+
+_NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
 
 
 class Search:
@@ -59,27 +74,48 @@ class Search:
         self.bounds = evaluator.bounds
         self._smallest: tuple[float, Choice] | None = None
         self._schedules: dict[int, list[tuple[str, int]]] = {}
+        self._num_played = 0
+        self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """Return the `count` best choices, after at most `limit` evaluations."""
-        best: list[Estimate] = []
-        heap: list[Entry] = [(core.bound_s, 0, core.key, core, None, 0) for core in self._roots()]
+        heap: list[Entry] = [(core.bound_s, Level.ROOT, core.key, core, _NOWHERE, 0) for core in self._roots()]
         heapq.heapify(heap)
         num_roots, tried = len(heap), 0
-        while heap and not (len(best) == count and heap[0][0] > best[-1].step_s) and tried < limit:
+        fitting: list[Estimate] = []  # in ascending order of time
+        open_window = window(fitting, count)
+        while heap and heap[0][0] <= open_window.end_s and tried < limit:
             entry = heapq.heappop(heap)
-            core, placement, unit = entry[3:]
-            if placement is None:
-                for further in self._opened(core):
+            if entry[1] is not Level.PLACED:
+                for further in self._opened(entry):
                     heapq.heappush(heap, further)
                 continue
+            if self._is_worse(entry, open_window):
+                continue
             tried += 1
+            core, placement, unit = entry[3:]
             estimate = attempt(self.evaluator, core.choice(placement, unit))
             if estimate is not None and self._has_room(estimate.needed_bytes, estimate.choice):
-                best = sorted([*best, estimate], key=lambda each: each.order)[:count]
-        nearest = None if best or self._smallest is None else attempt(self.evaluator, self._smallest[1])
-        least_s = heap[0][0] if heap else math.inf
-        return Found(best=tuple(best), nearest=nearest, num_roots=num_roots, num_evaluated=tried, least_s=least_s)
+                insort(fitting, estimate, key=lambda each: each.step_s)
+                open_window = window(fitting, count)
+        nearest = None if fitting or self._smallest is None else attempt(self.evaluator, self._smallest[1])
+        best, least_s = ranked(fitting)[:count], heap[0][0] if heap else math.inf
+        return Found(
+            best=tuple(best),
+            nearest=nearest,
+            num_roots=num_roots,
+            num_played=self._num_played,
+            num_evaluated=tried,
+            least_s=least_s,
+            proved=not heap or (bool(best) and window(fitting, len(best)).end_s < least_s),
+        )
+
+    def _is_worse(self, entry: Entry, open_window: Window) -> bool:
+        """Tell whether a choice can at best be as fast as enough others that are simpler."""
+        bound_s, _, _, core, placement, unit = entry
+        if bound_s <= open_window.leader_s:
+            return False
+        return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
 
     def _roots(self) -> Iterator[Core]:
         """Yield the roots that may fit. Memory grows with the micro-batch, so the first that cannot ends a shape."""
@@ -96,24 +132,54 @@ class Search:
                 if not fitting:
                     break
 
-    def _opened(self, core: Core) -> Iterator[Entry]:
-        """Yield what a core stands for: its schedules, then itself played, then its placements."""
-        if not core.schedule:
+    def _opened(self, entry: Entry) -> Iterator[Entry]:
+        """Yield what an entry stands for, one level further."""
+        bound_s, level, _, core, _, _ = entry
+        if level is Level.ROOT:
             stages = core.shape.pipeline
             if stages not in self._schedules:
                 self._schedules[stages] = schedules(self.space, stages)
             for further in self.bounds.cores(core, self._schedules[stages]):
-                yield further.bound_s, 0, further.key, further, None, 0
-        elif not core.played:
-            with suppress(PlanError):
-                played = self.bounds.play(core)
-                yield max(core.bound_s, played.bound_s), 0, played.key, played, None, 0
+                yield further.bound_s, Level.CORE, further.key, further, _NOWHERE, 0
+        elif level is Level.CORE and not core.played:
+            for excess_s, _, _ in self._placed(core)[:1]:
+                at_least_s = self.bounds.least_s(core, excess_s)
+                yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0
         else:
-            for placement in placements(self.space, core.shape):
-                for unit in units(self.space, core.num_micros, placement, core.schedule != SERIAL):
-                    if self._fits(core, placement, unit):
-                        bound_s = max(core.bound_s, self.bounds.placed_s(core, placement, unit))
-                        yield bound_s, 1, (*core.key, placement, unit), core, placement, unit
+            with suppress(PlanError):
+                played = core if core.played else self._played(core)
+                if played is None:
+                    return
+                for excess_s, placement, unit in self._placed(played):
+                    if self._fits(played, placement, unit):
+                        placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
+                        yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
+
+    def _played(self, core: Core) -> Core | None:
+        """Return a core played, unless what its stages keep fits nowhere; raises `PlanError` as the schedule does."""
+        staged = self.bounds.staged(core)
+        if not any(self._fits(staged, placement, unit) for _, placement, unit in self._placed(staged)):
+            return None
+        self._num_played += 1
+        return self.bounds.play(core)
+
+    def _placed(self, core: Core) -> list[Excess]:
+        """Return the placements and units that may fit, those of the shortest messages first.
+
+        They are those of the root, for all its cores whose busiest stages hold the same.
+        """
+        key = (core.shape, core.micro_batch, core.recompute, core.heavy)
+        found = self._excesses.get(key)
+        if found is None:
+            pipelined = core.shape.pipeline > 1
+            root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
+            found = self._excesses[key] = sorted(
+                (self.bounds.excess_s(core, placement, unit), placement, unit)
+                for placement in placements(self.space, core.shape)
+                for unit in units(self.space, core.num_micros, placement, pipelined)
+                if self._fits(root, placement, unit)
+            )
+        return found
 
     def _fits(self, core: Core, placement: Placement, unit: int) -> bool:
         least = self.bounds.least_bytes(core, placement, unit)
@@ -170,7 +236,7 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
                 estimate = attempt(evaluator, core.choice(placement, unit))
                 if estimate is not None and estimate.needed_bytes <= capacity_bytes:
                     found.append(estimate)
-    return sorted(found, key=lambda each: each.order)
+    return ranked(found)
 
 
 def runs_today(task: Task, choice: Choice) -> str | None:
@@ -199,4 +265,18 @@ def runnable_axes() -> tuple[str, ...]:
 def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluator]:
     """Search a space on the memory of its cluster's device; the evaluator can say more about what was found."""
     evaluator = Evaluator(Bounds(Estimator(space.task)))
-    return Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit), evaluator
+    with _no_collection():
+        found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
+    return found, evaluator
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let the garbage collector rest: a search keeps nearly all that it makes, so looking for cycles finds nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from terrace.plan import AXES
 from terrace.plan.layout import DEVICE
+from terrace.plan.validate import LONGEST_ROUNDED_UNIT
 from terrace.planner.pins import Pins
 from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task, columns_of
 
@@ -49,9 +50,6 @@ def shape_of(rows: Rows) -> Shape:
     crossed = tuple(tier for tier, row in enumerate(rows) if row[PIPELINE] > 1)
     columns = math.prod(columns_of(row) for row in rows)
     return Shape(rows, data, tensor, context, pipeline, columns, state, inner, crossed)
-
-
-LONGEST_UNIT = 8  # what bf16 gradients may be added up over before they are reduced (terrace.plan.validate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +184,7 @@ def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) 
     """Return how many micro-batches may pass a block together; a divisor of their number."""
     repeats = placement.params > DEVICE or placement.grads > DEVICE
     options = divisors(num_micros) if repeats and not pipelined else (1,)
-    return tuple(unit for unit in options if unit <= LONGEST_UNIT and space.pins.allows("unit", unit))
+    return tuple(unit for unit in options if unit <= LONGEST_ROUNDED_UNIT and space.pins.allows("unit", unit))
 
 
 def micro_batches(space: Space, data_degree: int) -> tuple[int, ...]:

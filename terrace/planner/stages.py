@@ -9,10 +9,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules import Kind, Orders, looped, orders_for, schedule_names
+from terrace.program.schedules import Kind, Orders, Placement, looped, orders_for, schedule_names, v_shaped
 
 SERIAL = "serial"  # the name of having no pipeline
 SIMPLEST = "1f1b"
+MOST_PASSES = 200_000  # of micro-batches through virtual stages: orders that are played in tenths of a second
 MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one more message
 
 
@@ -47,6 +48,7 @@ class Trait(NamedTuple):
     chunks: tuple[int, ...]
     split: bool
     looped: bool  # chunk c of stage r is virtual stage c p + r
+    folded: bool  # the stages are passed to and fro, in the shape of a V
 
 
 @lru_cache(maxsize=1)
@@ -65,7 +67,8 @@ def traits() -> dict[str, Trait]:
             split = any(task.kind is Kind.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
             numbers = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
-            found[name] = Trait(numbers[1:] if len(numbers) > 1 else numbers, split, is_looped)
+            is_folded = all(orders.placement == v_shaped(2) for orders in accepted)
+            found[name] = Trait(numbers[1:] if len(numbers) > 1 else numbers, split, is_looped, is_folded)
     return found
 
 
@@ -76,10 +79,22 @@ Waiting = tuple[tuple[int, ...], ...]
 def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> tuple[Orders, Waiting]:
     """Return the orders of a schedule, and of every stage what waits in each of its chunks when most do.
 
-    Raises `PlanError` for numbers that the schedule cannot honour.
+    Raises `PlanError` for numbers that the schedule cannot honour, and for more passes than are searched.
     """
+    if num_stages * num_chunks * num_micros > MOST_PASSES:
+        raise PlanError(
+            f"{num_micros} micro-batches through {num_stages * num_chunks} virtual stages are more than the "
+            f"{MOST_PASSES:,} passes of a pipeline that is searched: use larger micro-batches"
+        )
     orders = orders_for(schedule, num_stages=num_stages, num_micros=num_micros, num_chunks=num_chunks)
     return orders, most_waiting(orders)
+
+
+@lru_cache(maxsize=65536)
+def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> tuple[Placement, Waiting]:
+    """Return of `pipeline` what stays small: the placement and what waits, so that many can be remembered."""
+    orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros)
+    return orders.placement, waiting
 
 
 def most_waiting(orders: Orders) -> Waiting:

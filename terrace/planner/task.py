@@ -12,18 +12,46 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import AXES, Plan
 from terrace.simulate.activations import Backend
 
+EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
 DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
 
 # Degrees of one tier, in the order of AXES; they multiply to its size. A fifth is how many of the tensor ranks are
 # columns; where it is left out, none.
 Row = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 _MOST = 10**9  # whose divisors are found in no time
+# The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
+_MOST_SEQUENCES = 100_000
 Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in a plan
 
 
 @dataclass(frozen=True, kw_only=True)
+class Software:
+    """How the runtime that is predicted computes and sends; the defaults are this project's.
+
+    `flash`: attention that never writes its scores; `dropout`: masks are drawn and kept; `sequence_parallel`: norms and
+    residuals cut over the tensor ranks; `hides_messages`: messages inside a block travel beside its products where
+    terrace.simulate.inside says so, else all are waited for. With `blocking_sends` a stage computes nothing while it
+    hands a micro-batch on: the exchange after each task is waited for. With `late_sync` a pipeline sums its gradients
+    over the data ranks once all stages have ended, and hides none of it. `MEGATRON` is Megatron-LM as Narayanan et al.
+    (2104.04473) ran it.
+    """
+
+    flash: bool = True
+    dropout: bool = False
+    sequence_parallel: bool = True
+    hides_messages: bool = True
+    blocking_sends: bool = False
+    late_sync: bool = False
+
+
+MEGATRON = Software(
+    flash=False, dropout=True, sequence_parallel=False, hides_messages=False, blocking_sends=True, late_sync=True
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, a cluster, a global batch in sequences, a sequence length in tokens, and the dtypes.
+    """A model, a cluster, a global batch in sequences, a sequence length in tokens, the dtypes, and the software.
 
     `wire` holds the formats of every plan of the task: the search never rounds a message by its own choice.
     Raises `ModelError` or `PlanError` for a task that no plan can do.
@@ -36,17 +64,22 @@ class Task:
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     master: Literal["fp32", "fp64"] = "fp32"
     wire: Wire = field(default_factory=dict, hash=False)
+    software: Software = Software()
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise PlanError(f"batch = {self.batch}: a step has at least one sequence")
         if self.sequence < 1:
             raise PlanError(f"sequence = {self.sequence}: a sequence has at least one token")
-        for name in ("batch", "sequence"):
-            if getattr(self, name) > _MOST:
-                raise PlanError(
-                    f"{name} = {getattr(self, name)}: plans are searched up to {_MOST:,}; give a smaller one"
-                )
+        if self.sequence > _MOST:
+            raise PlanError(f"sequence = {self.sequence}: plans are searched up to {_MOST:,}; give a smaller one")
+        if self.batch > _MOST_SEQUENCES:
+            meant = f", for {self.batch:,} tokens a step {self.batch // self.sequence:,}"
+            raise PlanError(
+                f"batch = {self.batch} counts sequences, so a step would have {self.batch * self.sequence:,} tokens: "
+                f"plans are searched up to {_MOST_SEQUENCES:,} sequences; give fewer"
+                f"{meant if 1 <= self.batch // self.sequence <= _MOST_SEQUENCES else ''}"
+            )
         if self.cluster.world_size > _MOST:
             raise PlanError(
                 f"cluster {self.cluster.name!r} has {self.cluster.world_size} ranks: plans are searched up to "
@@ -125,7 +158,7 @@ def num_micros(task: Task, choice: Choice) -> int:
 
 
 def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
-    """Return the choice as a plan. The schedule and its chunks are not part of a plan."""
+    """Return the choice as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
     mapping = {
@@ -150,4 +183,11 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
         micro_batch=choice.micro_batch,
         recompute=("layers.*",) if choice.recompute else (),
         unit=choice.unit,
+        sequence_parallel=task.software.sequence_parallel,
+        schedule=schedule_text(choice.schedule, choice.chunks) if choice.degree(PIPELINE) > 1 else None,
     )
+
+
+def schedule_text(schedule: str, chunks: int) -> str:
+    """Return a schedule as a plan names it: with the chunks of a stage where there are several."""
+    return f"{schedule}:{chunks}" if chunks > 1 else schedule

@@ -5,7 +5,7 @@ the time of each category within it, idle time included: nothing is hidden, what
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.plan.residency import units
@@ -27,6 +27,30 @@ class Bar(NamedTuple):
     words: str
 
 
+class Piece(NamedTuple):
+    """What is drawn: a stretch of time of a category; `key` is for its words."""
+
+    start_s: float
+    end_s: float
+    category: str
+    key: int
+
+
+def join_bars(
+    rows: Mapping[int, Sequence[Piece]], length_s: float, words: Callable[[int, int], str], max_bars: int
+) -> tuple[dict[int, list[Bar]], float]:
+    """Return the bars of every row and below how many seconds pieces are joined; 0 where each has its own bar.
+
+    `words(row, key)` says what a bar of one piece is. There are at most `max_bars`, unless there are more rows.
+    """
+    least_s = 0.0
+    while True:
+        bars = {row: _bars(row, pieces, least_s, words) for row, pieces in rows.items()}
+        if sum(map(len, bars.values())) <= max(max_bars, len(rows)):
+            return bars, least_s
+        least_s = 1.3 * least_s or length_s / 4096
+
+
 def bars_by_lane(
     recording: Recording, window: Window | None = None, max_bars: int = MAX_BARS
 ) -> tuple[dict[int, list[Bar]], float]:
@@ -36,17 +60,16 @@ def bars_by_lane(
     most `max_bars`, unless there are more lanes.
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
-    lanes: dict[int, list[Span]] = {lane: [] for lane in recording.lanes}
-    for _, span in recording.visible():
-        cut = span._replace(start_s=max(first_s, span.start_s), end_s=min(last_s, span.end_s))
-        if cut.end_s > cut.start_s:
-            lanes[span.lane].append(cut)
-    least_s = 0.0
-    while True:
-        bars = {lane: _bars(recording, spans, least_s) for lane, spans in lanes.items()}
-        if sum(map(len, bars.values())) <= max(max_bars, len(lanes)):
-            return bars, least_s
-        least_s = 1.3 * least_s or (last_s - first_s) / 4096
+    lanes: dict[int, list[Piece]] = {lane: [] for lane in recording.lanes}
+    for number, span in recording.visible():
+        start_s, end_s = max(first_s, span.start_s), min(last_s, span.end_s)
+        if end_s > start_s:
+            lanes[span.lane].append(Piece(start_s, end_s, span.category, number))
+
+    def words(_: int, number: int) -> str:
+        return _words(recording, recording.spans[number])
+
+    return join_bars(lanes, last_s - first_s, words, max_bars)
 
 
 def middle_unit(recording: Recording) -> Window | None:
@@ -63,19 +86,19 @@ def middle_unit(recording: Recording) -> Window | None:
     return min(recording.started_s[at] for at in passes), max(recording.done_s[at] for at in passes)
 
 
-def _bars(recording: Recording, spans: Sequence[Span], least_s: float) -> list[Bar]:
+def _bars(row: int, pieces: Sequence[Piece], least_s: float, words: Callable[[int, int], str]) -> list[Bar]:
     bars: list[Bar] = []
-    group: list[Span] = []
-    for span in spans:
-        long = span.end_s - span.start_s >= least_s
-        if group and (long or span.end_s - group[0].start_s > 2 * least_s):
-            bars.append(_joined(recording, group))
+    group: list[Piece] = []
+    for piece in pieces:
+        long = piece.end_s - piece.start_s >= least_s
+        if group and (long or piece.end_s - group[0].start_s > 2 * least_s):
+            bars.append(_joined(row, group, words))
             group = []
         if long:
-            bars.append(_joined(recording, [span]))
+            bars.append(_joined(row, [piece], words))
         else:
-            group.append(span)
-    return [*bars, _joined(recording, group)] if group else bars
+            group.append(piece)
+    return [*bars, _joined(row, group, words)] if group else bars
 
 
 def _words(recording: Recording, span: Span) -> str:
@@ -91,13 +114,13 @@ def _words(recording: Recording, span: Span) -> str:
     return f"{span.category}: {words} waits for {', then '.join(names)}"
 
 
-def _joined(recording: Recording, group: Sequence[Span]) -> Bar:
+def _joined(row: int, group: Sequence[Piece], words: Callable[[int, int], str]) -> Bar:
     first, last = group[0], group[-1]
     if len(group) == 1:
-        return Bar(first.start_s, first.end_s, ((first.category, 1.0),), _words(recording, first))
+        return Bar(first.start_s, first.end_s, ((first.category, 1.0),), words(row, first.key))
     spent: dict[str, float] = defaultdict(float)
-    for span in group:
-        spent[span.category] += span.end_s - span.start_s
+    for piece in group:
+        spent[piece.category] += piece.end_s - piece.start_s
     length_s = last.end_s - first.start_s
     shares = tuple((category, seconds / length_s) for category, seconds in sorted(spent.items()))
     named = ", ".join(f"{category} {round(100 * share)} %" for category, share in shares)

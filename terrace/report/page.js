@@ -77,6 +77,11 @@
     }
     const row = facts.rows.findIndex(([top, height]) => y >= top && y <= top + height + 8);
     if (row < 0) return "";
+    if (facts.memories) {
+      const values = facts.memories[row];
+      const column = Math.min(values.length - 1, Math.max(0, Math.floor(x / data.plot * values.length)));
+      return `stage ${row}: ${size(values[column])} at ${words(time(chart, x))}`;
+    }
     const near = (chart.view[1] - chart.view[0]) / 500;
     const bar = facts.bars[row].find(([start, end]) => x >= start && x <= end)
       || facts.bars[row].find(([start, end]) => x >= start - near && x <= end + near);

@@ -4,29 +4,21 @@ Without the script everything is there; with it one can point at a bar and zoom 
 that come from names (tiers, plans, blocks, clusters) are escaped, in the markup and in the script's data.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 
-from terrace.plan import MessageClass
+from terrace.cluster import Cluster
+from terrace.plan import MessageClass, Plan
 from terrace.program import StepReport
 from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
-from terrace.report.palette import MESSAGES, STREAM, colour_key, colour_variables
+from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, sent_html, tools
+from terrace.report.palette import MESSAGES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, memory_columns, memory_svg, row_boxes, timeline_svg
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
 from terrace.simulate.changes import Change
 from terrace.simulate.critical import CriticalPath, critical_words
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import Recording
-
-_INK = {False: "--ink:#191b20;--soft:#555b66;--line:#d9dce2;--faint:#f2f3f6"}
-_INK[True] = "--ink:#eceef2;--soft:#a4abb8;--line:#343a45;--faint:#1e222a"
-_WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secondary": "secondary copy"}
-
-
-class _Markup(str):
-    """Text that is HTML already; all other text is escaped."""
 
 
 def page_html(
@@ -37,13 +29,19 @@ def page_html(
     *,
     subtitle: str,
     advice: str,
+    whole: tuple[Cluster, Plan] | None = None,
+    sent: Mapping[tuple[str, str], int] | None = None,
+    note: str = "",
 ) -> str:
     """Return the page of a recorded step.
 
-    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice).
+    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice). Where the
+    program is that of the data ranks of a larger plan, `whole` is that plan with its cluster, `sent` what a rank sends
+    by (message, tier) on all axes, and `note` says so.
     """
     program, report = recording.program, recording.report
-    title = plan_title(program.cluster, program.plan)
+    cluster, plan = whole or (program.cluster, program.plan)
+    title = plan_title(cluster, plan)
     timelines, charts = _timelines(recording, path)
     has_activations = any(curve.varying_bytes["activations"])
     charts.append(
@@ -51,24 +49,26 @@ def page_html(
     )
     sections = [
         f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>",
-        _figures(recording, curve, path),
-        f"<div class=lead><p>{_prose(critical_words(path))}</p><p>{_prose(advice)}</p></div>",
+        _figures(recording, curve, path, sum(report.sent_bytes.values()) if sent is None else sum(sent.values())),
+        f"<div class=lead><p>{prose(critical_words(path))}</p><p>{prose(advice)}</p></div>",
+        f"<p class=quiet>{escape(note)}</p>" if note else "",
         "<h2>Tiers, axes and placements</h2>",
-        _table(*plan_rows(program.cluster, program.plan), left=("tier", "states placed here")),
+        html_table(*plan_rows(cluster, plan), left=("tier", "states placed here")),
         timelines,
         "<h2>Memory of one rank over the step</h2>",
         f"<figure><div class=scroll>{memory_svg(curve, report.step_s, program.cluster.device.memory_bytes)}</div>",
-        _legend(_memory_legend(curve)),
+        legend(_memory_legend(curve)),
         f"<figcaption>{_memory_caption(recording, curve, has_activations)}</figcaption></figure>",
         f"<div class=columns><div><h2>Where the time goes</h2>{_time_table(report)}</div>",
-        f"<div><h2>Bytes one rank sends, by tier</h2>{_bytes_table(recording)}</div></div>",
+        "<div><h2>Bytes one rank sends, by tier</h2>",
+        f"{_bytes_table(recording) if sent is None else sent_html(sent, recording.program.layout.tiers)}</div></div>",
         "<h2>What one change would do</h2>",
-        _changes_table(candidates, report.step_s),
+        changes_table(candidates, report.step_s),
         f'<p class="quiet foot">Predicted by playing the {len(program.instructions):,} instructions of a rank '
         f"on the cluster's figures. {escape(_sources(recording))}</p>",
     ]
     data = {"gutter": GUTTER, "plot": PLOT, "charts": charts}
-    return _document(title, "\n".join(sections), data)
+    return document(title, "\n".join(sections), data)
 
 
 def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict[str, object]]]:
@@ -77,9 +77,9 @@ def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict
     bars, least_s = bars_by_lane(recording, whole)
     parts = [
         "<h2>Timeline of a steady step</h2>",
-        _tools(),
+        tools(),
         f"<figure><div class=scroll>{timeline_svg(recording, bars, path, whole, least_s)}</div>",
-        _legend([(name, f"--c-{name}", "") for name in _drawn(recording)], critical=True),
+        legend([(name, f"--c-{name}", "") for name in _drawn(recording)], critical=True),
         f"<figcaption>{escape(_timeline_caption(least_s))}</figcaption></figure>",
     ]
     charts = [_chart_data(recording, bars, whole, zooms=True)]
@@ -107,64 +107,23 @@ def _chart_data(
     return {"start_s": first_s, "length_s": length_s, "zooms": zooms, "rows": row_boxes(recording.lanes), "bars": rows}
 
 
-def _document(title: str, body: str, data: Mapping[str, object]) -> str:
-    files = resources.files(__package__)
-    style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    light, dark = (f":root{{{_INK[is_dark]};{colour_variables(is_dark)}}}" for is_dark in (False, True))
-    themes = f":root{{color-scheme:light dark}}@media not print{{@media (prefers-color-scheme:dark){{{dark}}}}}"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<style>{light}{themes}\n{style}</style></head>\n<body><main>\n{body}\n</main><div id=tip></div>\n"
-        f'<script type="application/json" id="data">{_script_json(data)}</script>\n'
-        f"<script>\n{script}</script></body></html>\n"
-    )
-
-
-def _script_json(data: Mapping[str, object]) -> str:
-    """JSON that cannot end the script element it stands in."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
-
-
-def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath) -> str:
+def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath, sent_bytes: int) -> str:
     report, device = recording.report, recording.program.cluster.device
     waits = round(100 * path.waits_s / (report.step_s or 1.0))
     figures = [
         (seconds(report.step_s), "step"),
         (f"{waits} %", "of it waiting for messages"),
         (quantity(curve.peak[0], "B"), f"memory at its peak, of {quantity(device.memory_bytes, 'B')}"),
-        (quantity(sum(report.sent_bytes.values()), "B"), "sent by a rank"),
+        (quantity(sent_bytes, "B"), "sent by a rank"),
     ]
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in figures)
     return f"<div class=figures>{cells}</div>"
-
-
-def _prose(words: str) -> str:
-    """A number stays on the line of its percent sign."""
-    return escape(words).replace(" %", "&nbsp;%")
-
-
-def _tools() -> str:
-    words = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
-    return f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in words.items())}</div>"
 
 
 def _drawn(recording: Recording) -> list[str]:
     """The colour keys in the timeline, in the palette's order."""
     keys = {colour_key(span.category) for _, span in recording.visible()}
     return [key for key in (*STREAM, *MESSAGES, "other") if key in keys]
-
-
-def _legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
-    """Entries are (name, colour property, what is said beside it)."""
-    items = [
-        f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
-        f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
-        for name, colour, said in entries
-    ]
-    if critical:
-        items.append('<li><i class=line style="background:var(--ink)"></i>on the critical path</li>')
-    return f"<ul class=legend>{''.join(items)}</ul>"
 
 
 def _timeline_caption(least_s: float) -> str:
@@ -200,25 +159,6 @@ def _memory_totals(curve: MemoryCurve, step_s: float) -> list[int]:
     return [round(constant + sum(parts)) for parts in zip(*values.values(), strict=True)]
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:
-    def cells(row: Sequence[str], tag: str) -> str:
-        kinds = (" class=words" if heading in left else "" for heading in headings)
-        texts = (cell if isinstance(cell, _Markup) else escape(cell) for cell in row)
-        return "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>"
-    return f"<div class=scroll><table>{head}<tbody>{body}</tbody>{last}</table></div>"
-
-
-def _meter(parts: Sequence[tuple[str, float]], whole: float) -> _Markup:
-    """A bar of parts, each (colour property, size); `whole` is the full width."""
-    bars = "".join(
-        f'<i style="width:{100 * size / whole:.2f}%;background:var({colour})"></i>' for colour, size in parts if size
-    )
-    return _Markup(f"<div class=meter><div class=bar>{bars}</div></div>")
-
-
 def _time_table(report: StepReport) -> str:
     longest = max(report.time_s.values(), default=0.0) or 1.0
     rows = [
@@ -226,12 +166,12 @@ def _time_table(report: StepReport) -> str:
             name,
             seconds(report.time_s[name]),
             f"{100 * report.time_s[name] / (report.step_s or 1.0):.1f} %",
-            _meter([(f"--c-{colour_key(name)}", report.time_s[name])], longest),
+            meter([(f"--c-{colour_key(name)}", report.time_s[name])], longest),
         ]
         for name in time_categories(report.time_s)
     ]
     total = f"<tfoot><tr><td>step</td><td>{seconds(report.step_s)}</td><td></td><td></td></tr></tfoot>"
-    return _table(["category", "seconds", "of the step", ""], rows, ["category", ""], total)
+    return html_table(["category", "seconds", "of the step", ""], rows, ["category", ""], total)
 
 
 def _bytes_table(recording: Recording) -> str:
@@ -242,26 +182,9 @@ def _bytes_table(recording: Recording) -> str:
     for tier in reversed(tiers):
         parts = [(message, sent.get((message, tier), 0)) for message in MessageClass]
         named = ", ".join(f"{message.value} {quantity(size, 'B')}" for message, size in parts if size)
-        bars = _meter([(f"--c-{message.value}", size) for message, size in parts], largest)
+        bars = meter([(f"--c-{message.value}", size) for message, size in parts], largest)
         rows.append([tier, quantity(totals[tier], "B") if totals[tier] else "-", bars, named])
-    return _table(["tier", "bytes", "", "messages"], rows, ["tier", "", "messages"])
-
-
-def _changes_table(candidates: Sequence[Change], step_s: float) -> str:
-    if not candidates:
-        return "<p>No change of one thing gives a valid plan that fits the device.</p>"
-    shortest = candidates[:12]
-    rows = [
-        [
-            change.words,
-            change.kind,
-            seconds(change.step_s),
-            f"{100 * (change.step_s / step_s - 1):+.1f} %" if step_s else "",
-            change.note,
-        ]
-        for change in shortest
-    ]
-    return _table(["change", "in the", "step", "against now", "and also"], rows, ["change", "in the", "and also"])
+    return html_table(["tier", "bytes", "", "messages"], rows, ["tier", "", "messages"])
 
 
 def _sources(recording: Recording) -> str:

@@ -12,6 +12,7 @@ STREAM = {
     "update": ("#1f7a3d", "#4fd08a"),
     "wait": ("#d0d3da", "#454b58"),
 }
+PIPELINE = STREAM | {"weight": ("#e07b00", "#ffa64d")}  # of a stage: beside them the half of a split backward
 MESSAGES = {
     "gather": ("#e07b00", "#ffc078"),
     "gather_backward": ("#70370f", "#b5651d"),
@@ -30,6 +31,10 @@ MEMORY = {  # states are coloured as the messages that carry them
     "gathered": MESSAGES["gather_backward"],
     "grads_full": ("#8f2d84", "#a8479f"),
     "activations": STREAM["forward"],
+    "working": STREAM["backward"],
+    "batch": STREAM["update"],
+    "context": ("#5b616e", "#a4abb8"),
+    "allocator": ("#a9aeb8", "#6b7280"),
 }
 _OTHER = ("#5b616e", "#a4abb8")
 
@@ -38,12 +43,12 @@ def colour_key(category: str) -> str:
     """Return the name of a category's colour: every wait has one, and so has everything unknown."""
     if category.startswith("wait "):
         return "wait"
-    return category if category in STREAM or category in MESSAGES else "other"
+    return category if category in PIPELINE or category in MESSAGES else "other"
 
 
 def colour_variables(dark: bool) -> str:
     """Return the colours as CSS custom properties: `--c-forward`, `--m-params`, `--paper`, ..."""
     lines = [f"--paper:{PAPER[dark]};--c-other:{_OTHER[dark]}"]
-    lines += [f"--c-{name}:{pair[dark]}" for name, pair in (STREAM | MESSAGES).items()]
+    lines += [f"--c-{name}:{pair[dark]}" for name, pair in (PIPELINE | MESSAGES).items()]
     lines += [f"--m-{name}:{pair[dark]}" for name, pair in MEMORY.items()]
     return ";".join(lines)

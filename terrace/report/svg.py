@@ -19,10 +19,10 @@ from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording
 
 WIDTH, GUTTER, PLOT = 1080, 130, 930
-_COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP, _AXIS = 36, 26, 14, 26
+_COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP, AXIS = 36, 26, 14, 26
 _MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
 _GLYPH = 7.2  # units that a character of 12 takes at most, on average over a name
-_SEPARATED = 4  # units from which on a bar has a hairline around it, which would hide a narrower one
+SEPARATED = 4  # units from which on a bar has a hairline around it, which would hide a narrower one
 _COLUMNS = 300  # of the memory curve: each shows its highest moment
 
 
@@ -32,12 +32,12 @@ def timeline_svg(
     """Return a timeline: the compute stream, then a row a lane; what is on the critical path is underlined."""
     first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     rows = _rows(recording.lanes)
-    height = max(top + size for top, size in rows.values()) + _GAP + _AXIS
-    parts = [_open(height, "Timeline: compute, and a lane for every tier")]
+    height = max(top + size for top, size in rows.values()) + _GAP + AXIS
+    parts = [open_chart(height, "Timeline: compute, and a lane for every tier")]
     for lane, (top, size) in rows.items():
         parts.append(f'<rect class="row" x="{GUTTER}" y="{top}" width="{PLOT}" height="{size}"/>')
-        parts.append(_name(recording.lane_name(lane), top + size / 2 + 4))
-    parts.append(_plot(height - _AXIS))
+        parts.append(name_at(recording.lane_name(lane), top + size / 2 + 4))
+    parts.append(open_plot(height - AXIS))
     for lane, (top, size) in rows.items():
         outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for bar in bars[lane]:
@@ -45,8 +45,8 @@ def timeline_svg(
             start, end = (bar.start_s - first_s) / length_s, (bar.end_s - first_s) / length_s
             for category, share in bar.shares:
                 below -= share * size
-                is_wide = (end - start) * PLOT >= _SEPARATED
-                outlines[colour_key(category), is_wide].append(_box(start, end, below, share * size))
+                is_wide = (end - start) * PLOT >= SEPARATED
+                outlines[colour_key(category), is_wide].append(box(start, end, below, share * size))
         for (key, is_wide), boxes in outlines.items():
             kind = ' class="wide"' if is_wide else ""
             parts.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(boxes)}"/>')
@@ -54,9 +54,9 @@ def timeline_svg(
         start, end = max(0.0, (start_s - first_s) / length_s), min(1.0, (end_s - first_s) / length_s)
         if end > start:
             top, size = rows[lane]
-            parts.append(f'<path class="critical" d="{_box(start, end, top + size + 3, 4)}"/>')
+            parts.append(f'<path class="critical" d="{box(start, end, top + size + 3, 4)}"/>')
     parts.append("</svg>")
-    parts.append(_time_axis(window, height))
+    parts.append(time_axis(window, height))
     return "".join([*parts, "</svg>"])
 
 
@@ -76,11 +76,11 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     def y(size: float) -> float:
         return bottom - size / top_bytes * _MEMORY_HEIGHT
 
-    parts = [_open(bottom + _AXIS, "Memory of one rank over the step")]
+    parts = [open_chart(bottom + AXIS, "Memory of one rank over the step")]
     for tick in round_ticks(0.0, top_bytes):
         parts.append(f'<path class="grid" d="M{GUTTER} {y(tick):.1f}h{PLOT}"/>')
         parts.append(f'<text x="{GUTTER - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{quantity(tick, "B")}</text>')
-    parts.append(_plot(bottom))
+    parts.append(open_plot(bottom))
     times_s, columns = memory_columns(curve, step_s)
     base = sum(curve.constant_bytes.values())
     layers: list[tuple[str, list[float]]] = []
@@ -89,16 +89,16 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
         layers.append((name, [below + value for below, value in zip(lower, values, strict=True)]))
     for name, upper in reversed(layers):  # each is painted over the one above it
         if any(columns[name]):
-            d = _staircase(times_s, [y(value) for value in upper], step_s, bottom)
+            d = staircase(times_s, [y(value) for value in upper], step_s, bottom)
             parts.append(f'<path class="band" fill="var(--m-{name})" d="{d}"/>')
     for name, size in reversed(list(curve.constant_bytes.items())):
         if size:
-            parts.append(f'<path class="band" fill="var(--m-{name})" d="{_box(0.0, 1.0, y(base), bottom - y(base))}"/>')
+            parts.append(f'<path class="band" fill="var(--m-{name})" d="{box(0.0, 1.0, y(base), bottom - y(base))}"/>')
         base -= size
     parts.append("</svg>")
     if near:
         parts.append(f'<path class="limit" d="M{GUTTER} {y(capacity_bytes):.1f}h{PLOT}"/>')
-    parts.append(_time_axis((0.0, step_s), bottom + _AXIS))
+    parts.append(time_axis((0.0, step_s), bottom + AXIS))
     return "".join([*parts, "</svg>"])
 
 
@@ -117,42 +117,46 @@ def _rows(lanes: Sequence[int]) -> dict[int, tuple[int, int]]:
     return rows
 
 
-def _open(height: float, label: str) -> str:
+def open_chart(height: float, label: str) -> str:
+    """Open a chart of this height; `label` says what it shows."""
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
         'xmlns="http://www.w3.org/2000/svg">'
     )
 
 
-def _plot(height: float) -> str:
+def open_plot(height: float) -> str:
+    """Open the plot within a chart, which the script zooms."""
     return (
         f'<svg class="plot" x="{GUTTER}" y="0" width="{PLOT}" height="{height:g}" viewBox="0 0 {PLOT} {height:g}" '
         'preserveAspectRatio="none">'
     )
 
 
-def _name(name: str, y: float) -> str:
+def name_at(name: str, y: float) -> str:
+    """Return a row's name in the gutter, shortened to it."""
     words = escape(shortened(name, GUTTER - 12))
     return f'<text x="{GUTTER - 8}" y="{y:g}" text-anchor="end">{words}<title>{escape(name)}</title></text>'
 
 
-def _box(start: float, end: float, top: float, height: float) -> str:
+def box(start: float, end: float, top: float, height: float) -> str:
     """A rectangle from `start` to `end`, parts of the plot's width."""
     left, right, upper, lower = (round(at, 2) for at in (start * PLOT, end * PLOT, top, top + height))
     return f"M{left:g} {upper:g}H{right:g}V{lower:g}H{left:g}z"
 
 
-def _time_axis(window: Window, height: float) -> str:
+def time_axis(window: Window, height: float) -> str:
+    """Return the ticks of a window below a chart of this height."""
     first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     ticks = []
     for tick, words in time_ticks(first_s, first_s + length_s):
         x = GUTTER + (tick - first_s) / length_s * PLOT
         anchor = "end" if x > GUTTER + PLOT - 30 else "middle"
         ticks.append(
-            f'<path class="tick" d="M{x:.1f} {height - _AXIS:g}v5"/>'
+            f'<path class="tick" d="M{x:.1f} {height - AXIS:g}v5"/>'
             f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="{anchor}">{words}</text>'
         )
-    return f'<g class="axis" data-y="{height - _AXIS:g}">{"".join(ticks)}</g>'
+    return f'<g class="axis" data-y="{height - AXIS:g}">{"".join(ticks)}</g>'
 
 
 def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
@@ -196,7 +200,8 @@ def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict
     return times_s, values
 
 
-def _staircase(times_s: Sequence[float], heights: Sequence[float], step_s: float, bottom: float) -> str:
+def staircase(times_s: Sequence[float], heights: Sequence[float], step_s: float, bottom: float) -> str:
+    """Return the outline of what is as high as `heights` from each of `times_s` on."""
     d, before = f"M0 {bottom:g}", float("nan")
     for moment_s, height in zip(times_s, heights, strict=True):
         if height != before:

@@ -90,6 +90,8 @@ class Executor:
         axis: TensorAxis | None = None,
     ) -> None:
         self._axis = axis
+        if axis is not None:  # then computing waits for others, too
+            axis.means.waiting_on = lambda ranks: progress(self._counter, program.instructions[self._counter], ranks)
         self._program = program
         self._states = states
         self._collectives = collectives

@@ -84,9 +84,15 @@ class _Rows(_Record):
     """Of an embedding: only the rows of its tokens are touched."""
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        tokens, rows = inputs.reshape(-1), self.output_gradient
+        if rows.dtype.itemsize < torch.float32.itemsize:
+            # A half-precision row rounds whenever something is added: let that be once, not once a token.
+            tokens, places = torch.unique(tokens, return_inverse=True)
+            total = torch.zeros(len(tokens), rows.shape[1], dtype=torch.float32, device=rows.device)
+            rows = total.index_add_(0, places, rows.float()).to(rows.dtype)
         if first:
             gradient.zero_()
-        gradient.index_add_(0, inputs.reshape(-1), self.output_gradient)
+        gradient.index_add_(0, tokens, rows)
 
 
 class WeightQueue:
@@ -158,6 +164,15 @@ class WeightGradients:
             yield
         finally:
             self.current = before
+
+
+def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> bool:
+    """Record the weight gradient of dy (N, O) and x (..., I), if there is a queue for it; return whether there is."""
+    queue = weight.gradients.current if isinstance(weight, Matrix) and weight.gradients is not None else None
+    if queue is None:
+        return False
+    queue.add(_Product(output_gradient, inputs, weight))
+    return True
 
 
 class Matrix(nn.Parameter):

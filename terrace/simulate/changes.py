@@ -5,7 +5,7 @@ recomputed, the wire format on one tier. A change of the cluster doubles one ban
 or halves one latency. What is not a valid plan, or does not fit the device, is no candidate.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -96,7 +96,12 @@ def _plan_changes(program: Program) -> Iterator[Change]:
 
 
 def _cluster_changes(program: Program) -> Iterator[Change]:
-    cluster, plan = program.cluster, program.plan
+    crossed = [tier for tier, degree in enumerate(program.everyone.degrees) if degree > 1]
+    return cluster_changes(program.cluster, program.plan, crossed)
+
+
+def cluster_changes(cluster: Cluster, plan: Plan, crossed: Sequence[int]) -> Iterator[Change]:
+    """Yield twice the FLOP/s, and twice the bandwidth and half the latency of the tiers that messages cross."""
 
     def change(words: str, changed: Cluster) -> Change:
         return Change(words=words, kind="cluster", note="", cluster=changed, plan=plan)
@@ -104,12 +109,12 @@ def _cluster_changes(program: Program) -> Iterator[Change]:
     device = cluster.device
     faster = {dtype: 2 * peak for dtype, peak in device.peak_flops_per_s.items()}
     yield change("FLOP/s of the device x 2", replace(cluster, device=replace(device, peak_flops_per_s=faster)))
-    for index, tier in enumerate(cluster.tiers):
-        if program.everyone.degrees[index] > 1:
-            wider = replace(tier, bandwidth_bytes_per_s=2 * tier.bandwidth_bytes_per_s)
-            yield change(f"bandwidth of tier {tier.name} x 2", _with_tier(cluster, index, wider))
-            nearer = replace(tier, latency_s=tier.latency_s / 2)
-            yield change(f"latency of tier {tier.name} / 2", _with_tier(cluster, index, nearer))
+    for index in crossed:
+        tier = cluster.tiers[index]
+        wider = replace(tier, bandwidth_bytes_per_s=2 * tier.bandwidth_bytes_per_s)
+        yield change(f"bandwidth of tier {tier.name} x 2", _with_tier(cluster, index, wider))
+        nearer = replace(tier, latency_s=tier.latency_s / 2)
+        yield change(f"latency of tier {tier.name} / 2", _with_tier(cluster, index, nearer))
 
 
 def _with_tier(cluster: Cluster, index: int, tier: Tier) -> Cluster:

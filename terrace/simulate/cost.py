@@ -42,6 +42,7 @@ class Costs:
     update_s: tuple[float, ...]
     program: Program
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
+    hides_inside: bool = True  # whether messages inside blocks travel beside products, as this project's runtime does
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
@@ -55,8 +56,10 @@ class Costs:
         """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block."""
         block = instruction.block
         weight_s = self.weight_s[block] if self.weight_s else 0.0
+        found = waits(self.program, instruction)
+        hiding = found if self.hides_inside else found.unhidden
         penalty = self.program.cluster.device.overlap_penalty
-        return waits(self.program, instruction).exposed_s(self.backward_s[block] - weight_s, weight_s, penalty)
+        return hiding.exposed_s(self.backward_s[block] - weight_s, weight_s, penalty, self.forward_s[block])
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:

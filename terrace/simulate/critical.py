@@ -10,7 +10,6 @@ waits for inside itself (terrace.simulate.inside) is on the path as messages of 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from terrace.plan import MessageClass
 from terrace.program import Instruction, Program
@@ -37,13 +36,10 @@ class CriticalPath:
     slowed_s: float  # how much longer compute took because messages travelled meanwhile
     step_s: float
 
-    @cached_property
+    @property
     def by_place(self) -> dict[str, float]:
         """Seconds by tier, "" standing for compute; the largest first, then by name."""
-        total: dict[str, float] = defaultdict(float)
-        for (place, _), seconds in self.seconds.items():
-            total[place] += seconds
-        return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
+        return _by_place(self.seconds)
 
 
 def critical_path(recording: Recording) -> CriticalPath:
@@ -104,22 +100,34 @@ def critical_words(path: CriticalPath) -> str:
     """Return the critical path in a sentence or two, the largest part first."""
     if not path.step_s:
         return "The step takes no time: nothing to wait for."
+    waits, slowed = _percent(path.waits_s, path.step_s), _percent(path.slowed_s, path.step_s)
+    words = f"{path_words(path.seconds, path.step_s)}. The compute stream waits for {waits} % of the step"
+    return f"{words}; messages meanwhile slow its compute by {slowed} % of it." if slowed else f"{words}."
+
+
+def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
+    """Return what a critical path is made of: seconds by (tier, category), "" standing for compute."""
     parts = []
-    for place, seconds in path.by_place.items():
-        if _percent(seconds, path.step_s) == 0:
+    for place, spent in _by_place(seconds).items():
+        if _percent(spent, step_s) == 0:
             continue
         inside = sorted(
-            ((spent, category) for (where, category), spent in path.seconds.items() if where == place),
+            ((part, category) for (where, category), part in seconds.items() if where == place),
             key=lambda item: (-item[0], item[1]),
         )
         named = ", ".join(
-            f"{category} {_percent(spent, path.step_s)} %" for spent, category in inside if _percent(spent, path.step_s)
+            f"{category} {_percent(part, step_s)} %" for part, category in inside if _percent(part, step_s)
         )
         where = f"messages on tier {place}" if place else "compute"
-        parts.append(f"{_percent(seconds, path.step_s)} % {where}" + (f" ({named})" if named else ""))
-    waits, slowed = _percent(path.waits_s, path.step_s), _percent(path.slowed_s, path.step_s)
-    words = f"On the critical path of the step: {'; '.join(parts)}. The compute stream waits for {waits} % of the step"
-    return f"{words}; messages meanwhile slow its compute by {slowed} % of it." if slowed else f"{words}."
+        parts.append(f"{_percent(spent, step_s)} % {where}" + (f" ({named})" if named else ""))
+    return f"On the critical path of the step: {'; '.join(parts)}"
+
+
+def _by_place(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    total: dict[str, float] = defaultdict(float)
+    for (place, _), spent in seconds.items():
+        total[place] += spent
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _percent(part_s: float, whole_s: float) -> int:

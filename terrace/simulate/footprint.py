@@ -131,16 +131,7 @@ def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> in
 
 
 def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend | None = None) -> Work:
-    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
-
-    On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 too, but no grouped heads (torch's
-    documentation of `scaled_dot_product_attention`); what neither takes is done by plain products.
-    """
-    if (backend or cluster.device.backend) == "cpu":
-        plain = plan.compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE
-    else:
-        grouped = model.num_kv_heads != model.num_heads
-        plain = plan.compute == "fp64" or (plan.compute == "fp32" and grouped)
+    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes."""
     return Work(
         model=model,
         sequence=sequence,
@@ -150,8 +141,20 @@ def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, bac
         sequence_parallel=plan.sequence_parallel,
         context=axis_degree(cluster, plan, "context"),
         compute=plan.compute,
-        flash=not plain,
+        flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend),
     )
+
+
+def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend: Backend) -> bool:
+    """Tell whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
+
+    On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 too, but no grouped heads (torch's
+    documentation of `scaled_dot_product_attention`); what neither takes is done by plain products.
+    """
+    if backend == "cpu":
+        return compute != "bf16" or sequence > CPU_PLAIN_SEQUENCE
+    grouped = model.num_kv_heads != model.num_heads
+    return compute != "fp64" and not (compute == "fp32" and grouped)
 
 
 @dataclass(frozen=True)

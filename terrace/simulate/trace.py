@@ -1,15 +1,17 @@
-"""A recording as a trace that Perfetto and chrome://tracing open.
+"""A recording, or a pipelined step, as a trace that Perfetto and chrome://tracing open.
 
 The format is the Trace Event Format's JSON object: complete events ("X") with times in microseconds, one
 thread a lane, counters ("C") for memory, and metadata ("M") that names them.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from terrace.program import COLLECTIVES
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording, Span
+from terrace.simulate.timeline import Timeline
 
 _PID = 0  # the one rank that stands for all
 _US = 1e6  # microseconds in a second
@@ -32,6 +34,46 @@ def trace_json(recording: Recording, curve: MemoryCurve) -> str:
     events += _counters(curve)
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": recording.report.step_s}}
     return json.dumps(table, separators=(",", ":")) + "\n"
+
+
+def stages_trace_json(
+    timeline: Timeline,
+    stretch: float,
+    tails: Sequence[Sequence[tuple[str, float]]],
+    curves: Sequence[MemoryCurve],
+    *,
+    name: str,
+    step_s: float,
+) -> str:
+    """Return the text of a trace of a pipelined step: a track and a memory counter for every stage.
+
+    A moment of the timeline comes `stretch` times as late; `tails` is what each stage does after all orders, in order.
+    """
+    events = [_metadata("process_name", 0, {"name": name})]
+    orders, span_us = timeline.orders, stretch * timeline.makespan_s * _US
+    for stage, tasks in enumerate(orders.tasks):
+        events.append(_metadata("thread_name", stage + 1, {"name": f"stage {stage}"}))
+        events.append(_metadata("thread_sort_index", stage + 1, {"sort_index": stage}))
+        times = zip(tasks, timeline.starts_s[stage], timeline.ends_s[stage], strict=True)
+        for (kind, chunk, micro), start_s, end_s in times:
+            args = {"micro-batch": micro, "chunk": chunk, "virtual stage": orders.placement[stage][chunk]}
+            title, category = f"{kind.letter}{micro}", kind.name.lower()
+            start_us, end_us = stretch * start_s * _US, stretch * end_s * _US
+            events.append(_stage_event(stage, title, category, start_us, end_us - start_us, args))
+        now_us = span_us
+        for category, seconds in tails[stage]:
+            events.append(_stage_event(stage, category, category, now_us, seconds * _US, {}))
+            now_us += seconds * _US
+        events += _counters(curves[stage], f"memory of stage {stage} (bytes)")
+    table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": step_s}}
+    return json.dumps(table, separators=(",", ":")) + "\n"
+
+
+def _stage_event(
+    stage: int, name: str, category: str, start_us: float, length_us: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    event = {"ph": "X", "pid": _PID, "tid": stage + 1, "name": name, "cat": category}
+    return {**event, "ts": start_us, "dur": length_us, "args": args}
 
 
 def _metadata(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +103,7 @@ def _complete(recording: Recording, span: Span) -> dict[str, Any]:
     }
 
 
-def _counters(curve: MemoryCurve) -> list[dict[str, Any]]:
+def _counters(curve: MemoryCurve, name: str = "memory (bytes)") -> list[dict[str, Any]]:
     """One counter a category that changes; of several values at one moment the last, as a trace can show one."""
     constant = sum(curve.constant_bytes.values())
     events = []
@@ -70,5 +112,5 @@ def _counters(curve: MemoryCurve) -> list[dict[str, Any]]:
             continue
         values = {name: parts[index] for name, parts in curve.varying_bytes.items() if any(parts)}
         args = {"held throughout": constant, **values}
-        events.append({"ph": "C", "pid": _PID, "tid": 0, "name": "memory (bytes)", "ts": moment_s * _US, "args": args})
+        events.append({"ph": "C", "pid": _PID, "tid": 0, "name": name, "ts": moment_s * _US, "args": args})
     return events

@@ -1,7 +1,8 @@
 """The configuration of a run: one file plus dotted overrides, resolved and checked before anything starts.
 
-Layers, each laid over the one before: the embedded default, the file of `--config`, the flags `--model`,
-`--cluster`, `--plan` (a name or a file replaces the whole section), `--data`, then `--section.key value`.
+Layers, each laid over the one before: the embedded default, what the plan's file says it was made for
+(terrace.train.planned), the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a file
+replaces the whole section), `--data`, then `--section.key value`.
 What a file names by a relative path lies beside that file; what a flag names, in the working directory.
 """
 
@@ -24,6 +25,7 @@ from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
+from terrace.train.planned import TASK, read_planned
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 _NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": ""}  # key -> the value that is no path
@@ -105,16 +107,27 @@ def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides:
     `flags` may hold model, cluster, plan and data; `overrides` is the nested table of dotted overrides.
     Raises the `TerraceError` of whatever is wrong.
     """
+    return parse_run(resolve_table(config_path, flags, overrides))
+
+
+def resolve_table(
+    config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the table of a run, not checked yet; arguments and errors are those of `resolve`."""
     table = read_table(Path(str(resources.files(__package__) / "default.toml")))
-    if config_path is not None:
-        table = _lay_over(table, read_table(Path(config_path)), Path(config_path).parent)
+    folder = Path() if config_path is None else Path(config_path).parent
+    own = {} if config_path is None else read_table(Path(config_path))
+    planned = read_planned(flags["plan"] if flags.get("plan") is not None else _beside(folder, "plan", own.get("plan")))
+    if planned is not None:
+        table = merge(table, {"train": planned.train}) | {"model": planned.model, "cluster": planned.cluster}
+    table = _lay_over(table, own, folder)
     for name in _WHOLE:
         if flags.get(name) is not None:
             table[name] = flags[name]
     if flags.get("data") is not None:
         table = merge(table, {"data": {"path": flags["data"]}})
     table = {name: section(name, value) for name, value in table.items()}
-    return parse_run(merge(table, overrides))
+    return merge(table, overrides)
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
@@ -149,7 +162,7 @@ def run_toml(run: RunConfig) -> str:
 
 
 def section(name: str, value: Any) -> Any:
-    """Return the table of a section that may be given by name or path."""
+    """Return the table of a section that may be given by name or path; a plan's is without what it was made for."""
     if not isinstance(value, str) or name not in _WHOLE:
         return value
     if name == "cluster":
@@ -160,7 +173,7 @@ def section(name: str, value: Any) -> Any:
         return {"preset": value}
     if Path(value).suffix not in (".toml", ".json") and not os.path.exists(value):
         raise PlanError(f"no plan preset or file {value!r}{did_you_mean(value, PRESETS)}")
-    return read_table(Path(value))
+    return {key: given for key, given in read_table(Path(value)).items() if key != TASK}
 
 
 def _check(run: RunConfig) -> None:

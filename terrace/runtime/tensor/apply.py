@@ -34,7 +34,7 @@ def make_axis(
     """Return the tensor axis of one rank."""
     tensor = program.tensor
     rows, columns, both = (Line(layout, rank, collectives, means, device, meter) for layout in tensor.lines)
-    return TensorAxis(rows, columns, both, tensor.splits_tokens)
+    return TensorAxis(rows, columns, both, means, tensor.splits_tokens, program.plan.tensor_chunks)
 
 
 def parallelise(

@@ -50,12 +50,15 @@ class Line:
         self._coordinates = layout.coordinates(rank)
         self._collectives = collectives
         self._means = means
+        self._ranks: tuple[int, ...] = (rank,)
+        for tier in range(len(layout.tiers)):
+            self._ranks = tuple(peer for each in self._ranks for peer in layout.peers(each, tier))
         self._origin = Origin(f"tensor {'x'.join(layout.axes)}", layout, device, meter)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...)."""
         whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
-        with self._means.message():
+        with self._means.message(self._ranks):
             self._gather_into(whole, x)
         return whole
 
@@ -63,22 +66,26 @@ class Line:
         """Fill `whole` (n m, ...) with x (m, ...) of all ranks; wait for the ticket before the next message."""
         return self._means.lane.submit(lambda: self._gather_into(whole, x))
 
+    def start_reduce(self, part: Tensor, x: Tensor) -> Ticket:
+        """Set `part` (m, ...) to this rank's part of the sum of x (n m, ...); keep x until it was waited for."""
+        return self._means.lane.submit(lambda: self._reduce_into(part, x))
+
     def wait(self, ticket: Ticket) -> None:
         """Wait for what was started."""
-        with self._means.message():
+        with self._means.message(self._ranks):
             ticket.wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        with self._means.message():
+        with self._means.message(self._ranks):
             self._reduce_into(part, x)
         return part
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, the same bits on each."""
         padded, part = self._padded(x)
-        with self._means.message():
+        with self._means.message(self._ranks):
             self._reduce_into(part, padded)
             self._gather_into(padded, part)
         return padded[: x.numel()].view(x.shape)
@@ -86,7 +93,7 @@ class Line:
     def last_reduce_scatter(self, x: Tensor) -> Tensor:
         """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        self._means.meanwhile(lambda: self._reduce_into(part, x))
+        self._means.meanwhile(lambda: self._reduce_into(part, x), self._ranks)
         return part
 
     def last_all_reduce(self, x: Tensor) -> Tensor:
@@ -97,7 +104,7 @@ class Line:
             self._reduce_into(part, padded)
             self._gather_into(padded, part)
 
-        self._means.meanwhile(both)
+        self._means.meanwhile(both, self._ranks)
         return padded[: x.numel()].view(x.shape)
 
     def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,67 +128,62 @@ class Line:
 
     def every(self, x: Tensor) -> Tensor:
         """Return numbers x (m) of all ranks, (n, m), unrounded."""
-        with self._means.message():
+        with self._means.message(self._ranks):
             return self._collectives.gather_numbers(x, self._layout)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
-        return x if self.degree == 1 else _apply(_Gather, x, self)
-
-    def enter(self, x: Tensor, entry: "Entry") -> Tensor:
-        """Return `gather(x)`, the input of a region, which `entry` may drop until the region's backward."""
-        return _apply(_Enter, x, self, entry)
-
-    def needs_input(self, y: Tensor, entry: "Entry") -> Tensor:
-        """Return y, whose backward reads the region's input itself, not by way of the weight gradients that wait."""
-        return _apply(_Refilled, y, self, entry)
-
-    def leave(self, x: Tensor, entry: "Entry") -> Tensor:
-        """Return `scatter(x)`, the output of the region; in its backward the dropped input is gathered again."""
-        return _apply(_Leave, x, self, entry)
+        return x if self.degree == 1 else apply(_Gather, x, self)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum of x (n m, ...); backward: all-gather."""
-        return x if self.degree == 1 else _apply(_Scatter, x, self)
+        return x if self.degree == 1 else apply(_Scatter, x, self)
 
     def copy(self, x: Tensor) -> Tensor:
         """Return x; backward: all-reduce."""
-        return x if self.degree == 1 else _apply(_Copy, x, self)
+        return x if self.degree == 1 else apply(_Copy, x, self)
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks; backward: nothing to do."""
-        return x if self.degree == 1 else _apply(_Total, x, self)
+        return x if self.degree == 1 else apply(_Total, x, self)
 
     def numbers(self, x: Tensor) -> Tensor:
         """Return the sum of statistics x over all ranks; backward: the same sum of gradients."""
-        return x if self.degree == 1 else _apply(_Numbers, x, self)
+        return x if self.degree == 1 else apply(_Numbers, x, self)
 
 
-@dataclass(frozen=True)
+def _nobody_asks(ranks: tuple[int, ...]) -> None:
+    """Nobody is told."""
+
+
+@dataclass
 class Means:
     """What the lines of a rank have in common: a lane, the clock, the weight gradients that wait."""
 
     lane: Lane
     clock: Clock
     weights: WeightGradients
+    waiting_on: Callable[[tuple[int, ...]], None] = _nobody_asks  # told for whom the rank waits; () when it goes on
 
     @contextmanager
-    def message(self) -> Iterator[None]:
-        """Time the body, a message, apart from the computing before it."""
+    def message(self, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Time the body, a message among `ranks`, apart from the computing before it; tell that they are awaited."""
         self.clock.mark(self.clock.doing)
+        self.waiting_on(ranks)
         yield
+        self.waiting_on(())
         self.clock.mark("wait tensor")
 
-    def meanwhile(self, work: Callable[[], None]) -> None:
+    def meanwhile(self, work: Callable[[], None], ranks: tuple[int, ...]) -> None:
         """Do `work`, a message; compute the weight gradients that wait while it is under way."""
         queue = self.weights.current
         if not queue:
-            with self.message():
+            with self.message(ranks):
                 work()
             return
         ticket = self.lane.submit(work)
         queue.run()
-        with self.message():
+        with self.message(ranks):
             ticket.wait()
 
 
@@ -205,85 +207,6 @@ class _Scatter(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.line.all_gather(gradients[0]), None
-
-
-class Entry:
-    """The gathered input of a region: dropped after its forward, gathered again for its weight gradients.
-
-    So a rank keeps its part of every input alone (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has saved
-    views of the whole: it stays the same storage, empty in between. It is refilled through a view with a version
-    counter of its own, since its values are what they were.
-    """
-
-    def __init__(self, drops: bool) -> None:
-        self._drops = drops and torch.is_grad_enabled()
-        self._ticket: Ticket | None = None
-
-    def hold(self, whole: Tensor, x: Tensor) -> None:
-        """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
-        if self._drops:
-            self._part = x.detach()
-            self._storage = whole.untyped_storage()
-            self._num_bytes = self._storage.nbytes()
-            self._again = torch.empty(0, dtype=whole.dtype, device=whole.device)
-            self._again.set_(self._storage, 0, whole.shape, whole.stride())
-
-    def drop(self) -> None:
-        """Free the whole input: the region's forward is done."""
-        if self._drops:
-            self._storage.resize_(0)
-
-    def refill(self, line: Line) -> None:
-        """Begin to gather it again."""
-        if self._drops:
-            self._storage.resize_(self._num_bytes)
-            self._ticket = line.start_gather(self._again, self._part)
-
-    def await_refilled(self, line: Line) -> None:
-        """Return when it is there; a region's first to ask waits."""
-        if self._ticket is not None:
-            line.wait(self._ticket)
-            self._ticket = None
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
-        ctx.line, ctx.entry = line, entry
-        whole = line.all_gather(x)
-        entry.hold(whole, x)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.entry.await_refilled(ctx.line)
-        return ctx.line.last_reduce_scatter(gradients[0]), None, None
-
-
-class _Leave(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, entry: Entry) -> Tensor:
-        ctx.line, ctx.entry = line, entry
-        entry.drop()
-        return line.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient = ctx.line.all_gather(gradients[0])
-        ctx.entry.refill(ctx.line)
-        return gradient, None, None
-
-
-class _Refilled(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, line: Line, entry: Entry) -> Tensor:
-        ctx.line, ctx.entry = line, entry
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.entry.await_refilled(ctx.line)
-        return gradients[0], None, None
 
 
 class _Copy(Function):
@@ -334,9 +257,10 @@ def share(x: Tensor, num_ranks: int) -> Tensor:
 
     Parameters that ranks share have their gradients added up over these ranks.
     """
-    return x if num_ranks == 1 else _apply(_Share, x, 1 / num_ranks)
+    return x if num_ranks == 1 else apply(_Share, x, 1 / num_ranks)
 
 
-def _apply(function: type[Function], *arguments: object) -> Tensor:
+def apply(function: type[Function], *arguments: object) -> Tensor:
+    """Return what an autograd function of one result makes of its arguments."""
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

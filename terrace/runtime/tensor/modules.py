@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.runtime.tensor.line import Entry, Line, share
+from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
+from terrace.runtime.tensor.line import Line, Means, share
+from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 
 
 @dataclass
@@ -24,7 +26,9 @@ class TensorAxis:
     rows: Line
     columns: Line
     both: Line
+    means: Means
     splits_tokens: bool  # sequence parallelism
+    num_chunks: int = 1  # parts in which the messages of a region travel
     drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
     shape: Sequence[int] = field(default=(0, 0))
 
@@ -37,18 +41,27 @@ class TensorAxis:
         """From the residual stream into attention or MLP: (B, S, H/C)."""
         if not self.splits_tokens:
             return self.rows.copy(x)
-        self._entry = Entry(self.drops_inputs)
-        return self.unpad(self.rows.enter(x, self._entry))
+        self._entry = Entry(self.drops_inputs, self.num_chunks)
+        return self.unpad(enter(x, self.rows, self._entry))
+
+    def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """Multiply the input of a region; if it is still arriving, part by part."""
+        arriving = self.splits_tokens and self._entry.is_arriving
+        return arriving_linear(x, weight, self._entry, self.shape) if arriving else F.linear(x, weight)
 
     def reads_input(self, y: Tensor) -> Tensor:
         """Return y, made of the input of a region by something that autograd differentiates alone."""
-        return self.rows.needs_input(y, self._entry) if self.splits_tokens else y
+        return needs_input(y, self.rows, self._entry) if self.splits_tokens else y
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Sum the parts of x (B, S, H/C) that the rows have, back into the residual stream."""
+    def leave(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream."""
         if not self.splits_tokens:
-            return self.rows.total(x)
-        return self.rows.leave(self.pad(x), self._entry)
+            return self.rows.total(F.linear(x, weight))
+        entry = self._entry
+        del self._entry  # it lives as long as the graph of its region
+        if self.num_chunks > 1:
+            return product_scatter(self.pad(x), weight, self.rows, entry)
+        return leave(self.pad(F.linear(x, weight)), self.rows, entry)
 
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""
@@ -92,7 +105,7 @@ class ColumnLinear(nn.Module):
         axis, used = self._axis, self._used
         bias: Tensor | None
         if used is None:
-            y, bias = F.linear(x, self.weight), self.bias
+            y, bias = axis.product(x, self.weight), self.bias
         else:
             y, bias = axis.reads_input(F.linear(x, self.weight[used])), None if self.bias is None else self.bias[used]
         y = axis.columns.total(y)
@@ -109,7 +122,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, sum over the rows, add the bias once."""
-        y = self._axis.leave(F.linear(self._axis.columns.copy(x), self.weight))
+        y = self._axis.leave(self._axis.columns.copy(x), self.weight)
         return y if self.bias is None else y + share(self.bias, self._axis.num_same)
 
 

@@ -1,13 +1,15 @@
 """What a checkpoint is on disk. It knows nothing of the plan.
 
 A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds
-pieces: ranges of the flat buffers of blocks, in unpadded element numbers. The order of parameters in a
-flat buffer follows from the model alone, so any rank of any plan finds what it needs by intersecting
-ranges. Of a trainable buffer the master parameters and both moments are stored; of a frozen one the
-parameters.
+pieces: boxes of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank
+of any plan finds what it needs by intersecting boxes. Of a trainable parameter the master value and both moments
+are stored; of a frozen one the value. Padding is not stored, and no element twice. The manifest has
 
-A checkpoint is written into a hidden folder beside it, synced, and renamed: it is there whole or not at
-all. The manifest carries the SHA-256 of every file and, in `checksum`, that of its own other entries.
+    layout   block -> parameter -> [trainable or frozen, shape of the whole parameter]
+    files    file -> its size, its SHA-256 and its pieces: block -> parameter -> boxes
+
+and, in `checksum`, the SHA-256 of its own other entries. A checkpoint is written into a hidden folder beside it,
+synced, and renamed: it is there whole or not at all.
 """
 
 import hashlib
@@ -18,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec
+from terrace.train.checkpoint.boxes import Box, to_text
 
-FORMAT = 1
+FORMAT = 2
 TRAINABLE, FROZEN = "trainable", "frozen"
 KINDS = {TRAINABLE: ("master", "exp_avg", "exp_avg_sq"), FROZEN: ("frozen",)}
 
-Extent = tuple[str, tuple[int, ...], int, int]  # parameter, shape, start, stop
-BlockLayout = dict[str, list[Extent]]  # trainable or frozen -> its flat buffer
+Group = str  # trainable or frozen
+BlockLayout = dict[str, tuple[Group, list[int]]]  # parameter -> group, shape
+Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
@@ -53,13 +57,32 @@ def checkpoint_bytes(num_trainable: int, num_frozen: int, master_bytes: int, com
 
 
 def block_layouts(blocks: Sequence[BlockSpec]) -> dict[str, BlockLayout]:
-    """Return the flat buffers of every block, in the runtime's order: matrices, which decay, come first."""
+    """Return the group and the shape of every parameter of whole blocks."""
     return {
         block.name: {
-            TRAINABLE: _extents([param for param in block.params if param.trainable and param.numel]),
-            FROZEN: _extents([param for param in block.params if not (param.trainable and param.numel)]),
+            param.name: (TRAINABLE if param.trainable and param.numel else FROZEN, list(param.shape))
+            for param in block.params
         }
         for block in blocks
+    }
+
+
+def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
+    """Return the name of a piece in its file."""
+    return f"{block}/{parameter}[{to_text(box)}]/{kind}"
+
+
+def manifest_of(
+    blocks: Sequence[BlockSpec], step: int, num_updates: int, facts: Mapping[str, Any], files: Files
+) -> dict[str, Any]:
+    """Return the manifest of a model's checkpoint; `blocks` are whole."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "num_updates": num_updates,
+        "facts": dict(facts),
+        "layout": block_layouts(blocks),
+        "files": dict(sorted(files.items())),
     }
 
 
@@ -86,7 +109,7 @@ def file_sha256(path: Path) -> str:
 
 
 def check_model(where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec]) -> None:
-    """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and a model's."""
+    """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and whole blocks."""
     here = block_layouts(blocks)
     for block in (*here, *theirs):
         stored, wanted = _parameters(theirs.get(block)), _parameters(here.get(block))
@@ -96,22 +119,11 @@ def check_model(where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence
                     f"{where} is of another model: {block}.{name} is {stored.get(name, 'absent')} there and "
                     f"{wanted.get(name, 'absent')} here; use the model and train.freeze it was saved with"
                 )
-    if json.loads(json.dumps(here)) != theirs:
-        raise CheckpointError(f"{where} lays its parameters out in another order: it is of another version of Terrace")
-
-
-def _extents(params: list[ParamSpec]) -> list[Extent]:
-    extents, start = [], 0
-    for param in sorted(params, key=lambda param: not param.decays):
-        extents.append((param.name, param.shape, start, start + param.numel))
-        start += param.numel
-    return extents
 
 
 def _parameters(layout: BlockLayout | None) -> dict[str, str]:
     """Return what each parameter of a block is, in words."""
-    groups = layout or {}
-    return {name: f"{group} {list(shape)}" for group, extents in groups.items() for name, shape, _, _ in extents}
+    return {name: f"{group} {shape}" for name, (group, shape) in (layout or {}).items()}
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

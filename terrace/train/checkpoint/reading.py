@@ -1,9 +1,7 @@
-"""Reading a checkpoint: checks first, then any range of any flat buffer."""
+"""Reading a checkpoint: checks first, then any box of any parameter."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +11,24 @@ from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.runtime.engine import Engine
-from terrace.runtime.flat import Flat
 from terrace.runtime.shard import Shard
+from terrace.train.checkpoint.boxes import Box, from_text, numel, overlap, sizes, to_text, uncovered, whole, within
 from terrace.train.checkpoint.layout import (
     FORMAT,
     FROZEN,
     KINDS,
     TRAINABLE,
     BlockLayout,
+    Files,
     check_model,
     decode,
     file_sha256,
+    tensor_name,
 )
+from terrace.train.checkpoint.parts import Part, Slices, held, parts, slices_of
 
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The range [start, stop) of one flat buffer of a block, in one file."""
-
-    file: str
-    start: int
-    stop: int
+_VALUES = (KINDS[TRAINABLE][0], KINDS[FROZEN][0])
 
 
 class Checkpoint:
@@ -45,29 +38,38 @@ class Checkpoint:
         """Read the manifest; raises `CheckpointError` when it is missing, damaged or of another format."""
         self.folder = folder
         path = folder / "manifest.json"
-        self._pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)  # (group, block) -> sorted
+        self._pieces: dict[tuple[str, str], list[tuple[Box, str]]] = defaultdict(list)  # -> (box, file), sorted
         try:
             manifest = decode(path.read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
-                raise CheckpointError(f"{folder} has format {manifest['format']!r}, this version reads {FORMAT}")
+                raise CheckpointError(
+                    f"{folder} has format {manifest['format']!r}, but this version of Terrace reads format {FORMAT} "
+                    "only: resume it with the version that wrote it, or start a new run"
+                )
             self.step = int(manifest["step"])
             self.num_updates = int(manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
-            self.layout: dict[str, BlockLayout] = dict(manifest["layout"])
-            self.files: dict[str, dict[str, Any]] = dict(manifest["files"])
-            for name, file in self.files.items():
-                for group in KINDS:
-                    for block, start, stop in file[group]:
-                        self._pieces[group, block].append(_Piece(name, start, stop))
+            self.layout: dict[str, BlockLayout] = {
+                block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
+                for block, layout in manifest["layout"].items()
+            }
+            self.files: Files = dict(manifest["files"])
+            for file, entry in self.files.items():
+                for block, boxes in entry["pieces"].items():
+                    for name, texts in boxes.items():
+                        self._pieces[block, name] += [(from_text(text), file) for text in texts]
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; is {folder} a checkpoint?") from error
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error}): {_INSTEAD}") from error
         for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: piece.start)
+            pieces.sort()
 
     def verify(self) -> None:
-        """Hold every file against its size and checksum; raises `CheckpointError` naming the first bad one."""
+        """Hold every file against its size and checksum, and the pieces against the whole parameters.
+
+        Raises `CheckpointError` naming the first that is bad.
+        """
         for name, file in self.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -82,47 +84,80 @@ class Checkpoint:
                 )
             if sha256 != file["sha256"]:
                 raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
-        for block, groups in self.layout.items():
-            for group, extents in groups.items():
-                self._find(group, block, 0, extents[-1][3] if extents else 0)
+        for block, layout in self.layout.items():
+            for name, (_, shape) in layout.items():
+                stored = self._find(block, name, whole(shape))
+                if sum(numel(box) for box, _ in stored) != numel(whole(shape)):
+                    raise CheckpointError(f"{self.folder} has more of {block}.{name} than there is: {_INSTEAD}")
 
-    def read(self, block: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of one kind of one flat buffer, put together from its pieces.
+    def fill(self, block: str, wanted: Sequence[Part]) -> None:
+        """Read boxes of parameters of one block into the parts' values.
 
-        Raises `CheckpointError` for elements that are not there and files that cannot be read.
+        Only what overlaps is read, with one file open and one overlap in memory at a time. Raises `CheckpointError`
+        for elements that are not there and files that cannot be read.
         """
-        group = FROZEN if kind in KINDS[FROZEN] else TRAINABLE
-        parts = []
-        with ExitStack() as stack:
-            for piece, first, last in self._find(group, block, start, stop):
-                path = self.folder / piece.file
-                try:
-                    file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
-                    parts.append(file.get_slice(f"{block}/{kind}")[first - piece.start : last - piece.start])
-                except (OSError, safetensors.SafetensorError) as error:
-                    raise CheckpointError(f"cannot read {block}/{kind} of {path}: {error}") from error
-        return torch.cat(parts) if parts else torch.empty(0)
+        for index, kind, box, stored in self._stored(
+            block, [(part.parameter, part.box, part.values) for part in wanted]
+        ):
+            part = wanted[index]
+            part.values[kind][within(box, part.box)].copy_(stored)
+
+    def read(self, block: str, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the whole parameters of a block, in those of the `kinds` that each has: parameter -> kind -> tensor.
+
+        Raises `CheckpointError` as `fill` does.
+        """
+        wanted = [
+            (name, whole(shape), [kind for kind in kinds if kind in KINDS[group]])
+            for name, (group, shape) in self.layout[block].items()
+        ]
+        found: dict[str, dict[str, Tensor]] = {name: {} for name, _, _ in wanted}
+        for index, kind, box, stored in self._stored(block, wanted):
+            name, everything, _ = wanted[index]
+            if kind not in found[name]:
+                found[name][kind] = torch.empty(sizes(everything), dtype=stored.dtype)
+            found[name][kind][within(box, everything)].copy_(stored)
+        for name, everything, its_kinds in wanted:
+            if not numel(everything):
+                found[name] = {kind: torch.empty(sizes(everything)) for kind in its_kinds}
+        return found
 
     def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (block, parameter, master value) of the whole model, one block in memory at a time."""
-        for block, groups in self.layout.items():
-            for group, extents in groups.items():
-                if extents:
-                    flat = self.read(block, KINDS[group][0], 0, extents[-1][3])
-                    for name, shape, start, stop in extents:
-                        yield block, name, flat[start:stop].view(shape)
+        for block in self.layout:
+            for name, values in self.read(block, _VALUES).items():
+                for value in values.values():
+                    yield block, name, value
 
-    def _find(self, group: str, block: str, start: int, stop: int) -> list[tuple[_Piece, int, int]]:
-        """Return the pieces that make up [start, stop), with the range taken from each."""
-        found, at = [], start
-        for piece in self._pieces[group, block]:
-            if piece.start <= at < min(stop, piece.stop):
-                found.append((piece, at, min(stop, piece.stop)))
-                at = min(stop, piece.stop)
-        if at < stop:
-            raise CheckpointError(
-                f"{self.folder} lacks elements {at} to {stop} of the {group} parameters of {block}: {_INSTEAD}"
-            )
+    def _stored(
+        self, block: str, wanted: Sequence[tuple[str, Box, Collection[str]]]
+    ) -> Iterator[tuple[int, str, Box, Tensor]]:
+        """Yield what files have of the wanted (parameter, box, kinds): (which of them, kind, overlap, its values)."""
+        by_file: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+        for index, (name, box, _) in enumerate(wanted):
+            for piece, file_name in self._find(block, name, box):
+                by_file[file_name].append((index, piece))
+        for file_name, pieces in by_file.items():
+            path = self.folder / file_name
+            try:
+                with safetensors.safe_open(path, framework="pt") as file:
+                    for index, piece in pieces:
+                        name, box, kinds = wanted[index]
+                        common = overlap(piece, box)
+                        assert common is not None, "only pieces that overlap are found"
+                        for kind in kinds:
+                            stored = file.get_slice(tensor_name(block, name, piece, kind))
+                            yield index, kind, common, stored[within(common, piece)]
+            except (OSError, safetensors.SafetensorError) as error:
+                raise CheckpointError(f"cannot read {block} of {path}: {error}") from error
+
+    def _find(self, block: str, name: str, box: Box) -> list[tuple[Box, str]]:
+        """Return the (box, file) of every piece with something of a box; raises `CheckpointError` if they lack any."""
+        pieces = self._pieces.get((block, name), [])
+        found = [piece for piece in pieces if overlap(piece[0], box) is not None]
+        missing = uncovered(box, [piece for piece, _ in found])
+        if missing is not None:
+            raise CheckpointError(f"{self.folder} lacks elements [{to_text(missing)}] of {block}.{name}: {_INSTEAD}")
         return found
 
 
@@ -132,28 +167,21 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call
     `checkpoint.verify()` on one rank before: here only what is read is looked at.
     """
-    check_model(checkpoint.folder, checkpoint.layout, [state.spec for state in engine.states])
+    check_model(checkpoint.folder, checkpoint.layout, engine.whole)
+    slices = slices_of(engine.program.tensor, engine.rank)
     with torch.no_grad():
         for shard in (shard for state in engine.states for shard in state.shards):
-            _restore_shard(shard, checkpoint)
+            restore_shard(shard, checkpoint, slices)
         engine.refresh_all()
 
 
-def clipped(flat: Flat, tier: int) -> tuple[int, int]:
-    """Return the range of this rank's slice of a state on `tier`, without the padding."""
-    part = flat.part(tier)
-    return min(part.start, flat.numel), min(part.stop, flat.numel)
-
-
-def _restore_shard(state: Shard, checkpoint: Checkpoint) -> None:
-    layout, name = state.layout, state.name
-    if state.trainable is not None and state.optimizer is not None:
-        start, stop = clipped(state.trainable, layout.optimizer)
-        targets = (state.optimizer.master, state.optimizer.exp_avg, state.optimizer.exp_avg_sq)
-        for kind, target in zip(KINDS[TRAINABLE], targets, strict=True):
-            target.zero_()
-            target[: stop - start].copy_(checkpoint.read(name, kind, start, stop))
-        state.optimizer.num_steps = checkpoint.num_updates
-    if state.fixed is not None:
-        start, stop = clipped(state.fixed, layout.params)
-        state.fixed.shard[: stop - start].copy_(checkpoint.read(name, KINDS[FROZEN][0], start, stop))
+def restore_shard(shard: Shard, checkpoint: Checkpoint, slices: Slices) -> None:
+    """Load what a rank keeps of a shard; `slices` says what the rank holds of each parameter. Padding becomes zero."""
+    wanted: list[Part] = []
+    for own in held(shard):
+        for values in own.values.values():
+            values.zero_()
+        wanted += parts(own, slices)
+    checkpoint.fill(shard.name, wanted)
+    if shard.optimizer is not None:
+        shard.optimizer.num_steps = checkpoint.num_updates

@@ -2,31 +2,22 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.runtime.engine import Engine
-from terrace.train.checkpoint.layout import (
-    FORMAT,
-    FROZEN,
-    KINDS,
-    TRAINABLE,
-    block_layouts,
-    complete,
-    encode,
-    file_sha256,
-    folder_of,
-)
-from terrace.train.checkpoint.reading import clipped
-
-Files = dict[str, dict[str, Any]]  # file name -> its entry in the manifest
+from terrace.runtime.shard import Shard
+from terrace.train.checkpoint.boxes import to_text
+from terrace.train.checkpoint.layout import Files, complete, encode, file_sha256, folder_of, manifest_of, tensor_name
+from terrace.train.checkpoint.parts import Slices, held, parts, slices_of
 
 
 def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
@@ -44,52 +35,44 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
     files = {name: entry for part in _agree(engine, problem, partial, own) for name, entry in part.items()}
     problem = None
     if engine.rank == 0:
-        manifest = encode(_manifest(engine, step, facts, files))
+        manifest = encode(manifest_of(engine.whole, step, _num_updates(engine), facts, files))
         problem = _attempt(lambda: _commit(partial, folder, manifest, keep))
     _agree(engine, problem, partial)
     return folder
 
 
-def _write_own(engine: Engine, partial: Path) -> Files:
-    """Write the pieces this rank is the first to hold; return the manifest's entry of its file."""
+def write_pieces(path: Path, shards: Iterable[Shard], slices: Slices) -> Files:
+    """Write the pieces that a rank is the first to hold into a file; return its entry for the manifest.
+
+    `slices` says what the rank holds of each parameter. Without a piece there is no file. Raises `OSError` and
+    `SafetensorError`.
+    """
     tensors: dict[str, Tensor] = {}
-    pieces: dict[str, list[tuple[str, int, int]]] = {group: [] for group in KINDS}
-
-    def add(group: str, block: str, start: int, stop: int, sources: tuple[Tensor, ...]) -> None:
-        if start == stop:
-            return  # all padding
-        pieces[group].append((block, start, stop))
-        for kind, source in zip(KINDS[group], sources, strict=True):
-            # A copy, since safetensors refuses tensors that share a storage.
-            tensors[f"{block}/{kind}"] = source[: stop - start].detach().to("cpu", copy=True)
-
-    for shard in (shard for state in engine.states for shard in state.shards):
-        layout, coordinates = shard.layout, shard.coordinates
-        if shard.trainable is not None and shard.optimizer is not None and not any(coordinates[layout.optimizer + 1 :]):
-            held = (shard.optimizer.master, shard.optimizer.exp_avg, shard.optimizer.exp_avg_sq)
-            add(TRAINABLE, shard.name, *clipped(shard.trainable, layout.optimizer), held)
-        if shard.fixed is not None and not any(coordinates[layout.params + 1 :]):
-            add(FROZEN, shard.name, *clipped(shard.fixed, layout.params), (shard.fixed.shard,))
+    pieces: dict[str, dict[str, list[str]]] = {}
+    for shard in shards:
+        for part in (part for own in held(shard) if own.is_first for part in parts(own, slices)):
+            pieces.setdefault(shard.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
+            for kind, values in part.values.items():
+                # A copy, since safetensors refuses tensors that share a storage.
+                copy = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                tensors[tensor_name(shard.name, part.parameter, part.box, kind)] = copy
     if not tensors:
         return {}
-    path = partial / f"rank-{engine.rank:05d}.safetensors"
     save_file(tensors, path)
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    return {path.name: {"sha256": file_sha256(path), "num_bytes": path.stat().st_size, **pieces}}
+    return {path.name: {"sha256": file_sha256(path), "num_bytes": path.stat().st_size, "pieces": pieces}}
 
 
-def _manifest(engine: Engine, step: int, facts: Mapping[str, Any], files: Files) -> dict[str, Any]:
+def _write_own(engine: Engine, partial: Path) -> Files:
+    shards = (shard for state in engine.states for shard in state.shards)
+    slices = slices_of(engine.program.tensor, engine.rank)
+    return write_pieces(partial / f"rank-{engine.rank:05d}.safetensors", shards, slices)
+
+
+def _num_updates(engine: Engine) -> int:
     shards = [shard for state in engine.states for shard in state.shards]
-    updates = [shard.optimizer.num_steps for shard in shards if shard.optimizer is not None]
-    return {
-        "format": FORMAT,
-        "step": step,
-        "num_updates": max(updates, default=0),
-        "facts": dict(facts),
-        "layout": block_layouts([state.spec for state in engine.states]),
-        "files": dict(sorted(files.items())),
-    }
+    return max((shard.optimizer.num_steps for shard in shards if shard.optimizer is not None), default=0)
 
 
 def _make_empty(partial: Path) -> None:

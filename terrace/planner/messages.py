@@ -1,0 +1,100 @@
+"""Seconds of the messages of a block among its data ranks, of every class and for every kind of block.
+
+Remembered by what a message depends on: a reduction, for one, is the same wherever the optimizer lies.
+"""
+
+from typing import NamedTuple
+
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.layout import DEVICE
+from terrace.planner.estimate import Estimator, data_cluster
+from terrace.planner.task import Placement
+from terrace.program import Instruction, Op, Program
+from terrace.simulate import Costs
+
+Numels = tuple[int, int, int]  # elements of an embedding, a layer and a head on a rank
+
+
+class Lane(NamedTuple):
+    """The lane of a message, and its seconds for an embedding, a layer and a head."""
+
+    lane: int
+    seconds: tuple[float, ...]
+
+
+class Messages(NamedTuple):
+    """The messages of a plan: `further` is a gather for the forward of any unit but the first."""
+
+    gather: Lane
+    further: Lane
+    backward: Lane
+    reduce: Lane
+    sync: Lane
+    refresh: Lane
+    control_s: float
+
+
+class Mail:
+    """The messages of one task."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator = estimator
+        self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
+        self._lanes: dict[tuple[object, ...], Lane] = {}
+        self._costs: dict[tuple[object, ...], Costs] = {}
+
+    def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
+        """Return the messages among `degrees` data ranks, of an embedding, a layer and a head of `numels` elements."""
+        key = (degrees, numels, placement)
+        found = self._messages.get(key)
+        if found is None:
+            found = self._messages[key] = self._found(degrees, numels, placement)
+        return found
+
+    def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
+        params, grads, optimizer, backward = placement
+
+        def lane(instruction: Instruction, *places: int) -> Lane:
+            """Return the lane of a message that depends on these places alone."""
+            key = (degrees, numels, instruction, places)
+            found = self._lanes.get(key)
+            if found is None:
+                costs = self._priced(degrees, numels, placement)
+                each = tuple(
+                    costs.collective_s(
+                        Instruction(instruction.op, block, -1, instruction.backward, instruction.secondary)
+                    )
+                    for block in range(len(costs.program.blocks))
+                )
+                found = self._lanes[key] = Lane(costs.program.lane(instruction), each)
+            return found
+
+        second = backward > DEVICE
+        return Messages(
+            gather=lane(Instruction(Op.GATHER), params),
+            further=lane(Instruction(Op.GATHER, secondary=second), params, backward),
+            backward=lane(Instruction(Op.GATHER, backward=True, secondary=second), params, backward),
+            reduce=lane(Instruction(Op.REDUCE), grads),
+            sync=lane(Instruction(Op.SYNC), grads, optimizer),
+            refresh=lane(Instruction(Op.REFRESH), params, optimizer),
+            control_s=lane(Instruction(Op.CLIP), params, grads, optimizer, backward).seconds[0],
+        )
+
+    def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
+        """Return the costs of a program that has a block of each kind and no instructions."""
+        key = (degrees, numels, placement)
+        if key not in self._costs:
+            layout, plan = self.estimator.layout(degrees, placement)
+            program = Program(
+                cluster=data_cluster(self.estimator.task.cluster, degrees),
+                plan=plan,
+                layout=layout,
+                blocks=tuple(
+                    BlockSpec(name=name, params=(ParamSpec(name="all", shape=(numel,)),))
+                    for name, numel in zip(("embedding", "layer", "head"), numels, strict=True)
+                ),
+                num_micros=1,
+                instructions=(),
+            )
+            self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)
+        return self._costs[key]

@@ -1,0 +1,59 @@
+"""Which of two estimates is better: the faster, unless they are as good as equally fast.
+
+A prediction is not exact to a thousandth, so a difference below `TIE` says nothing. The fastest plan and all that are
+slower by less than that are one group, the fastest of the rest leads the next. Within a group the simpler comes first:
+less recomputation, then less memory, then fewer axes, then the choice that sorts first. (Pairs alone would not do: of
+three plans each may be within a thousandth of the next, and the first not of the last.)
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from terrace.planner.evaluate import Estimate
+
+TIE = 1e-3
+
+
+def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """Return estimates, best first."""
+    found = []
+    for group in _groups(sorted(estimates, key=lambda each: each.step_s)):
+        found += sorted(group, key=lambda each: each.simplicity)
+    return found
+
+
+class Window(NamedTuple):
+    """What may still be among the `count` best: nothing slower than `end_s`, and of what is slower than `leader_s`
+    nothing that recomputes more than `worst` says, or as much with more memory.
+    """
+
+    leader_s: float = math.inf
+    end_s: float = math.inf
+    worst: tuple[int, float] = (1, math.inf)
+
+
+def window(estimates: Sequence[Estimate], count: int) -> Window:
+    """Return the window of estimates in ascending order of time; it is open while there are fewer than `count`."""
+    left = count
+    for group in _groups(estimates):
+        if left <= len(group):
+            worst = sorted(each.simplicity for each in group)[left - 1]
+            return Window(group[0].step_s, _end_s(group[0]), worst[:2])
+        left -= len(group)
+    return Window()
+
+
+def _groups(estimates: Sequence[Estimate]) -> Iterable[Sequence[Estimate]]:
+    """Yield the groups of estimates in ascending order of time."""
+    first = 0
+    for index, estimate in enumerate(estimates):
+        if estimate.step_s > _end_s(estimates[first]):
+            yield estimates[first:index]
+            first = index
+    if estimates:
+        yield estimates[first:]
+
+
+def _end_s(leader: Estimate) -> float:
+    return leader.step_s * (1 + TIE)

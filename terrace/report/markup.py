@@ -1,0 +1,109 @@
+"""What the pages are built of: the document, tables, meters and legends. All text is escaped unless it is `Markup`."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+
+from terrace.report.palette import colour_variables
+from terrace.report.tables import quantity, seconds
+from terrace.simulate.changes import Change
+
+_INK = {False: "--ink:#191b20;--soft:#555b66;--line:#d9dce2;--faint:#f2f3f6"}
+_INK[True] = "--ink:#eceef2;--soft:#a4abb8;--line:#343a45;--faint:#1e222a"
+_WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secondary": "secondary copy"}
+
+
+class Markup(str):
+    """Text that is HTML already; all other text is escaped."""
+
+
+def document(title: str, body: str, data: Mapping[str, object]) -> str:
+    """Return the whole page; `data` is what the script reads."""
+    files = resources.files(__package__)
+    style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    light, dark = (f":root{{{_INK[is_dark]};{colour_variables(is_dark)}}}" for is_dark in (False, True))
+    themes = f":root{{color-scheme:light dark}}@media not print{{@media (prefers-color-scheme:dark){{{dark}}}}}"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        f"<style>{light}{themes}\n{style}</style></head>\n<body><main>\n{body}\n</main><div id=tip></div>\n"
+        f'<script type="application/json" id="data">{_script_json(data)}</script>\n'
+        f"<script>\n{script}</script></body></html>\n"
+    )
+
+
+def _script_json(data: Mapping[str, object]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def prose(words: str) -> str:
+    """Escape; a number stays on the line of its percent sign."""
+    return escape(words).replace(" %", "&nbsp;%")
+
+
+def tools() -> str:
+    """Return the buttons that zoom."""
+    words = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
+    return f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in words.items())}</div>"
+
+
+def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
+    """Entries are (name, colour property, what is said beside it)."""
+    items = [
+        f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
+        f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
+        for name, colour, said in entries
+    ]
+    if critical:
+        items.append('<li><i class=line style="background:var(--ink)"></i>on the critical path</li>')
+    return f"<ul class=legend>{''.join(items)}</ul>"
+
+
+def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:
+    """Return a table; columns whose heading is in `left` are words, `last` is a foot."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        kinds = (" class=words" if heading in left else "" for heading in headings)
+        texts = (cell if isinstance(cell, Markup) else escape(cell) for cell in row)
+        return "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    head = f"<thead><tr>{cells(headings, 'th')}</tr></thead>"
+    return f"<div class=scroll><table>{head}<tbody>{body}</tbody>{last}</table></div>"
+
+
+def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
+    """A bar of parts, each (colour property, size); `whole` is the full width."""
+    bars = "".join(
+        f'<i style="width:{100 * size / whole:.2f}%;background:var({colour})"></i>' for colour, size in parts if size
+    )
+    return Markup(f"<div class=meter><div class=bar>{bars}</div></div>")
+
+
+def changes_table(candidates: Sequence[Change], step_s: float) -> str:
+    """Return the twelve best changes, or that there is none."""
+    if not candidates:
+        return "<p>No change of one thing gives a valid plan that fits the device.</p>"
+    shortest = candidates[:12]
+    rows = [
+        [
+            change.words,
+            change.kind,
+            seconds(change.step_s),
+            f"{100 * (change.step_s / step_s - 1):+.1f} %" if step_s else "",
+            change.note,
+        ]
+        for change in shortest
+    ]
+    return html_table(["change", "in the", "step", "against now", "and also"], rows, ["change", "in the", "and also"])
+
+
+def sent_html(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> str:
+    """Return what one rank sends in a step: messages and axes down, tiers across."""
+    rows = [
+        [message, *(quantity(sent[message, tier], "B") if sent.get((message, tier)) else "-" for tier in tiers)]
+        for message in dict.fromkeys(message for message, _ in sent)
+    ]
+    return html_table(["message", *tiers], rows, ("message",))

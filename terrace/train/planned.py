@@ -1,0 +1,88 @@
+"""What a plan was made for: the `[task]` table of a plan's file.
+
+    [task]
+    batch = 64         # sequences a step, over all ranks
+    sequence = 1024    # tokens a sequence
+    [task.model]       # the model, as its config.json has it
+    [task.cluster]     # the cluster, as its file has it
+
+`terrace plan` writes the numbers themselves rather than the names of files, so that a plan can be moved or sent
+and still says the same. By hand, `model` and `cluster` may be the path of a file, relative to the plan's, and `cluster`
+the name of a preset.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.schema import dump, read_table
+from terrace.cluster import Cluster
+from terrace.cluster.presets import cluster_table, preset_names
+from terrace.model.config import ModelConfig, to_table
+
+TASK = "task"
+_NUMBERS = ("batch", "sequence")
+_KEYS = (*_NUMBERS, "model", "cluster")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The sections of a run that a plan's file brings along: `train` has the batch and the sequence."""
+
+    model: Mapping[str, Any]
+    cluster: Mapping[str, Any]
+    train: Mapping[str, int]
+
+
+def planned_table(model: ModelConfig, cluster: Cluster, batch: int, sequence: int) -> dict[str, Any]:
+    """Return the table that `read_planned` reads back."""
+    return {"batch": batch, "sequence": sequence, "model": dump(to_table(model)), "cluster": dump(cluster)}
+
+
+def read_planned(plan: Any) -> Planned | None:
+    """Return what the plan in a file was made for; None where its file does not say, or where it is no file.
+
+    `plan` is a path, or whatever else names a plan. Raises `ConfigError` for a table that is not whole.
+    """
+    if not isinstance(plan, str) or Path(plan).suffix not in (".toml", ".json") or not os.path.isfile(plan):
+        return None
+    table = read_table(Path(plan)).get(TASK)
+    if table is None:
+        return None
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{plan}: {TASK} = {table!r} must be a table of {', '.join(_KEYS)}")
+    for key in table:
+        if key not in _KEYS:
+            raise ConfigError(f"{plan}: unknown key {TASK}.{key}{did_you_mean(str(key), _KEYS)}")
+    for key in _KEYS:
+        if key not in table:
+            raise ConfigError(f"{plan}: {TASK}.{key} is missing: give it, or leave the whole [{TASK}] table out")
+    for key in _NUMBERS:
+        if not isinstance(table[key], int) or isinstance(table[key], bool) or table[key] < 1:
+            raise ConfigError(f"{plan}: {TASK}.{key} = {table[key]!r} must be a whole number of at least 1")
+    folder = Path(plan).parent
+    return Planned(
+        model=_model(plan, folder, table["model"]),
+        cluster=_cluster(plan, folder, table["cluster"]),
+        train={key: table[key] for key in _NUMBERS},
+    )
+
+
+def _model(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{plan}: {TASK}.model = {value!r} must be a table or the path of a config.json")
+    path = folder / value
+    return read_table(path / "config.json" if path.is_dir() else path)
+
+
+def _cluster(plan: str, folder: Path, value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if not isinstance(value, str):
+        raise ConfigError(f"{plan}: {TASK}.cluster = {value!r} must be a table, a preset or the path of a file")
+    return cluster_table(value if value in preset_names() else str(folder / value))
