@@ -10,9 +10,11 @@ that order, so the world is played instruction by instruction, with a clock for 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from terrace.plan import Layout, MessageClass
+from terrace.plan.hops import block_hops
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
@@ -72,6 +74,7 @@ class _World:
         if op in (Op.FORWARD, Op.BACKWARD):
             for rank in self.ranks:
                 self._pass(rank, instruction)
+            self._inside(instruction)
         elif op is Op.UPDATE:
             for rank in self.ranks:
                 rank.compute(self.costs.update_s[block], "update")
@@ -80,7 +83,7 @@ class _World:
             ready = [rank.refreshes.pop(block, 0.0) for rank in self.ranks]
             for rank, done_s in zip(self.ranks, self._issue(instruction, ready), strict=True):
                 rank.gathers[block] = (done_s, category)
-        elif op is Op.REDUCE and not accumulates_in_place(self.program.plan, self.program.layout):
+        elif op is Op.REDUCE and self._buffered(block):
             for rank, done_s in zip(self.ranks, self._issue(instruction), strict=True):
                 rank.reduced[block] = done_s
                 rank.reductions.append(done_s)
@@ -105,11 +108,28 @@ class _World:
         if instruction.op is Op.FORWARD:
             rank.compute(self.costs.forward_s[block], "forward")
             return
-        if any(blocks[needed].num_trainable for needed in read):  # it needs a gradient buffer; there are two
+        if any(self._buffered(needed) for needed in read):  # it needs a gradient buffer; there are two
             while len(rank.reductions) > 1:
                 rank.wait(rank.reductions.pop(0), "wait reduce")
         again_s = self.costs.forward_s[block] if block in self.again else 0.0
         rank.compute(self.costs.backward_s[block] + again_s, "backward")
+
+    def _buffered(self, block: int) -> bool:
+        plan, flats = self.program.plan, self.program.flats[block]
+        return any(flat.trainable and not accumulates_in_place(plan, flat.layout) for flat in flats)
+
+    def _inside(self, instruction: Instruction) -> None:
+        """Ranks of the tensor axis wait for one another inside a block, then for what they send."""
+        seconds = self.costs.inside_s(instruction)
+        if not seconds:
+            return
+        tensor = self.program.tensor.both
+        at_s = [rank.now_s for rank in self.ranks]
+        for tier, degree in enumerate(tensor.degrees):
+            if degree > 1:
+                at_s = [max(at_s[peer] for peer in tensor.peers(rank, tier)) for rank in range(len(at_s))]
+        for rank, there_s in zip(self.ranks, at_s, strict=True):
+            rank.wait(there_s + seconds, "wait tensor")
 
     def _clip(self, instruction: Instruction) -> None:
         for rank in self.ranks:
@@ -126,24 +146,34 @@ class _World:
         """Return, of every rank, when a message will be there that may start at `ready_s`."""
         ready_s = ready_s or [0.0] * len(self.ranks)
         at_s = [max(rank.now_s, ready) for rank, ready in zip(self.ranks, ready_s, strict=True)]
-        hops = list(self.program.sends(instruction))
+        hops = list(self._hops(instruction))
         if not hops:
             return at_s
-        lane = max(tier for tier, _ in hops)
+        lane = self.program.lane(instruction)
         device = self.cluster.device
         codec_bytes_per_s = device.memory_bandwidth_bytes_per_s * device.kernels.codec
         coding_s = self.program.coding_bytes(instruction) / codec_bytes_per_s
         at_s = [max(at, rank.lanes_s[lane]) + coding_s for rank, at in zip(self.ranks, at_s, strict=True)]
-        for tier, num_bytes in hops:
-            seconds = self._hop_s(tier, num_bytes)
-            at_s = [max(at_s[peer] for peer in self.cluster.peers(rank, tier)) + seconds for rank in range(len(at_s))]
+        for layout, tier, num_bytes in hops:
+            seconds = self._hop_s(layout.degrees[tier], tier, num_bytes)
+            at_s = [max(at_s[peer] for peer in layout.peers(rank, tier)) + seconds for rank in range(len(at_s))]
         for rank, done_s in zip(self.ranks, at_s, strict=True):
             rank.lanes_s[lane] = done_s
         return at_s
 
-    def _hop_s(self, tier: int, num_bytes: int) -> float:
+    def _hops(self, instruction: Instruction) -> Iterator[tuple[Layout, int, int]]:
+        """Yield (layout of who takes part, tier, bytes a rank sends), one flat buffer after the other."""
+        program, message = self.program, self.program.message(instruction)
+        if message is MessageClass.CONTROL:
+            yield from ((program.everyone, tier, num_bytes) for tier, num_bytes in program.sends(instruction))
+            return
+        source = program.layout.params_backward if instruction.secondary else None
+        for flat in program.flats[instruction.block]:
+            if flat.trainable or instruction.op is Op.GATHER:
+                reduction, gathering = block_hops(flat.layout, program.plan, message, flat.padded, source)
+                yield from ((flat.layout, hop.tier, hop.sent_bytes) for hop in (*reduction, *gathering))
+
+    def _hop_s(self, degree: int, tier: int, num_bytes: int) -> float:
         """Return the seconds in which every member sends `num_bytes` to the others: a part to each of them."""
-        here = self.cluster.tiers[tier]
-        whole = num_bytes * here.size / (here.size - 1)
-        rate = rate_bytes_per_s(self.cluster, tier, whole, degree=here.size)
-        return (here.size - 1) * here.latency_s + num_bytes / rate
+        rate = rate_bytes_per_s(self.cluster, tier, num_bytes * degree / (degree - 1), degree=degree)
+        return (degree - 1) * self.cluster.tiers[tier].latency_s + num_bytes / rate

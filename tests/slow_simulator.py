@@ -47,14 +47,17 @@ class _Rank:
         elif op is Op.FORWARD:
             self._await_parameters(block)
             self._compute(self.costs.forward_s[block], "forward")
+            self._inside(instruction)
         elif op is Op.BACKWARD:
             self._await_parameters(block)
-            while len(self.reductions) > 1 and self._opens_gradient(block):
+            read = (block, *self.program.blocks[block].borrows)
+            while len(self.reductions) > 1 and any(self._opens_gradient(needed) for needed in read):
                 self._wait(self.reductions.popleft(), "wait reduce")
             again = self.costs.forward_s[block] if block in self.again else 0.0
             self._compute(self.costs.backward_s[block] + again, "backward")
+            self._inside(instruction)
         elif op is Op.REDUCE:
-            if not accumulates_in_place(self.program.plan, self.program.layout):
+            if self._opens_gradient(block):
                 self.reduced[block] = self._issue(instruction)
                 self.reductions.append(self.reduced[block])
         elif op is Op.SYNC:
@@ -83,9 +86,16 @@ class _Rank:
                 self._wait(self.refreshes.pop(needed), "wait refresh")
 
     def _opens_gradient(self, block: int) -> bool:
-        """Whether a backward needs a gradient buffer; with only frozen parameters it needs none."""
-        blocks = self.program.blocks
-        return any(blocks[needed].num_trainable for needed in (block, *blocks[block].borrows))
+        """Whether a gradient of a block stands in a buffer: what is frozen, or added up where it stays, needs none."""
+        plan, flats = self.program.plan, self.program.flats[block]
+        return any(flat.trainable and not accumulates_in_place(plan, flat.layout) for flat in flats)
+
+    def _inside(self, instruction: Instruction) -> None:
+        """What tensor ranks send inside a block takes its time on no lane."""
+        seconds = self.costs.inside_s(instruction)
+        if seconds:
+            self.time_s["wait tensor"] += seconds
+            self.now_s += seconds
 
     def _issue(self, instruction: Instruction, ready_s: float = 0.0) -> float:
         """Return when a message will be there that may start at `ready_s`."""

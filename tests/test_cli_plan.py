@@ -14,8 +14,11 @@ from terrace.cli.main import main
 from terrace.cluster import load_cluster
 from terrace.plan import PRESETS, Plan
 from terrace.planner.explain import size_words
+from terrace.program import build
 from terrace.report.plot import round_ticks
-from terrace.report.tables import plan_rows, quantity
+from terrace.report.tables import plan_rows, quantity, seconds
+from terrace.simulate import simulate, step_costs
+from terrace.simulate.footprint import work_of
 from terrace.train.config import resolve
 
 GPT = {
@@ -93,6 +96,22 @@ def test_plan_refuses_to_overwrite(here: Here) -> None:
     assert "params" in (here.folder / "plan.toml").read_text()
 
 
+def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(here: Here) -> None:
+    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2")
+    assert code == 0
+    assert "(2 x 2)" in out
+    assert "wait tensor" in out
+    flags = {"model": str(here.model), "cluster": "frontier", "plan": "plan.toml"}
+    overrides = {"cluster": {"tiers": {"system": {"size": 1}}}, "train": {"batch": 16, "sequence": 256}}
+    run = resolve(None, flags, overrides)
+    program = build(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
+    assert program.tensor.degrees == {"columns": 2, "rows": 2}
+    step_s = simulate(program, step_costs(program, work_of(run.cluster, run.plan, run.model, 256))).step_s
+    code, out, _ = here.say("scale", "--nodes", "1", "--plan", "plan.toml")
+    assert code == 0
+    assert seconds(step_s) in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -111,9 +130,10 @@ def test_bad_input_of_plan_is_one_line(here: Here, words: list[str], said: str) 
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do(here: Here) -> None:
-    assert "use --batch 16 or 24, or --axes all" in here.refused("plan", "--nodes", "1", batch=20)
-    assert "use --batch 8, or --axes all" in here.refused("plan", "--nodes", "1", batch=4)
-    assert "use --batch 24 or 48, --nodes 2 or 4, or --axes all" in here.refused("plan", "--nodes", "3", batch=32)
+    assert "use --batch 16 or 24, or --axes all" in here.refused("plan", "--nodes", "1", "--axes", "data", batch=20)
+    assert "use --batch 8, or --axes all" in here.refused("plan", "--nodes", "1", "--axes", "data", batch=4)
+    refused = here.refused("plan", "--nodes", "3", "--axes", "data", batch=32)
+    assert "use --batch 24 or 48, --nodes 2 or 4, or --axes all" in refused
 
 
 def test_presets_refused_alike_say_it_once(here: Here) -> None:
@@ -138,7 +158,7 @@ def test_a_terabyte_is_not_said_in_gigabytes() -> None:
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Here) -> None:
-    error = here.refused("plan", "--nodes", "1", "--cluster.device.memory_bytes", "1.55e9")
+    error = here.refused("plan", "--nodes", "1", "--axes", "data", "--cluster.device.memory_bytes", "1.55e9")
     assert "the nearest (params" in error
     assert "too much" in error
 

@@ -1,5 +1,6 @@
 """One rank stands for all: a world whose ranks are played together gives each of them the one rank's step."""
 
+import math
 import time
 import tracemalloc
 from dataclasses import replace
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.cluster import Cluster, Tier, load_cluster
-from terrace.model.config import block_specs
+from terrace.model.config import block_specs, forward_flops
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, preset
+from terrace.plan import PRESETS, preset, step_bytes
+from terrace.plan.memory import model_state_bytes
 from terrace.program import Program, build
 from terrace.simulate import Costs, simulate, step_costs
 from tests.joint_simulator import joint_time_s
@@ -79,6 +81,43 @@ def test_each_rank_of_a_world_takes_the_one_rank_s_step(
     assert len(together) == cluster.world_size
     for time_s in together:
         assert _same(alone, time_s)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@settings(max_examples=6, deadline=None)
+@given(
+    tensor=st.sampled_from([{"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 2}]),
+    num_micros=st.integers(1, 3),
+    sequence_parallel=st.booleans(),
+    recompute=st.sampled_from([(), ("layers.*",)]),
+    penalty=st.sampled_from([0.0, 0.2]),
+)
+def test_so_does_each_rank_of_a_world_with_a_tensor_axis(
+    name: str,
+    tensor: dict[str, int],
+    num_micros: int,
+    sequence_parallel: bool,
+    recompute: tuple[str, ...],
+    penalty: float,
+) -> None:
+    """Data ranks, ranks that share norms, and lines of tensor ranks: every group is made of its own ranks."""
+    cluster, model = _cluster((4, 2), penalty), gpt(2, 64, 4, vocab=100)
+    data = 4 // math.prod(tensor.values())
+    plan = replace(
+        preset(name, cluster),
+        mapping={"t0": {"tensor": tensor, "data": data}},
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        wire={},
+    )
+    program = build(cluster, plan, block_specs(model), num_micros, 32)
+    costs = step_costs(program, [forward_flops(model, block, 1, 32) for block in range(4)])
+    alone = simulate(program, costs)
+    assert alone.time_s["wait tensor"] > 0
+    assert alone.sent_bytes == step_bytes(cluster, plan, program.blocks, num_micros, 32)
+    assert alone.memory_bytes == model_state_bytes(cluster, plan, program.blocks, num_micros, 32)
+    for time_s in joint_time_s(program, costs):
+        assert _same(dict(alone.time_s), time_s)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

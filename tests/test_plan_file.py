@@ -7,6 +7,10 @@ import pytest
 
 from terrace.cli.main import main
 from terrace.cluster import load_cluster
+from terrace.program import build
+from terrace.report.tables import seconds
+from terrace.simulate import simulate, step_costs
+from terrace.simulate.footprint import work_of
 from terrace.train.config import resolve
 from tests.test_cli_plan import Here, here
 
@@ -14,13 +18,32 @@ __all__ = ["here"]
 
 
 def test_plan_of_other_axes_is_written_to_be_looked_at(here: Here) -> None:
-    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "tensor", "--pin", "tensor=2")
+    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "pipeline", "--pin", "pipeline=2")
     assert code == 0
-    assert "tensor 2" in out
-    assert "wrote plan.toml, to be looked at: this version does not train the tensor axis" in out
+    assert "pipeline 2" in out
+    assert "wrote plan.toml, to be looked at: this version does not train the pipeline axis" in out
     assert "to train" not in out
     assert main(["train", "--plan", "plan.toml"]) == 2
-    assert "runs the data axis only" in here.error()
+    assert "runs the data and the tensor axis only" in here.error()
+
+
+def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Here) -> None:
+    """Every command says the step of the very program, and one with messages in parts."""
+    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2", "--pin", "micro_batch=1")
+    assert code == 0
+    assert "to be looked at" not in out
+    for overrides in ({}, {"plan": {"tensor_chunks": 4}}):
+        run = resolve(None, {"plan": "plan.toml"}, overrides)
+        program = build(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
+        work = work_of(run.cluster, run.plan, run.model, run.train.sequence)
+        step = seconds(simulate(program, step_costs(program, work)).step_s)
+        words = ["--plan.tensor_chunks", "4"] if overrides else []
+        for command in ("explain", "simulate"):
+            assert main([command, "--plan", "plan.toml", *words]) == 0
+            assert step in here.out()
+        assert (step in out) == (not overrides)
+    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert "wait tensor" in out
 
 
 def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Here) -> None:
@@ -90,6 +113,7 @@ def test_a_task_written_by_hand_names_files_beside_the_plan(here: Here) -> None:
         ("frontier", ("tensor=2", "context=2", "pipeline=1")),
         ("frontier", ("pipeline=2", "schedule=interleaved", "recompute=layers")),
         ("frontier", ("data=16",)),
+        ("frontier", ("tensor=2", "context=1", "pipeline=1")),
     ],
 )
 def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster: str, pins: tuple[str, ...]) -> None:
@@ -101,9 +125,10 @@ def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster:
     here.model.unlink()
     assert main(["simulate", "plan.toml", "--page", "p.html", "--trace", "t.json"]) == 0
     played = here.out()
-    pipelined = "pipeline=1" not in pins and "data=16" not in pins
+    runs = "data=16" in pins or "context=1" in pins
+    pipelined = "pipeline=1" not in pins and not runs
     assert ("stages down, time across" in played) == pipelined
-    assert ("this step cannot be trained yet" in played) == (pins != ("data=16",))
+    assert ("this step cannot be trained yet" in played) != runs
     said = [line for line in played.splitlines() if line.startswith(("step ", " step "))]
     assert any(" ".join(step) in line for line in said), (step, said)
     assert "On the critical path of the step: " in played
@@ -112,8 +137,8 @@ def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster:
     assert page.startswith("<!doctype html>")
     assert ("Timeline of all stages" in page) == pipelined
     trace = json.loads((here.folder / "t.json").read_text())
-    seconds = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[step[1]] * float(step[0])
-    assert trace["otherData"]["step_s"] == pytest.approx(seconds, rel=5e-3)
+    step_s = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[step[1]] * float(step[0])
+    assert trace["otherData"]["step_s"] == pytest.approx(step_s, rel=5e-3)
     # Another batch, by a dotted key, is another step.
     assert main(["simulate", "plan.toml", "--train.batch", "64"]) == 0
     assert here.out() != played

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import ModelError, PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.plan import AXES, validate
+from terrace.plan.grid import Grid
 from terrace.planner import (
     Space,
     Task,
@@ -23,7 +24,7 @@ from terrace.planner import (
 )
 from terrace.planner.space import placements, shapes
 from terrace.planner.stages import SERIAL, share_layers, traits
-from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement
+from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, columns_of
 from terrace.program.schedules import schedule_names
 from tests.planner_cases import CLUSTERS, SMALL, gpt, sized, small_task
 
@@ -40,6 +41,25 @@ def test_rows_multiply_to_the_tiers_and_tensor_takes_whole_tiers() -> None:
         assert shape.pipeline <= 8
         assert task.batch % shape.data == 0
         assert 32 % shape.tensor == 0
+
+
+def test_columns_are_innermost_powers_of_two_and_only_there_by_a_pin() -> None:
+    task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
+    assert all(shape.columns == 1 for shape in shapes(Space(task=task)))
+    pins = parse_pins(["columns<=4"], task.cluster, [])
+    found = [shape for shape in shapes(Space(task=task, pins=pins)) if shape.columns > 1]
+    assert {shape.columns for shape in found} == {2, 4}
+    for shape in found:
+        for inner, outer in pairwise(shape.rows):
+            assert columns_of(outer) == 1 or columns_of(inner) == inner[TENSOR]
+        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), shape.rows)
+        grid = Grid.of(task.cluster, plan_of(task, choice))
+        assert grid.total("columns") == shape.columns
+        assert grid.total("rows") * shape.columns == shape.tensor
+    exact = parse_pins(["columns=2", "tensor=4"], task.cluster, [])
+    chosen = list(shapes(Space(task=task, pins=exact)))
+    assert chosen
+    assert {(shape.columns, shape.tensor) for shape in chosen} == {(2, 4)}
 
 
 def test_placements_are_ordered_distinct_and_all_there() -> None:

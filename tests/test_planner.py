@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -26,15 +26,15 @@ from terrace.planner import (
     preset_verdicts,
     reasons,
 )
-from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator, Part, data_cluster
+from terrace.planner.estimate import Estimator, Part, data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.figures import hfu, mfu
 from terrace.planner.ranking import TIE, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import cores_of, exhaustive
-from terrace.planner.space import placements, shape_of, shapes, units
+from terrace.planner.space import Rows, placements, shape_of, shapes, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
-from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, PIPELINE, TENSOR, Choice, Placement, num_micros
 from terrace.program import build
 from terrace.simulate import simulate, step_costs
 from terrace.simulate.footprint import work_of
@@ -70,6 +70,7 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
     assert tried < 3 * len(everything)
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
     task = small_task(CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))], batch=24)
@@ -145,6 +146,49 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
         states = model_state_bytes(task.cluster, plan, task.blocks, num_micros(task, choice))
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1)),
+        ((1, 2, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1)),
+        ((1, 2, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 1)),
+        ((1, 2, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)),
+    ],
+)
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(rows: Rows, again: int) -> None:
+    """The same for rows and columns, no tolerance but the rounding of sums: both play one program."""
+    task = small_task(CLUSTERS["frontier 2x2x2"], batch=48)
+    evaluator = evaluator_of(task)
+    for unit, micro_batch, placement in (
+        (1, 4, Placement(0, 1, 2)),
+        (2, 2, Placement(-1, 1, 2)),
+        (1, 6, Placement(2, 2, 2)),
+    ):
+        choice = Choice(again, unit, SERIAL, 1, micro_batch, placement, rows)
+        plan, micros = plan_of(task, choice), num_micros(task, choice)
+        estimate = evaluator.evaluate(choice)
+        real = build(task.cluster, plan, task.blocks, micros, task.sequence)
+        work = work_of(task.cluster, plan, task.model, task.sequence)
+        whole = simulate(real, step_costs(real, work))
+        assert simulate(*evaluator.program(Part(True, (4,), True), choice, micros)).time_s == pytest.approx(
+            whole.time_s
+        )
+        assert whole.time_s["wait tensor"] > 0
+        assert estimate.step_s == pytest.approx(whole.step_s, rel=2e-3)
+        sent = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
+        assert evaluator.sent_bytes(choice) == sent
+        states = model_state_bytes(task.cluster, plan, real.blocks, micros, task.sequence)
+        for name in ("params", "grads", "optimizer", "secondary", "buffers"):
+            assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
+        # What the search bounds this by is the same computing and the same messages inside.
+        blocks = [evaluator.estimator.block(kind, rows, micro_batch) for kind in KINDS]
+        passes = sum(count * (b.forward_s + b.backward_s) for count, b in zip((1, 4, 1), blocks, strict=True))
+        more = 4 * blocks[LAYER].again_s if again else 0.0
+        own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait tensor"))
+        assert micros * (passes + more) == pytest.approx(own)
 
 
 def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:

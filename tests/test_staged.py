@@ -98,7 +98,8 @@ def test_tensor_messages_are_taken_out_of_the_passes_and_named() -> None:
     assert {("node", "tensor"), ("system", "context")} <= step.path_s.keys()
     words = " ".join(played_words(step))
     assert "Played as orders, not as the runtime's program" in words
-    assert "tensor and context ranks" in words
+    assert "Messages of tensor ranks hide" in words
+    assert "Nothing hides the messages of context ranks" in words
     assert path_sentence(step).startswith("On the critical path of the step: ")
 
 
@@ -140,7 +141,7 @@ def test_a_plan_that_is_no_choice_is_refused(changed: dict[str, Any], said: str)
 def test_a_tensor_degree_must_divide_the_heads() -> None:
     task = small_task(CLUSTERS["dgx 2x3"], batch=12)
     plan = Plan(params="device", grads="device", optimizer="device", mapping={"system": {"tensor": 3}})
-    with pytest.raises(PlanError, match="does not divide the 4 heads"):
+    with pytest.raises(PlanError, match="4 heads, which tensor rows = 3 do not divide"):
         choice_of(task, plan)
 
 

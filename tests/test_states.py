@@ -1,13 +1,18 @@
 """The closed form of model state against the formula that walks through the visits, and against counts by hand."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.plan import PRESETS, Plan, preset
+from terrace.plan.grid import Grid
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.slices import slice_blocks
+from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_of, state_layout
 from tests.strategies import plans
 from tests.toys import cluster_of
@@ -72,6 +77,40 @@ def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
     assert 2 * stage_of(replace(untied, vocab_size=100), 2, 1, 0, 1).total == (
         num_params(replace(untied, vocab_size=100)) + norms
     )
-    # Four tensor ranks repeat the two key-value heads: one head each, twice what a quarter of both would be.
+    # Each of four tensor ranks holds both key-value heads.
     keys = 2 * 2 * 6 * 24
-    assert 4 * stage_of(untied, 4, 1, 0, 1).layer == 4 * 2 * 24 + (stage_of(untied, 1, 1, 0, 1).layer - 2 * 24) + keys
+    whole = stage_of(untied, 1, 1, 0, 1).layer - 2 * 24 - keys
+    assert 4 * stage_of(untied, 4, 1, 0, 1).layer == 4 * 2 * 24 + whole + 4 * keys
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_closed_form_is_the_walk_under_a_tensor_axis(data: st.DataObject) -> None:
+    """Buffers that tensor ranks share, messages inside blocks, and padding included."""
+    sizes = data.draw(st.sampled_from([(2, 2), (4, 3), (2, 2, 2)]))
+    cluster = cluster_of(*sizes)
+    factors = data.draw(st.sampled_from([{"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 2}]))
+    tensor = math.prod(factors.values())
+    mapping: dict[str, Any] = {"package": {"data": sizes[0], "tensor": 1}}
+    if sizes[0] % tensor == 0:
+        mapping["package"] = {"data": sizes[0] // tensor, "tensor": factors}
+    else:
+        mapping = {"package": {"tensor": {"rows": 2}}, "node": {"tensor": {"columns": 2}}}
+    plan = replace(
+        preset(data.draw(st.sampled_from(sorted(PRESETS))), cluster),
+        wire={},
+        mapping=mapping,
+        compute=data.draw(st.sampled_from(("fp32", "bf16"))),
+        recompute=data.draw(st.sampled_from(((), ("layers.*",)))),
+        sequence_parallel=data.draw(st.booleans()),
+        prefetch=data.draw(st.integers(0, 3)),
+    )
+    model = replace(LLAMA, num_layers=data.draw(st.integers(1, 4)), tied_embeddings=data.draw(st.booleans()))
+    num_micros = data.draw(st.integers(1, 4))
+    blocks = slice_blocks(block_specs(model), Grid.of(cluster, plan))
+    walked = model_state_bytes(cluster, plan, blocks, num_micros, 7)
+    found = footprint(cluster, plan, model, 7, num_micros, backend="cpu")
+    for name in ("params", "secondary", "grads", "optimizer", "feedback", "buffers"):
+        assert found[name] == walked[name], name
+    for name in ("gathered", "grads_full"):
+        assert found.get(name, 0) <= walked[name], name

@@ -7,8 +7,6 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
-from terrace.plan import step_bytes
-from terrace.plan.memory import model_state_bytes
 from terrace.program import build, program_text, verify
 from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.simulate import simulate, step_costs
@@ -36,15 +34,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = resolve_run(options, rest)
     console = Terminal()
     blocks, num_micros = config.blocks(), config.num_micros()
-    program = build(config.cluster, config.plan, blocks, num_micros)
+    program = build(config.cluster, config.plan, blocks, num_micros, config.train.sequence)
     verify(program)  # first: a step that does not fit is all there is to read
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
     report = simulate(program, step_costs(program, work))
     console.print(plan_table(config.cluster, config.plan))
-    memory = model_state_bytes(config.cluster, config.plan, blocks, num_micros)
-    console.print(memory_table(memory, config.cluster.device.memory_bytes))
-    sent = step_bytes(config.cluster, config.plan, blocks, num_micros)
-    console.print(bytes_table(sent, [tier.name for tier in config.cluster.tiers]))
+    console.print(memory_table(report.memory_bytes, config.cluster.device.memory_bytes))
+    console.print(bytes_table(report.sent_bytes, program.layout.tiers))
     print(wire_words(config.plan))
     console.print(time_table(report))
     plural = "es" if num_micros > 1 else ""

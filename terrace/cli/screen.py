@@ -13,7 +13,9 @@ from terrace.base.files import write_atomic
 from terrace.cli.output import Terminal
 from terrace.cluster import Cluster
 from terrace.plan import step_bytes
+from terrace.plan.grid import Grid
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.slices import slice_blocks
 from terrace.program import StepReport
 from terrace.report import band_words, bytes_table, comparison_tables, loss_svg, memory_table, plan_table, wire_words
 from terrace.report.tables import quantity, seconds
@@ -34,10 +36,11 @@ def show_plan(job: Job) -> None:
         f"{run.plan.micro_batch} per rank\n"
     )
     console.print(plan_table(run.cluster, run.plan))
-    memory = model_state_bytes(run.cluster, run.plan, blocks, num_micros)
+    held, sequence = slice_blocks(blocks, Grid.of(run.cluster, run.plan)), run.train.sequence
+    memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
     console.print(memory_table(memory, run.cluster.device.memory_bytes))
     tiers = [tier.name for tier in run.cluster.tiers]
-    console.print(bytes_table(step_bytes(run.cluster, run.plan, blocks, num_micros), tiers))
+    console.print(bytes_table(step_bytes(run.cluster, run.plan, held, num_micros, sequence), tiers))
     print(wire_words(run.plan))
     rate = pace()
     if rate is not None:

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _run_program(config: RunConfig, outputs: Mapping[str, Path]) -> int:
     """Play the program that `terrace train` would run."""
-    program = build(config.cluster, config.plan, config.blocks(), config.num_micros())
+    program = build(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence)
     verify(program)
 
     price = _price(config)

@@ -22,9 +22,9 @@ from terrace.planner.bound import Bounds
 from terrace.planner.chosen import choice_of
 from terrace.planner.estimate import Estimator, Part
 from terrace.planner.explain import choice_changes, lack
-from terrace.planner.staged import inner_seconds, message_places, path_sentence, played_words, stage_steps
+from terrace.planner.staged import inner_seconds, inner_words, message_places, path_sentence, played_words, stage_steps
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import num_micros
+from terrace.planner.task import Software, num_micros
 from terrace.report import plan_table, time_table, wire_words
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.page import page_html
@@ -60,6 +60,7 @@ def play_axes(table: Mapping[str, Any], cluster: Cluster, plan: Plan) -> Played:
         compute=plan.compute,
         master=plan.master,
         wire=plan.wire,
+        software=Software(sequence_parallel=plan.sequence_parallel),
     )
     choice = choice_of(task, plan)
     evaluator = Evaluator(Bounds(Estimator(task)))
@@ -135,8 +136,8 @@ def _serial(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
             exposed[places[category]] = exposed.get(places[category], 0.0) + spent
     note = (
         f"Played is the program of the data ranks of one {' and '.join(inner)} coordinate, with the messages of "
-        f"{' and '.join(inner)} ranks inside its blocks: nothing hides them. This version runs the "
-        f"{', '.join(runnable_axes())} axis only, so this step cannot be trained yet."
+        f"{' and '.join(inner)} ranks inside its blocks. {' '.join(inner_words(choice))} This version runs the "
+        f"{' and '.join(runnable_axes())} axes only, so this step cannot be trained yet."
     )
 
     def show() -> None:

@@ -8,6 +8,7 @@ buffers of its own, which the tensor ranks share as data ranks do.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.grid import TENSOR
@@ -40,9 +41,14 @@ def everyone(cluster: Cluster, plan: Plan) -> Layout:
 
 
 def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatSpec, ...], ...]:
-    """Return the flat buffers of every block, the trainable ones first. `blocks` is what one tensor rank holds."""
+    """Return the flat buffers of every block, the trainable ones first.
+
+    `blocks` is what one tensor rank holds. Raises `PlanError` for whole blocks of a plan with a tensor axis.
+    """
+    _check_sliced(cluster, plan, blocks)
     layouts: dict[tuple[str, ...], Layout] = {}
     known: dict[tuple[ParamSpec, ...], tuple[FlatSpec, ...]] = {}  # most blocks of a model are alike
+    found: dict[int, tuple[FlatSpec, ...]] = {}  # and share the tuple of their specs, whose number is read faster
 
     def flats(params: tuple[ParamSpec, ...]) -> tuple[FlatSpec, ...]:
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
@@ -57,6 +63,21 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
         return tuple(made)
 
     for block in blocks:
+        if id(block.params) in found:
+            continue
         if block.params not in known:
             known[block.params] = flats(block.params)
-    return tuple(known[block.params] for block in blocks)
+        found[id(block.params)] = known[block.params]
+    return tuple(found[id(block.params)] for block in blocks)
+
+
+def _check_sliced(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """A parameter that `slice_blocks` has been at is cut by some axis, or shared, or says that it is neither."""
+    first = next((param for block in blocks for param in block.params), None)
+    if first is None or first.cuts or first.shared:
+        return
+    if any(plan.degree(tier.name, "tensor", tier.size) > 1 for tier in cluster.tiers):
+        raise PlanError(
+            f"the plan has a tensor axis, and {first.name} is whole: give what one tensor rank holds "
+            "(terrace.plan.slices.slice_blocks)"
+        )

@@ -116,6 +116,11 @@ def coding_bytes(layout: Layout, plan: Plan, message: MessageClass, numel: int, 
     its own part once and decodes the whole. Error feedback reads and writes its residual too. 0 for dtypes.
     """
     reduction, gathering = block_hops(layout, plan, message, numel, source)
+    return hops_coding_bytes(plan, message, reduction, gathering)
+
+
+def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
+    """Return the same as `coding_bytes` for the hops of a message."""
     master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
     held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else master
     total = 0.0

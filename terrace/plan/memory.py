@@ -18,7 +18,7 @@ flight takes less than the formula's.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from terrace.cluster import Cluster
@@ -76,7 +76,7 @@ def model_state_bytes(
     total["grads_full"] = _peak_gradients(plan, blocks, buffered, num_micros) * compute
     tensor = Tensor.of(Grid.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, blocks, flats, num_micros)
-    total["buffers"] += _tensor_buffers(tensor, blocks)
+    total["buffers"] += tensor_buffers(tensor, blocks, range(len(blocks)))
     return {category: total[category] for category in CATEGORIES}
 
 
@@ -142,10 +142,18 @@ def _largest_buffers(
     return sum(lanes.values())
 
 
-def _tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec]) -> int:
-    """What the largest message inside a block takes; they are in the middle of computing, one after the other."""
+def tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> int:
+    """Return the bytes that the largest message inside one of the blocks takes.
+
+    They are in the middle of computing, one after the other.
+    """
     largest = 0
-    for index in range(len(blocks)):
+    known: set[tuple[int, bool, bool]] = set()  # most layers are alike
+    for index in indexes:
+        alike = (id(blocks[index].params), index == 0, index == len(blocks) - 1)
+        if tensor.degree == 1 or alike in known:
+            continue
+        known.add(alike)
         for message in chain(*block_messages(tensor, blocks, index)):
             if message.leg is not Leg.NUMBERS:
                 buffers = gather_buffers if message.leg is Leg.GATHER else reduce_buffers

@@ -39,9 +39,27 @@ def slice_blocks(blocks: Sequence[BlockSpec], grid: Grid) -> tuple[BlockSpec, ..
     degrees = {axis: grid.total(axis) for axis in TENSOR}
     if all(degree == 1 for degree in degrees.values()):
         return tuple(blocks)
-    return tuple(
-        replace(block, params=tuple(_slice(block.name, param, degrees) for param in block.params)) for block in blocks
-    )
+    known: dict[int, tuple[ParamSpec, ...]] = {}  # most blocks of a model share their parameters' specs, and still do
+
+    def sliced(block: BlockSpec) -> tuple[ParamSpec, ...]:
+        if id(block.params) not in known:
+            known[id(block.params)] = tuple(_slice(block.name, param, degrees) for param in block.params)
+        return known[id(block.params)]
+
+    return tuple(replace(block, params=sliced(block)) for block in blocks)
+
+
+def whole_blocks(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
+    """Return the blocks that `slice_blocks` made these of."""
+
+    def whole(param: ParamSpec) -> ParamSpec:
+        return replace(param, shape=param.whole or param.shape, whole=(), cuts=(), shared=())
+
+    known: dict[int, tuple[ParamSpec, ...]] = {}
+    for block in blocks:
+        if id(block.params) not in known:
+            known[id(block.params)] = tuple(whole(param) for param in block.params)
+    return tuple(replace(block, params=known[id(block.params)]) for block in blocks)
 
 
 def rank_slices(param: ParamSpec, places: Mapping[str, int], degrees: Mapping[str, int]) -> tuple[slice, ...]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
+from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.grid import Grid, position
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
@@ -145,11 +146,16 @@ def number_bytes(plan: Plan) -> int:
 
 
 def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
-    """Return (messages of a forward, messages of a backward without recomputation) of a block, in order."""
+    """Return (messages of a forward, messages of a backward without recomputation) of a block, in order.
+
+    Raises `PlanError` where there is a tensor axis and sequences have no length.
+    """
     forward: list[TensorMessage] = []
     backward: list[TensorMessage] = []
     if tensor.degree == 1:
         return forward, backward
+    if tensor.tokens < 1:
+        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
     block = blocks[index]
     forward_norms = _norm_messages(tensor, block)
     whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * _hidden(blocks)

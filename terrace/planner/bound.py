@@ -26,12 +26,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
-from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Estimator
+from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
 from terrace.planner.space import Rows, Shape
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
-from terrace.planner.task import Choice, Placement
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement
 
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
@@ -120,14 +120,14 @@ class Bounds:
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
         self.num_layers = self.task.model.num_layers
-        self._mail = Mail(estimator)
+        self.mail = Mail(estimator)
         self._block_works: dict[tuple[Rows, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
 
     def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
         """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is."""
         works = self._works(shape, micro_batch, recompute)
-        numels = self.estimator.numels(shape.tensor)
+        numels = self.estimator.own_numels(shape)
         micros = self.task.batch // (shape.data * micro_batch)
         kept = self.estimator.kept_bytes(LAYER, shape.rows, micro_batch, recompute)
         stages, layers = shape.pipeline, self.num_layers
@@ -206,7 +206,7 @@ class Bounds:
         counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
         parts = parts_of(counts, placement)
         kept = self.estimator.kept_bytes(LAYER, shape.rows, core.micro_batch, core.recompute)
-        numels = self.estimator.numels(shape.tensor)
+        numels = self.estimator.own_numels(shape)
         stages = {
             (
                 sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
@@ -250,9 +250,10 @@ class Bounds:
         if counts is None:
             return 0.0
         shape, estimator = core.shape, self.estimator
-        messages = self._mail.messages(shape.state, shape.tensor, placement)
+        numels = estimator.own_numels(shape)
+        messages = self.mail.messages(shape.state, numels, placement)
         works = self._works(shape, core.micro_batch, core.recompute)
-        held = sum(numel * count for numel, count in zip(estimator.numels(shape.tensor), counts, strict=True))
+        held = sum(numel * count for numel, count in zip(numels, counts, strict=True))
         update_s = estimator.update_s(shape.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
             lane.seconds for lane in (messages.refresh, messages.gather, messages.reduce, messages.sync)
@@ -306,7 +307,7 @@ class Bounds:
         """Return the memory that a choice takes at least."""
         states = self.estimator.state_bytes(core.shape.state, placement)
         gathered = (
-            self.estimator.numels(core.shape.tensor)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
+            self.estimator.own_numels(core.shape)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
         )
         least = max(numel * states + unit * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * _SLACK

@@ -4,16 +4,20 @@ A plan may say more than a choice can: what a choice has no word for is refused,
 the cluster cannot have. Whether this version runs the plan is another question (`terrace.plan.validate`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from terrace.base.errors import PlanError, did_you_mean
-from terrace.plan import AXES, Plan, num_micro_batches, validate
+from terrace.plan import AXES, MessageClass, Plan, num_micro_batches, validate
+from terrace.plan.grid import Grid
 from terrace.plan.layout import Layout
+from terrace.plan.plan import TENSOR_AXES
+from terrace.plan.slices import slice_blocks
 from terrace.planner.estimate import data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.space import Shape, shape_of
 from terrace.planner.stages import SERIAL, SIMPLEST, traits
-from terrace.planner.task import Choice, Row, Task, schedule_text
+from terrace.planner.task import TENSOR, Choice, Row, Task, schedule_text
 
 
 def choice_of(task: Task, plan: Plan) -> Choice:
@@ -24,13 +28,26 @@ def choice_of(task: Task, plan: Plan) -> Choice:
         )
     if plan.prefetch != 1:
         raise PlanError(f"prefetch = {plan.prefetch}: plans are priced with prefetch = 1; leave it out")
+    if plan.tensor_chunks != 1:
+        raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: plans are priced with tensor_chunks = 1; leave it out")
     shape = shape_of(tuple(_row(task, plan, tier.name, tier.size) for tier in task.cluster.tiers))
     _check_names(task, plan)
-    _check_model(task, shape)
     schedule, chunks = (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(plan.schedule or SIMPLEST)
-    # What is left of a plan is that of the data ranks of one tensor, context and pipeline coordinate.
-    own = replace(plan, mapping={}, schedule=plan.schedule if shape.pipeline == 1 else None)
-    validate(data_cluster(task.cluster, shape.state), own, task.blocks)
+    if shape.context == shape.pipeline == 1:
+        validate(task.cluster, plan, task.blocks)
+        slice_blocks(task.blocks, Grid.of(task.cluster, plan))  # the degrees must divide the heads
+    else:
+        _check_model(task, shape)
+        # What is left of a plan is that of the data ranks of one tensor, context and pipeline coordinate.
+        _check_tensor_wire(task, plan, shape)
+        wire = {message: row for message, row in plan.wire.items() if message != MessageClass.TENSOR.value}
+        own = replace(plan, mapping={}, wire=wire, schedule=plan.schedule if shape.pipeline == 1 else None)
+        validate(data_cluster(task.cluster, shape.state), own, task.blocks)
+    if plan.sequence_parallel is not task.software.sequence_parallel and shape.tensor > shape.columns:
+        raise PlanError(
+            f"sequence_parallel = {str(plan.sequence_parallel).lower()}: the task is of software with "
+            f"sequence_parallel = {str(task.software.sequence_parallel).lower()}; make them the same"
+        )
     micros = num_micro_batches(plan, Layout.of(task.cluster, plan), task.batch)
     if micros % plan.unit:
         raise PlanError(f"unit = {plan.unit} does not divide the {micros} micro-batches of a rank: use a divisor")
@@ -55,24 +72,38 @@ def parse_schedule(text: str) -> tuple[str, int]:
 
 
 def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
-    row = plan.mapping.get(tier, {"data": size})
-    for axis, degree in row.items():
+    for axis, entry in plan.mapping.get(tier, {}).items():
         if axis not in AXES:
             raise PlanError(f"mapping.{tier} names axis {axis!r}{did_you_mean(axis, AXES)}")
-        if not isinstance(degree, int):
-            raise PlanError(
-                f"mapping.{tier}.{axis} = {dict(degree)}: beside a pipeline or a context axis the tensor axis is one "
-                "number here, its rows"
-            )
-        if degree < 1:
-            raise PlanError(f"mapping.{tier}.{axis} = {degree}: a degree is at least 1")
+        _check_degree(f"mapping.{tier}.{axis}", axis, entry)
     data, tensor, context, pipeline = (plan.degree(tier, axis, size) for axis in AXES)
     if data * tensor * context * pipeline != size:
         raise PlanError(
             f"the degrees of mapping.{tier} multiply to {data * tensor * context * pipeline}, but tier {tier!r} of "
             f"cluster {task.cluster.name!r} joins {size}: make them multiply to {size}"
         )
-    return data, tensor, context, pipeline
+    columns = plan.degree(tier, "columns", size)
+    return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
+
+
+def _check_degree(where: str, axis: str, entry: int | Mapping[str, int]) -> None:
+    if isinstance(entry, Mapping):
+        if axis != "tensor":
+            raise PlanError(f"{where} = {dict(entry)}: only the tensor axis is factored; give one number")
+        for factor, degree in entry.items():
+            if factor not in TENSOR_AXES:
+                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, TENSOR_AXES)}")
+            _check_degree(f"{where}.{factor}", factor, degree)
+    elif entry < 1:
+        raise PlanError(f"{where} = {entry}: a degree is at least 1")
+
+
+def _check_tensor_wire(task: Task, plan: Plan, shape: Shape) -> None:
+    for tier, row in zip(task.cluster.tiers, shape.rows, strict=True):
+        if tier.name in plan.wire.get(MessageClass.TENSOR.value, {}) and row[TENSOR] == 1:
+            raise PlanError(
+                f"wire.tensor.{tier.name} has no effect: the tensor axis has no ranks on {tier.name!r}; leave it out"
+            )
 
 
 def _check_names(task: Task, plan: Plan) -> None:
@@ -84,13 +115,16 @@ def _check_names(task: Task, plan: Plan) -> None:
 
 def _check_model(task: Task, shape: Shape) -> None:
     model = task.model
+    num_rows = shape.tensor // shape.columns
     for name, size in (
         ("heads", model.num_heads),
         ("key-value heads", model.num_kv_heads),
         ("columns of the MLP", model.intermediate_size),
     ):
-        if size % shape.tensor:
-            raise PlanError(f"a tensor degree of {shape.tensor} does not divide the {size} {name} of the model")
+        if size % num_rows:
+            raise PlanError(f"a tensor degree of {num_rows} rows does not divide the {size} {name} of the model")
+    if model.hidden_size % shape.columns:
+        raise PlanError(f"{shape.columns} columns do not divide the hidden size {model.hidden_size} of the model")
     if task.sequence % shape.context:
         raise PlanError(f"a context degree of {shape.context} does not divide sequences of {task.sequence} tokens")
     if shape.pipeline > model.num_layers:

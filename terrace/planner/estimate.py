@@ -1,9 +1,8 @@
 """Where the planner takes seconds and bytes from: the one file between it and the simulator's formulas.
 
 Everything here is of one task, and remembered: a search asks for the same block on the same ranks many times. A
-model has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. Nothing here is a formula of its own but for the
-two axes that have no program yet: context ranks gather the keys and values of a layer and scatter their gradients
-(Dubey et al. 2407.21783, section 3.3.2), and nothing hides these messages; the same holds for tensor ranks.
+model has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. Nothing here is a formula of its own; what ranks send
+inside a block is in terrace.planner.inner.
 """
 
 import math
@@ -16,8 +15,9 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, Plan
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
-from terrace.planner.space import Rows, shape_of
-from terrace.planner.task import CONTEXT, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
+from terrace.planner.inner import Inner, InnerSeconds, axis_group
+from terrace.planner.space import Rows, Shape, shape_of
+from terrace.planner.task import DATA, EMBEDDING, HEAD, LAYER, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
@@ -27,13 +27,10 @@ from terrace.simulate.footprint import (
     has_flash_attention,
 )
 from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
-from terrace.simulate.links import all_gather_s, all_reduce_s, rate_bytes_per_s, send_s, tensor_messages
+from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
-
-EMBEDDING, LAYER, HEAD = range(3)
-KINDS = (EMBEDDING, LAYER, HEAD)
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,7 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.item = FORMATS[task.compute].element_bytes
+        self.inner = Inner(task)
         attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._flash = attends and task.software.flash
         self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
@@ -81,7 +79,7 @@ class Estimator:
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
-        self._numels: dict[int, tuple[int, int, int]] = {}
+        self._numels: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plans: dict[Choice, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
@@ -93,6 +91,7 @@ class Estimator:
             sequence=self.task.sequence,
             micro_batch=micro_batch,
             tensor=shape_of(rows).tensor,
+            columns=shape_of(rows).columns,
             context=shape_of(rows).context,
             sequence_parallel=software.sequence_parallel,
             recompute="full" if recompute else "none",
@@ -112,43 +111,34 @@ class Estimator:
         return found
 
     def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
-        cluster, shape, work = self.task.cluster, shape_of(rows), self.work(rows, micro_batch)
+        own = self._compute(kind, rows, micro_batch, accumulate)
+        inner = self.inner.seconds(kind, rows, self.work(rows, micro_batch), own)
+        forward_s, backward_s, again_s = map(math.fsum, zip(*inner, strict=True))
+        return Seconds(
+            own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
+        )
+
+    def compute(self, kind: int, choice: Choice) -> BlockSeconds:
+        """Return the seconds of a block on one micro-batch without any message."""
+        accumulate = choice.degree(DATA) * choice.micro_batch < self.task.batch
+        return self._compute(kind, choice.rows, choice.micro_batch, accumulate)
+
+    def _compute(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> BlockSeconds:
         # Only attention sees sequences; an embedding and a head see tokens.
+        shape = shape_of(rows)
         tokens = micro_batch * self.task.sequence // shape.context
-        key = (kind, shape.tensor, accumulate, *((shape.context, micro_batch) if kind == LAYER else (tokens,)))
-        seconds = self._kernels.get(key)
-        if seconds is None:
-            seconds = block_seconds(cluster.device, work, self.index(kind), accumulate=accumulate)
-            self._kernels[key] = seconds
-        tensor_s, context_s = self._inner_messages(kind, rows, work)
-        forward_s = seconds.forward_s + tensor_s[0] + context_s[0]
-        backward_s = seconds.input_s + seconds.weight_s + tensor_s[1] + context_s[1]
-        return Seconds(forward_s, backward_s, seconds.weight_s, forward_s)
+        size = (shape.context, micro_batch) if kind == LAYER else (tokens,)
+        key = (kind, shape.tensor, shape.columns, accumulate, *size)
+        found = self._kernels.get(key)
+        if found is None:
+            work, device = self.work(rows, micro_batch), self.task.cluster.device
+            found = self._kernels[key] = block_seconds(device, work, self.index(kind), accumulate=accumulate)
+        return found
 
-    def inner_messages(
-        self, kind: int, rows: Rows, micro_batch: int
-    ) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return (forward, backward) seconds of a block's tensor messages and of its context messages."""
-        return self._inner_messages(kind, rows, self.work(rows, micro_batch))
-
-    def _inner_messages(self, kind: int, rows: Rows, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
-        cluster, tensor = self.task.cluster, axis_group(rows, TENSOR)
-        if kind == LAYER:
-            messages = tensor_messages(cluster, tensor, work)
-            keys_s = all_gather_s(cluster, axis_group(rows, CONTEXT), self._key_bytes(work) * work.context)
-            return (messages.forward_s, messages.backward_s), (keys_s, 2 * keys_s)
-        # Words are cut over the tensor ranks: the embedding's outputs are summed, so are the gradients of the head's
-        # input. Where these are cut along the sequence, either is scattered, and the head gathers its input both ways.
-        gather_s = all_gather_s(cluster, tensor, work.tokens * work.model.hidden_size * self.item)
-        if not work.sequence_parallel:
-            sum_s = all_reduce_s(cluster, tensor, work.tokens * work.model.hidden_size * self.item)
-            return ((sum_s, 0.0) if kind == EMBEDDING else (0.0, sum_s)), (0.0, 0.0)
-        return (gather_s, gather_s if kind == EMBEDDING else 2 * gather_s), (0.0, 0.0)
-
-    def _key_bytes(self, work: Work) -> int:
-        """Return the bytes of a rank's keys and values of one layer and micro-batch."""
-        heads = math.ceil(work.model.num_kv_heads / work.tensor)
-        return 2 * work.tokens * heads * work.model.head_dim * self.item
+    def inner_seconds(self, kind: int, choice: Choice) -> InnerSeconds:
+        """Return the seconds that a block waits on one micro-batch for its tensor and its context ranks."""
+        work = self.work(choice.rows, choice.micro_batch)
+        return self.inner.seconds(kind, choice.rows, work, self.compute(kind, choice))
 
     def boundary_s(self, rows: Rows, micro_batch: int) -> float:
         """Return the seconds of an activation between two stages, on the slowest tier that a boundary crosses."""
@@ -171,23 +161,7 @@ class Estimator:
 
     def inner_bytes(self, choice: Choice, num_micros: int, part: Part) -> dict[tuple[str, str], int]:
         """Return what a rank of a stage sends in a step to its tensor and context ranks, by (axis, tier)."""
-        work = self.work(choice.rows, choice.micro_batch)
-        whole = work.tokens * self.task.model.hidden_size * self.item
-        # Gathers and scatters of a layer: forward 4, backward 6, again 4; of an embedding 2 and of a head 3 in all.
-        embeddings, layers, heads = part.counts
-        passes = layers * (10 + 4 * choice.recompute) + 2 * embeddings + 3 * heads
-        volumes = {
-            TENSOR: ("tensor", passes * whole),
-            CONTEXT: ("context", layers * (3 + choice.recompute) * self._key_bytes(work) * work.context),
-        }
-        sent: dict[tuple[str, str], int] = {}
-        for axis, (name, volume) in volumes.items():
-            left = volume
-            for row, tier in zip(choice.rows, self.task.cluster.tiers, strict=True):
-                if row[axis] > 1:
-                    sent[name, tier.name] = num_micros * left * (row[axis] - 1) // row[axis]
-                    left //= row[axis]
-        return sent
+        return self.inner.sent_bytes(choice, self.work(choice.rows, choice.micro_batch), num_micros, part.counts)
 
     def boundary_bytes(self, choice: Choice, num_micros: int) -> dict[tuple[str, str], int]:
         """Return what a rank of a middle stage sends in a step to its neighbours, on the outermost tier crossed."""
@@ -238,26 +212,33 @@ class Estimator:
             self._kept[key] = block_activation_bytes(work, STATE_KINDS[kind], self.task.backend).kept_bytes
         return micro_batch * self._kept[key]  # every tensor that is kept has a row for each sequence
 
-    def numels(self, tensor: int) -> tuple[int, int, int]:
+    def numels(self, tensor: int, columns: int = 1) -> tuple[int, int, int]:
         """Return the parameters of an embedding, a layer and a head on a tensor rank."""
-        if tensor not in self._numels:
-            whole = stage_of(self.task.model, tensor, 1, 0, 1)
-            self._numels[tensor] = (whole.embedding, whole.layer, whole.head)
-        return self._numels[tensor]
+        whole = stage_of(self.task.model, tensor, 1, 0, 1, columns=columns)
+        return whole.embedding, whole.layer, whole.head
 
-    def stage_blocks(self, kinds: Sequence[int], tensor: int) -> tuple[BlockSpec, ...]:
+    def own_numels(self, shape: Shape) -> tuple[int, int, int]:
+        """Return the same without what tensor ranks share, which is sharded over these too: what bounds count."""
+        key = (shape.tensor, shape.columns)
+        if key not in self._numels:
+            self._numels[key] = stage_of(self.task.model, shape.tensor, 1, 0, 1, columns=shape.columns).flats[0][1]
+        return self._numels[key]
+
+    def stage_blocks(self, kinds: Sequence[int], shape: Shape) -> tuple[BlockSpec, ...]:
         """Return what a tensor rank holds of the blocks of a stage, each in one piece.
 
         A tied head without the embedding beside it has a copy of the matrix.
         """
         names = [self.task.blocks[self.index(kind)].name for kind in kinds]
-        sizes = [self.numels(tensor)[kind] for kind in kinds]
+        tensor, columns = shape.tensor, shape.columns
+        numels = self.numels(tensor, columns)
+        sizes = [numels[kind] for kind in kinds]
         borrows: tuple[int, ...] = ()
         if self.task.model.tied_embeddings and kinds[-1] == HEAD:
             if kinds[0] == EMBEDDING:
                 borrows = (0,)
             else:
-                sizes[-1] = stage_of(self.task.model, tensor, 2, 1, 1).head
+                sizes[-1] = stage_of(self.task.model, tensor, 2, 1, 1, columns=columns).head
         return tuple(
             BlockSpec(
                 name=name,
@@ -286,7 +267,7 @@ class Estimator:
         )
         if part.head and part.embedding and shape.pipeline > 1:
             # Both ends of the pipeline meet on one stage; the formula knows the head's end of it.
-            layout, embedding = state_layout(task.cluster, plan), self.numels(shape.tensor)[EMBEDDING]
+            layout, embedding = state_layout(task.cluster, plan), self.numels(shape.tensor, shape.columns)[EMBEDDING]
             alone = Stage(embedding=layout.padded(embedding), layer=0, head=0, layers=range(0), lent=0)
             for name, size in model_states(layout, plan, alone, num_micros).steady.items():
                 if name in ("params", "secondary", "grads", "optimizer"):
@@ -312,8 +293,3 @@ def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
         reach = rate_bytes_per_s(cluster, index, 0, degree=here) / rate_bytes_per_s(cluster, index, 0)
         tiers.append(replace(tier, size=here, bandwidth_bytes_per_s=reach * tier.bandwidth_bytes_per_s))
     return replace(cluster, tiers=tuple(tiers))
-
-
-def axis_group(rows: Rows, axis: int) -> tuple[int, ...]:
-    """Return the shape of a group of an axis: its degree on every tier."""
-    return tuple(row[axis] for row in rows)

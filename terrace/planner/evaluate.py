@@ -1,9 +1,9 @@
 """The final evaluation of a choice: its step is built, priced and played, its memory counted.
 
-Of a pipeline stage, or of the whole model where there is none, the program of its data ranks is built and
-simulated: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its
-data ranks see. Two short steps are played, of two and of three units of micro-batches; more units repeat the
-third, so a step of M units follows in a straight line,
+Without pipeline and context the program of the plan is built and simulated. With them, that of the data ranks of a
+stage: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its data ranks see.
+Two short steps are played, of two and of three units of micro-batches; more units repeat the third, so a step of M
+units follows in a straight line,
 
     T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds a unit, messages it waits for included.
 
@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from terrace.plan import AXES, MessageClass, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
-from terrace.planner.messages import Mail
 from terrace.planner.pipelines import Pipeline
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, num_micros, plan_of
+from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build
 from terrace.simulate import Costs
 from terrace.simulate.cost import update_seconds
@@ -102,7 +101,9 @@ class Evaluator:
         program, _ = self.program(part, choice, 1)
         sent = {
             (message.value, tier): count
-            for (message, tier), count in step_bytes(program.cluster, program.plan, program.blocks, micros).items()
+            for (message, tier), count in step_bytes(
+                program.cluster, program.plan, program.blocks, micros, program.sequence
+            ).items()
         }
         return sent | self.estimator.inner_bytes(choice, micros, part) | self.estimator.boundary_bytes(choice, micros)
 
@@ -139,7 +140,8 @@ class Evaluator:
     def _sync_s(self, part: Part, choice: Choice) -> float:
         """Return the seconds of all sums of gradients of a stage, one after the other."""
         shape = shape_of(choice.rows)
-        sync = Mail(self.estimator).messages(shape.state, shape.tensor, choice.placement).sync
+        numels = self.estimator.numels(shape.tensor, shape.columns)
+        sync = self.bounds.mail.messages(shape.state, numels, choice.placement).sync
         return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
@@ -167,10 +169,16 @@ class Evaluator:
         return _Played(steps[0], further, lengths[0])
 
     def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
-        """Return the program of the data ranks of a stage for a step of `micros` micro-batches, and its costs."""
+        """Return the program of a stage for a step of `micros` micro-batches, and its costs.
+
+        Without pipeline and context it is the very program of the plan. With them that of the data ranks alone, where
+        what tensor and context ranks send is part of computing.
+        """
         estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
-        blocks = estimator.stage_blocks(part.kinds, shape.tensor)
-        plan = replace(plan_of(task, choice), mapping={}, schedule=None)
+        if choice.schedule == SERIAL and shape.tensor > 1 and shape.context == 1:
+            return self._whole_program(part, choice, micros)
+        blocks = estimator.stage_blocks(part.kinds, shape)
+        plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
         program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
         seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
         costs = Costs(
@@ -180,3 +188,23 @@ class Evaluator:
             program=program,
         )
         return program, costs
+
+    def _whole_program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
+        task = self.task
+        program = build(task.cluster, plan_of(task, choice), task.blocks, micros, task.sequence)
+        known = {kind: self.estimator.compute(kind, choice) for kind in KINDS}
+        seconds = [known[kind] for kind in part.kinds]
+        costs = Costs(
+            forward_s=tuple(block.forward_s for block in seconds),
+            backward_s=tuple(block.input_s + block.weight_s for block in seconds),
+            update_s=update_seconds(program),
+            program=program,
+            weight_s=tuple(block.weight_s for block in seconds),
+            hides_inside=task.software.hides_messages,
+        )
+        return program, costs
+
+
+def _data_wire(task: Task) -> Wire:
+    """Return the formats of the messages between data ranks."""
+    return {message: row for message, row in task.wire.items() if message != MessageClass.TENSOR.value}

@@ -12,6 +12,8 @@ from terrace.planner.task import Placement
 from terrace.program import Instruction, Op, Program
 from terrace.simulate import Costs
 
+Numels = tuple[int, int, int]  # elements of an embedding, a layer and a head on a rank
+
 
 class Lane(NamedTuple):
     """The lane of a message, and its seconds for an embedding, a layer and a head."""
@@ -37,27 +39,27 @@ class Mail:
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self._messages: dict[tuple[tuple[int, ...], int, Placement], Messages] = {}
+        self._messages: dict[tuple[tuple[int, ...], Numels, Placement], Messages] = {}
         self._lanes: dict[tuple[object, ...], Lane] = {}
         self._costs: dict[tuple[object, ...], Costs] = {}
 
-    def messages(self, degrees: tuple[int, ...], tensor: int, placement: Placement) -> Messages:
-        """Return the messages among `degrees` data ranks of what a rank of `tensor` holds."""
-        key = (degrees, tensor, placement)
+    def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
+        """Return the messages among `degrees` data ranks, of an embedding, a layer and a head of `numels` elements."""
+        key = (degrees, numels, placement)
         found = self._messages.get(key)
         if found is None:
-            found = self._messages[key] = self._found(degrees, tensor, placement)
+            found = self._messages[key] = self._found(degrees, numels, placement)
         return found
 
-    def _found(self, degrees: tuple[int, ...], tensor: int, placement: Placement) -> Messages:
+    def _found(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
         params, grads, optimizer, backward = placement
 
         def lane(instruction: Instruction, *places: int) -> Lane:
             """Return the lane of a message that depends on these places alone."""
-            key = (degrees, tensor, instruction, places)
+            key = (degrees, numels, instruction, places)
             found = self._lanes.get(key)
             if found is None:
-                costs = self._priced(degrees, tensor, placement)
+                costs = self._priced(degrees, numels, placement)
                 each = tuple(
                     costs.collective_s(
                         Instruction(instruction.op, block, -1, instruction.backward, instruction.secondary)
@@ -78,9 +80,9 @@ class Mail:
             control_s=lane(Instruction(Op.CLIP), params, grads, optimizer, backward).seconds[0],
         )
 
-    def _priced(self, degrees: tuple[int, ...], tensor: int, placement: Placement) -> Costs:
+    def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
         """Return the costs of a program that has a block of each kind and no instructions."""
-        key = (degrees, tensor, placement)
+        key = (degrees, numels, placement)
         if key not in self._costs:
             layout, plan = self.estimator.layout(degrees, placement)
             program = Program(
@@ -89,7 +91,7 @@ class Mail:
                 layout=layout,
                 blocks=tuple(
                     BlockSpec(name=name, params=(ParamSpec(name="all", shape=(numel,)),))
-                    for name, numel in zip(("embedding", "layer", "head"), self.estimator.numels(tensor), strict=True)
+                    for name, numel in zip(("embedding", "layer", "head"), numels, strict=True)
                 ),
                 num_micros=1,
                 instructions=(),

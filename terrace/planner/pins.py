@@ -8,7 +8,7 @@ from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.plan import AXES
 
-NUMBERS = (*AXES, "micro_batch", "unit", "chunks")
+NUMBERS = (*AXES, "columns", "micro_batch", "unit", "chunks")
 STATES = ("params", "grads", "optimizer")
 WORDS = {"recompute": ("none", "layers")}
 _NAMES = (*NUMBERS, *STATES, "params_backward", *WORDS, "schedule")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrace.planner.estimate import EMBEDDING, HEAD, LAYER, Estimator, Part
+from terrace.planner.estimate import Estimator, Part
 from terrace.planner.space import Shape
 from terrace.planner.stages import Waiting, pipeline, share_layers
+from terrace.planner.task import EMBEDDING, HEAD, LAYER
 from terrace.program.schedules import Orders, Placement, TaskSeconds
 from terrace.simulate.timeline import play
 

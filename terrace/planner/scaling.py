@@ -60,7 +60,8 @@ def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> lis
 def evaluate_plan(task: Task, plan: Plan) -> Estimate:
     """Return what a plan costs on the cluster of a task; raises `PlanError` for one that cannot run there."""
     validate(task.cluster, plan, task.blocks)
-    own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master)
+    software = replace(task.software, sequence_parallel=plan.sequence_parallel)
+    own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master, software=software)
     return Evaluator(Bounds(Estimator(own))).evaluate(choice_of(own, plan))
 
 

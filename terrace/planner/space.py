@@ -4,6 +4,8 @@ Degrees are chosen tier by tier, so that every choice is a mapping table. Three 
 
 - tensor is innermost, and takes whole tiers before it goes on to the next: it divides the innermost tier, or
   the innermost tier divides it;
+- of the tensor ranks the innermost are columns, a power of two of them: one, but where a pin allows more. Depth is no
+  choice of its own: it is data ranks with parameters sharded over their tier;
 - context follows tensor in the same way; pipeline and data share what is left in any order;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
@@ -20,7 +22,7 @@ from terrace.plan import AXES
 from terrace.plan.layout import DEVICE
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
 from terrace.planner.pins import Pins
-from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task
+from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task, columns_of
 
 Rows = tuple[Row, ...]
 
@@ -33,6 +35,7 @@ class Shape(NamedTuple):
     tensor: int
     context: int
     pipeline: int
+    columns: int  # of the tensor ranks
     state: tuple[int, ...]
     inner: Rows  # the tensor and context degrees alone: what the seconds of a block depend on
     crossed: tuple[int, ...]  # the tiers that some boundary between pipeline stages crosses
@@ -42,10 +45,11 @@ class Shape(NamedTuple):
 def shape_of(rows: Rows) -> Shape:
     """Return the shape of a mapping table."""
     data, tensor, context, pipeline = (math.prod(row[axis] for row in rows) for axis in range(len(AXES)))
-    inner = tuple((1, row[TENSOR], row[CONTEXT], 1) for row in rows)
+    inner = tuple((1, row[TENSOR], row[CONTEXT], 1, columns_of(row)) for row in rows)
     state = tuple(row[DATA] * row[CONTEXT] for row in rows)
     crossed = tuple(tier for tier, row in enumerate(rows) if row[PIPELINE] > 1)
-    return Shape(rows, data, tensor, context, pipeline, state, inner, crossed)
+    columns = math.prod(columns_of(row) for row in rows)
+    return Shape(rows, data, tensor, context, pipeline, columns, state, inner, crossed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +67,31 @@ def shapes(space: Space) -> Iterator[Shape]:
     task, pins = space.task, space.pins
     model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
 
-    def possible(data: int, tensor: int, context: int, pipeline: int) -> bool:
+    most_columns = pins.ranges.get("columns", (1, 1))[1]
+
+    def possible(data: int, tensor: int, context: int, pipeline: int, columns: int) -> bool:
         """Degrees so far; they only grow, and what a degree divides is divided by its divisors too."""
+        cut_by_rows = (model.num_heads, model.num_kv_heads, model.intermediate_size)
         return (
             task.batch % data == 0
-            and all(n % tensor == 0 for n in (model.num_heads, model.num_kv_heads, model.intermediate_size))
+            and all(size % (tensor // columns) == 0 for size in cut_by_rows)
+            and model.hidden_size % columns == 0
+            and columns <= most_columns
             and task.sequence % context == 0
             and pipeline <= model.num_layers
         )
 
-    def extend(rows: Rows, product: Row) -> Iterator[Shape]:
+    def extend(rows: Rows, product: tuple[int, int, int, int, int]) -> Iterator[Shape]:
         tier = len(rows)
         if tier == len(sizes):
-            if all(pins.allows(axis, degree) for axis, degree in zip(AXES, product, strict=True)):
+            if all(pins.allows(axis, degree) for axis, degree in zip((*AXES, "columns"), product, strict=True)):
                 yield shape_of(rows)
             return
         inner = rows[-1] if rows else None
-        for row in _rows(sizes[tier], space.axes):
+        for row in _rows(sizes[tier], space.axes, most_columns):
             if inner is not None and row[TENSOR] > 1 and inner[TENSOR] != sizes[tier - 1]:
+                continue
+            if inner is not None and columns_of(row) > 1 and columns_of(inner) != inner[TENSOR]:
                 continue
             if inner is not None and row[CONTEXT] > 1 and inner[TENSOR] * inner[CONTEXT] != sizes[tier - 1]:
                 continue
@@ -89,28 +100,37 @@ def shapes(space: Space) -> Iterator[Shape]:
                 product[TENSOR] * row[TENSOR],
                 product[CONTEXT] * row[CONTEXT],
                 product[PIPELINE] * row[PIPELINE],
+                product[4] * columns_of(row),
             )
             if possible(*grown):
                 yield from extend((*rows, row), grown)
 
-    yield from extend((), (1, 1, 1, 1))
+    yield from extend((), (1, 1, 1, 1, 1))
 
 
 @lru_cache(maxsize=4096)
-def _rows(size: int, axes: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return every way to share a tier of `size` among the axes."""
+def _rows(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tuple[Row, ...]:
+    """Return every way to share a tier of `size` among the axes, with at most so many columns of the tensor ranks."""
     degrees = divisors(size)
     tensors = degrees if "tensor" in axes else (1,)
     contexts = degrees if "context" in axes else (1,)
     pipelines = degrees if "pipeline" in axes else (1,)
-    return tuple(
+    plain: list[Row] = [
         (size // (tensor * context * pipeline), tensor, context, pipeline)
         for tensor in tensors
         for context in contexts
         if size % (tensor * context) == 0
         for pipeline in pipelines
         if size % (tensor * context * pipeline) == 0
-    )
+    ]
+    powers = [1 << power for power in range(1, min(most_columns, size).bit_length())]
+    factored: list[Row] = [
+        (row[DATA], row[TENSOR], row[CONTEXT], row[PIPELINE], columns)
+        for row in plain
+        for columns in powers
+        if row[TENSOR] % columns == 0
+    ]
+    return (*plain, *factored)
 
 
 @lru_cache(maxsize=4096)

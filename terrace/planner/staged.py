@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrace.plan import AXES, MessageClass
-from terrace.planner.estimate import EMBEDDING, HEAD, KINDS, LAYER, Part
+from terrace.planner.estimate import Part
 from terrace.planner.evaluate import Estimate, Evaluator
-from terrace.planner.messages import Mail
 from terrace.planner.pipelines import Pipeline
 from terrace.planner.search import runnable_axes
 from terrace.planner.space import shape_of
-from terrace.planner.task import CONTEXT, TENSOR, Choice, Task, num_micros
+from terrace.planner.task import CONTEXT, EMBEDDING, HEAD, KINDS, LAYER, TENSOR, Choice, Task, num_micros
 from terrace.program.schedules import Kind
 from terrace.simulate.critical import path_words
 from terrace.simulate.curve import MemoryCurve
@@ -131,7 +130,8 @@ def stage_steps(evaluator: Evaluator, choice: Choice) -> StagedStep:
 def message_places(evaluator: Evaluator, choice: Choice) -> dict[str, tuple[str, str]]:
     """Return (axis, tier) of every kind of message that a step may wait for: the outermost tier that it crosses."""
     shape, tiers = shape_of(choice.rows), evaluator.task.cluster.tiers
-    messages = Mail(evaluator.estimator).messages(shape.state, shape.tensor, choice.placement)
+    numels = evaluator.estimator.own_numels(shape)
+    messages = evaluator.bounds.mail.messages(shape.state, numels, choice.placement)
     lanes = {
         MessageClass.GATHER: messages.gather.lane,
         MessageClass.GATHER_BACKWARD: messages.backward.lane,
@@ -149,17 +149,19 @@ def message_places(evaluator: Evaluator, choice: Choice) -> dict[str, tuple[str,
 
 
 def inner_seconds(evaluator: Evaluator, choice: Choice, part: Part) -> dict[str, tuple[float, float]]:
-    """Return (forward, backward) seconds a step of a stage's tensor and context messages, recomputation included."""
+    """Return (forward, backward) seconds that a stage waits for tensor and context messages in a step.
+
+    Recomputation is included, and what running beside a message adds to computing.
+    """
     micros = num_micros(evaluator.task, choice)
     found = {name: (0.0, 0.0) for axis, name in INNER.items() if choice.degree(axis) > 1}
     for kind, count in zip(KINDS, part.counts, strict=True):
-        messages = evaluator.estimator.inner_messages(kind, choice.rows, choice.micro_batch)
-        for name, (forward_s, backward_s) in zip(INNER.values(), messages, strict=True):
+        messages = evaluator.estimator.inner_seconds(kind, choice)
+        for name, (forward_s, backward_s, again_s) in zip(INNER.values(), messages, strict=True):
             if name in found:
-                again_s = forward_s if kind == LAYER and choice.recompute else 0.0
-                before = found[name]
-                repeats = count * micros
-                found[name] = (before[0] + repeats * forward_s, before[1] + repeats * (backward_s + again_s))
+                before, repeats = found[name], count * micros
+                in_backward_s = backward_s + (again_s if kind == LAYER and choice.recompute else 0.0)
+                found[name] = (before[0] + repeats * forward_s, before[1] + repeats * in_backward_s)
     return found
 
 
@@ -285,12 +287,21 @@ def path_sentence(step: StagedStep) -> str:
     )
 
 
+def inner_words(choice: Choice) -> list[str]:
+    """Return what hides the messages inside blocks."""
+    lines = []
+    if choice.degree(TENSOR) > 1:
+        lines.append("Messages of tensor ranks hide behind the products beside which the runtime sends them.")
+    if choice.degree(CONTEXT) > 1:
+        lines.append("Nothing hides the messages of context ranks.")
+    return lines
+
+
 def played_words(step: StagedStep) -> Sequence[str]:
     """Return what of the step is played, and how: this version has no program for these axes."""
-    shape = shape_of(step.choice.rows)
     lines = [
         "Played as orders, not as the runtime's program: this version runs the "
-        f"{', '.join(runnable_axes())} axis only, so this step cannot be trained yet. The orders of schedule "
+        f"{' and '.join(runnable_axes())} axes only, so this step cannot be trained yet. The orders of schedule "
         f"{step.choice.schedule} are played with the seconds of its stages; a message between stages costs the stages "
         "no time of their own."
     ]
@@ -299,8 +310,6 @@ def played_words(step: StagedStep) -> Sequence[str]:
             "What stages wait for their data ranks comes from playing the program of those, and makes every task "
             f"{step.stretch:.3f} times as long."
         )
-    inside = [name for axis, name in INNER.items() if (shape.tensor, shape.context)[axis - TENSOR] > 1]
-    if inside:
-        lines.append(f"Nothing hides the messages of {' and '.join(inside)} ranks.")
+    lines += inner_words(step.choice)
     lines.append("Sums of gradients, update and refresh follow the orders of all stages.")
     return lines

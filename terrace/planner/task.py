@@ -12,9 +12,12 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import AXES, Plan
 from terrace.simulate.activations import Backend
 
+EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
 DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
 
-Row = tuple[int, int, int, int]  # degrees of one tier, in the order of AXES; they multiply to its size
+# Degrees of one tier, in the order of AXES; they multiply to its size. A fifth is how many of the tensor ranks are
+# columns; where it is left out, none.
+Row = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 _MOST = 10**9  # whose divisors are found in no time
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
 _MOST_SEQUENCES = 100_000
@@ -26,19 +29,24 @@ class Software:
     """How the runtime that is predicted computes and sends; the defaults are this project's.
 
     `flash`: attention that never writes its scores; `dropout`: masks are drawn and kept; `sequence_parallel`: norms and
-    residuals cut over the tensor ranks. With `blocking_sends` a stage computes nothing while it hands a micro-batch on:
-    the exchange after each task is waited for. With `late_sync` a pipeline sums its gradients over the data ranks once
-    all stages have ended, and hides none of it. `MEGATRON` is Megatron-LM as Narayanan et al. (2104.04473) ran it.
+    residuals cut over the tensor ranks; `hides_messages`: messages inside a block travel beside its products where
+    terrace.simulate.inside says so, else all are waited for. With `blocking_sends` a stage computes nothing while it
+    hands a micro-batch on: the exchange after each task is waited for. With `late_sync` a pipeline sums its gradients
+    over the data ranks once all stages have ended, and hides none of it. `MEGATRON` is Megatron-LM as Narayanan et al.
+    (2104.04473) ran it.
     """
 
     flash: bool = True
     dropout: bool = False
     sequence_parallel: bool = True
+    hides_messages: bool = True
     blocking_sends: bool = False
     late_sync: bool = False
 
 
-MEGATRON = Software(flash=False, dropout=True, sequence_parallel=False, blocking_sends=True, late_sync=True)
+MEGATRON = Software(
+    flash=False, dropout=True, sequence_parallel=False, hides_messages=False, blocking_sends=True, late_sync=True
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +141,17 @@ class Choice(NamedTuple):
         return result
 
 
+def columns_of(row: Row) -> int:
+    """Return how many columns the tensor ranks of a tier have."""
+    return row[4] if len(row) == 5 else 1
+
+
+def tensor_entry(row: Row) -> int | dict[str, int]:
+    """Return the tensor ranks of a tier as the mapping of a plan has them."""
+    columns = columns_of(row)
+    return row[TENSOR] if columns == 1 else {"rows": row[TENSOR] // columns, "columns": columns}
+
+
 def num_micros(task: Task, choice: Choice) -> int:
     """Return the micro-batches of a step on each rank."""
     return task.batch // (choice.degree(DATA) * choice.micro_batch)
@@ -143,7 +162,11 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
     mapping = {
-        tier: {axis: degree for axis, degree in zip(AXES, row, strict=True) if degree > 1}
+        tier: {
+            axis: tensor_entry(row) if axis == "tensor" else degree
+            for axis, degree in zip(AXES, row[: len(AXES)], strict=True)
+            if degree > 1
+        }
         for tier, row in zip(tiers, choice.rows, strict=True)
         if any(row[axis] > 1 for axis in (TENSOR, CONTEXT, PIPELINE))
     }
@@ -160,6 +183,7 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
         micro_batch=choice.micro_batch,
         recompute=("layers.*",) if choice.recompute else (),
         unit=choice.unit,
+        sequence_parallel=task.software.sequence_parallel,
         schedule=schedule_text(choice.schedule, choice.chunks) if choice.degree(PIPELINE) > 1 else None,
     )
 

@@ -74,14 +74,19 @@ class Program:
 
     def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
         """Yield (tier index, bytes) for every collective that an instruction makes this rank take part in."""
+        yield from ((tier, num_bytes) for tier, _, num_bytes in self.hops(instruction))
+
+    def hops(self, instruction: Instruction) -> Iterator[tuple[int, int, int]]:
+        """Yield (tier index, members, bytes) for every collective that an instruction makes this rank take part in."""
         layout, message = self.everyone, self.message(instruction)
         if message is MessageClass.CONTROL:
             message_bytes = control_numbers(layout, self.plan) * CONTROL_NUMBER_BYTES
-            yield from ((tier, (layout.degrees[tier] - 1) * message_bytes) for tier in self.crossed(instruction))
+            for tier in self.crossed(instruction):
+                yield tier, layout.degrees[tier], (layout.degrees[tier] - 1) * message_bytes
             return
         for flat in self._carried(instruction):
             hops = block_hops(flat.layout, self.plan, message, flat.padded, self._source(instruction))
-            yield from ((hop.tier, hop.sent_bytes) for hop in chain(*hops))
+            yield from ((hop.tier, hop.degree, hop.sent_bytes) for hop in chain(*hops))
 
     def coding_bytes(self, instruction: Instruction) -> float:
         """Return the bytes of memory that coding and decoding the messages of a collective moves on this rank."""

@@ -11,10 +11,11 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 - `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
   of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
 
-T tokens on this context rank, t tensor ranks. What lies inside attention and MLP is cut by t; residual, norms and
-the inputs of matrix products are cut by t only under sequence parallelism, when a whole input (T x hidden) exists
-only while its product runs. Only `cpu` has been compared with a running decoder; what `cuda` keeps follows from the
-documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
+T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
+the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
+input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
+gathers it once. The head keeps its input whole. Only `cpu` has been compared with a running decoder; what `cuda` keeps
+follows from the documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
 """
 
 from collections.abc import Sequence
@@ -111,15 +112,19 @@ class _Tape:
         work, model = self.work, self.work.model
         self.item = FORMATS[work.compute].element_bytes
         self.wide = max(self.item, _STATISTIC_BYTES)
-        self.cut = work.tensor if work.sequence_parallel else 1  # of the residual stream
-        self.heads = -(-model.num_heads // work.tensor)
-        self.kv_heads = -(-model.num_kv_heads // work.tensor)
-        self.inner = -(-model.intermediate_size // work.tensor)
-        self.residual = work.tokens * model.hidden_size // self.cut  # elements
+        self.cut = work.rows if work.sequence_parallel else 1  # of the tokens of the residual stream
+        self.heads = -(-model.num_heads // work.rows)
+        self.kv_heads = -(-model.num_kv_heads // work.rows)
+        self.inner = -(-model.intermediate_size // work.rows)
+        self.hidden = -(-model.hidden_size // work.columns)
+        self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
         self.scores = work.tokens * self.heads * work.sequence
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
-        self.whole = work.tokens * model.hidden_size * self.item if self.cut > 1 else 0
+        self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
+        # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
+        self.keeps_gathered = self.backend != "published" and work.recompute == "full"
+        self.gathered_beside = 0 if self.keeps_gathered else self.whole
 
     def result(self, again: bool) -> BlockActivations:
         """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
@@ -133,7 +138,7 @@ class _Tape:
             random = _RANDOM_STATE_BYTES[self.backend]
             forward, backward = forward + random, backward + random
         if again and self.backend == "published":
-            kept_input = kept_input * self.cut  # Table 2 keeps the whole input on every rank
+            kept_input *= self.cut  # Table 2 keeps the whole input on every rank
         return BlockActivations(
             input_bytes=kept_input,
             output_bytes=sizes[OUTPUT],
@@ -147,16 +152,18 @@ class _Tape:
         """Looked-up rows, and positions added to them; the tokens belong to the batch. Gradients of both are dense."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
         matrix = -(-model.vocab_size // work.tensor) * hidden * self.item
+        # Words are cut over all tensor ranks: each has rows of the whole hidden size to sum up.
+        whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
         stream = self.residual * self.item
         self.sizes |= {INPUT: 0, "rows": stream, OUTPUT: stream}
         self._mask("mask", OUTPUT)
         keeps = ("mask",) if work.dropout else ()
         if not model.learned_positions:
-            self._add("look up", (INPUT,), OUTPUT, keeps, self.whole, matrix)
+            self._add("look up", (INPUT,), OUTPUT, keeps, whole, matrix + whole)
             return
-        self._add("look up", (INPUT,), "rows", (), self.whole, matrix)
-        used = work.sequence // work.context * hidden * self.item  # summed over the sequences first
-        self._add("positions", ("rows",), OUTPUT, keeps, 0, used + model.max_positions * hidden * self.item, True)
+        self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
+        used = work.sequence // work.context * self.hidden * self.item  # summed over the sequences first
+        self._add("positions", ("rows",), OUTPUT, keeps, 0, used + model.max_positions * self.hidden * self.item, True)
 
     def layer(self) -> None:
         """Attention and MLP with their residuals."""
@@ -164,10 +171,10 @@ class _Tape:
         parallel = model.parallel_residual
         self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
         self._norm("attention norm", INPUT, "attention input")
-        self._attention("attention input", "attended")
+        self._attention(self._entered("attention input"), "attended")
         self._residual("attention residual", INPUT, "attended", "middle")
         self._norm("mlp norm", INPUT if parallel else "middle", "mlp input")
-        self._mlp("mlp input", "mlp output")
+        self._mlp(self._entered("mlp input"), "mlp output")
         self._residual("mlp residual", "middle", "mlp output", OUTPUT)
 
     def head(self) -> None:
@@ -178,7 +185,10 @@ class _Tape:
         wide, narrow = logits * self.wide, logits * self.item
         self.sizes |= {INPUT: self.residual * self.item, "logits": narrow, OUTPUT: _STATISTIC_BYTES}
         self._norm("final norm", INPUT, "head input")
-        self._product("logits", "head input", "logits", model.hidden_size * vocab)
+        whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
+        published = self.backend == "published"
+        source = "head input" if published else self._gathered("head input", whole)
+        self._product("logits", source, "logits", model.hidden_size * vocab, whole=whole if published else 0)
         source = "logits"
         if self.wide > self.item:
             self.sizes["wide logits"] = wide
@@ -201,7 +211,8 @@ class _Tape:
             if turned:
                 self.sizes[f"{name} before RoPE"] = self.sizes[name]
             into = f"{name} before RoPE" if turned else name
-            self._product(name, source, into, heads * model.head_dim * model.hidden_size)
+            weight = heads * model.head_dim * self.hidden
+            self._product(name, source, into, weight, whole=self.gathered_beside)
         if rotary and self.backend != "published":
             for name in ("query", "key"):
                 whole = self.sizes[name]
@@ -213,8 +224,8 @@ class _Tape:
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
-        weight = self.heads * model.head_dim * model.hidden_size
-        self._product("attention output", merged, target, weight, (source, "query", "key", "value"))
+        weight = self.heads * model.head_dim * self.hidden
+        self._product("attention output", merged, target, weight, (source, "query", "key", "value"), self.whole)
 
     @property
     def _plain(self) -> bool:
@@ -249,20 +260,21 @@ class _Tape:
 
     def _mlp(self, source: str, target: str) -> None:
         model, published = self.work.model, self.backend == "published"
-        weight, inner = self.inner * model.hidden_size, self.work.tokens * self.inner * self.item
+        weight, inner = self.inner * self.hidden, self.work.tokens * self.inner * self.item
         self.sizes |= dict.fromkeys(("up", "gate", "active", "product"), inner)
-        self._product("up", source, "up", weight)
+        beside = self.gathered_beside
+        self._product("up", source, "up", weight, whole=beside)
         # relu's gradient needs its result alone, which the next operation keeps anyway.
         by_result = model.activation == "relu"
         if model.gated_mlp:
-            self._product("gate", source, "gate", weight)
+            self._product("gate", source, "gate", weight, whole=beside)
             self._add("activation", ("gate",), "active", ("active",) if by_result else ("gate",))
             kept = ("active", "up") if not published or by_result else ("up",)
             self._add("gating", ("active", "up"), "product", kept)
-            self._product("down", "product", target, weight, (source, "up"))
+            self._product("down", "product", target, weight, (source, "up"), self.whole)
         else:
             self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))
-            self._product("down", "active", target, weight, (source, "up"))
+            self._product("down", "active", target, weight, (source, "up"), self.whole)
 
     def _norm(self, name: str, source: str, target: str) -> None:
         model, item = self.work.model, self.item
@@ -289,15 +301,38 @@ class _Tape:
             adds = 3 * self.residual * self.wide  # gradients of the operations that it consists of
         self._add(name, (source,), target, keeps, backward_adds=adds)
 
-    def _product(self, name: str, source: str, target: str, weight_numel: int, variables: tuple[str, ...] = ()) -> None:
-        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up."""
+    def _gathered(self, source: str, whole: int) -> str:
+        """Return the name of a product's input once tensor ranks have put it together, in `whole` bytes (0: it is)."""
+        if not whole:
+            return source
+        self.sizes[f"whole {source}"] = whole
+        self._add(f"gather {source}", (source,), f"whole {source}")
+        return f"whole {source}"
+
+    def _entered(self, source: str) -> str:
+        return self._gathered(source, self.whole) if self.keeps_gathered else source
+
+    def _product(
+        self,
+        name: str,
+        source: str,
+        target: str,
+        weight_numel: int,
+        variables: tuple[str, ...] = (),
+        whole: int = 0,
+    ) -> None:
+        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up.
+
+        Beside it, `whole` bytes of an input or an output that is not kept so live while it runs; in the backward the
+        input that is gathered again and the gradient of the region's output, which the weights wait for.
+        """
         self._add(
             name,
             (source,),
             target,
             (source,),
-            forward_adds=self.whole,
-            backward_adds=weight_numel * self.item + self.whole,
+            forward_adds=whole,
+            backward_adds=weight_numel * self.item + (1 if self.backend == "published" else 2) * whole,
             variables=variables,
         )
 

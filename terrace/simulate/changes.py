@@ -14,7 +14,8 @@ from terrace.cluster import Cluster, Tier
 from terrace.plan import Layout, Plan
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import model_state_bytes
-from terrace.plan.wire import PLACEABLE
+from terrace.plan.slices import whole_blocks
+from terrace.plan.wire import PLACEABLE, MessageClass
 from terrace.program import Program, build
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import simulate
@@ -37,7 +38,7 @@ class Change:
 
 def model_state_fits(program: Program) -> bool:
     """Return whether the model state alone fits the device."""
-    needed = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros)
+    needed = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
     return sum(needed.values()) <= program.cluster.device.memory_bytes
 
 
@@ -48,14 +49,14 @@ def changes(program: Program, price: Price, fits: Fits = model_state_fits) -> li
     The number of micro-batches stays, so that every candidate does the same work.
     """
     found: list[Change] = []
-    seen = [program.plan]
+    seen, whole = [program.plan], whole_blocks(program.blocks)
     for change in (*_plan_changes(program), *_cluster_changes(program)):
         if change.kind == "plan":
             if change.plan in seen:
                 continue
             seen.append(change.plan)
         try:
-            changed = build(change.cluster, change.plan, program.blocks, program.num_micros)
+            changed = build(change.cluster, change.plan, whole, program.num_micros, program.sequence)
         except PlanError:
             continue
         if fits(changed):
@@ -95,7 +96,7 @@ def _plan_changes(program: Program) -> Iterator[Change]:
 
 
 def _cluster_changes(program: Program) -> Iterator[Change]:
-    crossed = [tier for tier, degree in enumerate(program.layout.degrees) if degree > 1]
+    crossed = [tier for tier, degree in enumerate(program.everyone.degrees) if degree > 1]
     return cluster_changes(program.cluster, program.plan, crossed)
 
 
@@ -138,6 +139,7 @@ def _crossing(cluster: Cluster, plan: Plan) -> Plan:
     """Drop the wire formats of messages that no longer cross their tier: they would be refused."""
     layout = Layout.of(cluster, plan)
     crossed = {message.value: [layout.tiers[tier] for tier in layout.route(message)] for message in PLACEABLE}
+    crossed[MessageClass.TENSOR.value] = list(layout.tiers)  # where tensor ranks are does not change
     kept = {
         message: {tier: name for tier, name in row.items() if tier in crossed.get(message, ())}
         for message, row in plan.wire.items()
@@ -147,11 +149,13 @@ def _crossing(cluster: Cluster, plan: Plan) -> Plan:
 
 def _int8(program: Program, tier: str) -> Plan:
     """Let every message that crosses a tier in a dtype cross it in int8."""
-    plan, layout = program.plan, program.layout
+    plan, layout = program.plan, program.everyone
     index = layout.tiers.index(tier)
     wire = {message: dict(row) for message, row in plan.wire.items()}
     for message in PLACEABLE:
         crosses = index in layout.route(message) and layout.degrees[index] > 1
+        if message is MessageClass.TENSOR:
+            crosses = program.tensor.both.degrees[index] > 1
         if crosses and not plan.wire_format(message, tier).block:
             wire.setdefault(message.value, {})[tier] = "int8"
     return replace(plan, wire=wire)

@@ -11,18 +11,23 @@ them, since each waits for the one before. Coding and decoding block formats is 
 writes over the share of the bandwidth that codecs reach, before and after the message on its lane. So is the memory of
 a whole block, gathered or of gradients, where it is new each time (`kernels.fresh`). The constants are
 the cluster's, and its `marks` say whether they are preset, measured or fitted.
+
+A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with
+members and padding of its own. What tensor ranks send inside a block is priced by `terrace.simulate.inside`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
+from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
+from terrace.simulate.inside import waits
 from terrace.simulate.kernels import fresh_s
 from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.links import hop_s
 from terrace.simulate.work import Work
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
@@ -38,6 +43,8 @@ class Costs:
     backward_s: tuple[float, ...]  # without recomputation
     update_s: tuple[float, ...]
     program: Program
+    weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
+    hides_inside: bool = True  # whether messages inside blocks travel beside products, as this project's runtime does
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
@@ -56,27 +63,33 @@ class Costs:
 
     def _own_s(self, instruction: Instruction) -> float:
         """Return the seconds of a collective that pass inside the rank: coding, and the memory of the whole block."""
-        device, blocks = self.program.cluster.device, self.program.blocks
+        device = self.program.cluster.device
         seconds = self.program.coding_bytes(instruction) / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
         if instruction.op in (Op.GATHER, Op.REDUCE) and any(self.program.sends(instruction)):
-            block = blocks[instruction.block]
-            numel = block.num_trainable + (block.num_frozen if instruction.op is Op.GATHER else 0)
+            flats = self.program.flats[instruction.block]
+            numel = sum(flat.numel for flat in flats if flat.trainable or instruction.op is Op.GATHER)
             seconds += fresh_s(device, numel * FORMATS[self.program.plan.compute].element_bytes)
         return seconds
 
     def _hops(self, instruction: Instruction) -> Iterator[tuple[int, float]]:
         """Yield the tiers that a collective crosses, with the seconds it takes on each."""
-        tiers, degrees = self.program.cluster.tiers, self.program.layout.degrees
-        for tier, num_bytes in self.program.sends(instruction):
-            degree = degrees[tier]
-            whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
-            rate = rate_bytes_per_s(self.program.cluster, tier, whole, degree=degree)
-            yield tier, (degree - 1) * tiers[tier].latency_s + num_bytes / rate
+        for tier, degree, num_bytes in self.program.hops(instruction):
+            yield tier, hop_s(self.program.cluster, tier, degree, num_bytes)
+
+    def inside_s(self, instruction: Instruction) -> float:
+        """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block."""
+        block = instruction.block
+        weight_s = self.weight_s[block] if self.weight_s else 0.0
+        found = waits(self.program, instruction)
+        hiding = found if self.hides_inside else found.unhidden
+        penalty = self.program.cluster.device.overlap_penalty
+        return hiding.exposed_s(self.backward_s[block] - weight_s, weight_s, penalty, self.forward_s[block])
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
-    """Price a program, from what a rank computes of a micro-batch or from its forward FLOPs of every block.
+    """Price a program, from what a rank computes of a micro-batch or from the forward FLOPs of every whole block.
 
+    Tensor ranks share the FLOPs of a block evenly.
     From FLOPs, the backward of a block takes twice its forward: one product for the gradient of the input and
     one for that of the weight, which a frozen block does without.
     Raises `PlanError` when the plan and the work disagree.
@@ -93,38 +106,60 @@ def _from_work(program: Program, work: Work) -> Costs:
         )
     if work.recompute != "none":
         raise PlanError(f"work.recompute = {work.recompute!r}: the plan says what is recomputed, so leave it 'none'")
+    if (work.rows, work.columns) != (program.tensor.rows.data_degree, program.tensor.columns.data_degree):
+        raise PlanError(
+            f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
+            f"{program.tensor.rows.data_degree} x {program.tensor.columns.data_degree}: make them the same"
+        )
     if len(program.blocks) != work.model.num_blocks:
         raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")
-    forward, backward = [], []
+    forward, backward, weight = [], [], []
     accumulate = program.num_micros > 1
     for index, block in enumerate(program.blocks):
         seconds = block_seconds(device, work, index, accumulate=accumulate)
         forward.append(seconds.forward_s)
-        backward.append(seconds.input_s + (seconds.weight_s if block.num_trainable or block.borrows else 0.0))
-    update = update_seconds(program)
-    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=update, program=program)
+        weight.append(seconds.weight_s if block.num_trainable or block.borrows else 0.0)
+        backward.append(seconds.input_s + weight[-1])
+    return Costs(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        update_s=update_seconds(program),
+        program=program,
+        weight_s=tuple(weight),
+    )
 
 
 def update_seconds(program: Program) -> tuple[float, ...]:
     """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last."""
-    device, layout = program.cluster.device, program.layout
-    owned = (layout.padded(block.num_trainable) // layout.span(layout.optimizer) for block in program.blocks)
-    update = [optimizer_s(device, numel) - device.kernels.optimizer_s for numel in owned]
+    device = program.cluster.device
+    update = [optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s for parts in program.flats]
     update[-1] += device.kernels.optimizer_s  # once a step
     return tuple(update)
 
 
+def _owned(flats: Sequence[FlatSpec]) -> int:
+    """Return how many parameters of a block a rank updates."""
+    return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in flats if flat.trainable)
+
+
 def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
-    device, plan, layout = program.cluster.device, program.plan, program.layout
+    device, plan = program.cluster.device, program.plan
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
-    copied = item if keeps_master(plan, layout) else 0
-    forward, backward, update = [], [], []
-    for block, flops in zip(program.blocks, forward_flops, strict=True):
+    forward, backward, weight, update = [], [], [], []
+    for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
+        flops = whole_flops / program.tensor.degree
         weights = (block.num_trainable + block.num_frozen) * item
         forward.append(max(flops / peak, weights / bandwidth))
-        backward.append((2 if block.num_trainable else 1) * forward[-1])
-        owned = layout.padded(block.num_trainable) // layout.span(layout.optimizer)
-        update.append(owned * (_ADAMW_PASSES * master + copied) / bandwidth)
-    return Costs(forward_s=tuple(forward), backward_s=tuple(backward), update_s=tuple(update), program=program)
+        weight.append(forward[-1] if block.num_trainable else 0.0)
+        backward.append(forward[-1] + weight[-1])
+        copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
+        update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth)
+    return Costs(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        update_s=tuple(update),
+        program=program,
+        weight_s=tuple(weight),
+    )

@@ -3,14 +3,17 @@
 The walk starts at the end of the compute stream. What computed came after what the stream did before; a wait
 came after a message; a message came after whichever was last of its being issued, its lane being free, and
 what it reads being there. The pieces so found lie behind one another without a gap and cover the step. A
-message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do.
+message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do. What a block
+waits for inside itself (terrace.simulate.inside) is on the path as messages of class `tensor`.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from terrace.plan import MessageClass
 from terrace.program import Instruction, Program
+from terrace.simulate.inside import WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording
 
 
@@ -46,7 +49,7 @@ def critical_path(recording: Recording) -> CriticalPath:
     number = max((n for n, span in enumerate(spans) if span.lane == COMPUTE), default=-1)
     while number >= 0 and spans[number].end_s > 0.0:
         span = spans[number]
-        is_wait = span.lane == COMPUTE and span.category.startswith("wait ")
+        is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category != WAIT_TENSOR
         if not is_wait and span.end_s > span.start_s:
             pieces.append(Piece(number, max(0.0, span.start_s), span.end_s))
         number = span.after
@@ -54,12 +57,16 @@ def critical_path(recording: Recording) -> CriticalPath:
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for piece in pieces:
         span = spans[piece.number]
-        if span.lane == COMPUTE:
+        instruction = recording.program.instructions[span.position]
+        if span.category == WAIT_TENSOR:
+            shares, category = inside_shares(recording.program, instruction), MessageClass.TENSOR.value
+        elif span.lane == COMPUTE:
             seconds["", span.category] += piece.end_s - piece.start_s
             continue
-        shares = tier_shares(recording.program, recording.program.instructions[span.position])
+        else:
+            shares, category = tier_shares(recording.program, instruction), span.category
         for tier, share in shares.items():
-            seconds[recording.program.layout.tiers[tier], span.category] += share * (piece.end_s - piece.start_s)
+            seconds[recording.program.layout.tiers[tier], category] += share * (piece.end_s - piece.start_s)
     waits_s = sum(spent for name, spent in recording.report.time_s.items() if name.startswith("wait "))
     return CriticalPath(
         pieces=tuple(pieces),
@@ -92,10 +99,19 @@ def exposed_by_tier(recording: Recording) -> dict[str, float]:
 
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
     """Return which part of a message's seconds belongs to which tier index; the parts sum to 1."""
-    tiers, degrees = program.cluster.tiers, program.layout.degrees
+    tiers = program.cluster.tiers
     weights: dict[int, float] = defaultdict(float)
-    for tier, num_bytes in program.sends(instruction):
-        weights[tier] += (degrees[tier] - 1) * tiers[tier].latency_s + num_bytes / tiers[tier].bandwidth_bytes_per_s
+    for tier, degree, num_bytes in program.hops(instruction):
+        weights[tier] += (degree - 1) * tiers[tier].latency_s + num_bytes / tiers[tier].bandwidth_bytes_per_s
+    return _shares(weights)
+
+
+def inside_shares(program: Program, instruction: Instruction) -> dict[int, float]:
+    """Return which part of the seconds of messages inside a block belongs to which tier index."""
+    return _shares(inside_seconds(program.cluster, program.tensor, program.inside(instruction)))
+
+
+def _shares(weights: Mapping[int, float]) -> dict[int, float]:
     total = sum(weights.values())
     return {tier: weight / total for tier, weight in weights.items()}
 

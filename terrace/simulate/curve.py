@@ -80,8 +80,8 @@ _Step = tuple[float, int, str, float]  # moment, position in the program, catego
 
 def _gathered(recording: Recording) -> list[_Step]:
     program = recording.program
-    item, padded = FORMATS[program.plan.compute].element_bytes, program.layout.padded
-    whole = [(padded(block.num_trainable) + padded(block.num_frozen)) * item for block in program.blocks]
+    item = FORMATS[program.plan.compute].element_bytes
+    whole = [sum(flat.padded for flat in parts) * item for parts in program.flats]
     sign = {Op.GATHER: 1, Op.FREE: -1}
     return [
         (recording.started_s[position], position, "gathered", sign[instruction.op] * whole[instruction.block])
@@ -92,10 +92,14 @@ def _gathered(recording: Recording) -> list[_Step]:
 
 def _gradients(recording: Recording) -> list[_Step]:
     program = recording.program
-    if accumulates_in_place(program.plan, program.layout):
+    plan, item = program.plan, FORMATS[program.plan.compute].element_bytes
+    buffered = [
+        [flat for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout)]
+        for parts in program.flats
+    ]
+    trainable = [sum(flat.padded for flat in parts) * item for parts in buffered]
+    if not any(trainable):
         return []
-    item = FORMATS[program.plan.compute].element_bytes
-    trainable = [program.layout.padded(block.num_trainable) * item for block in program.blocks]
     held: set[int] = set()
     steps: list[_Step] = []
     for position, instruction in enumerate(program.instructions):

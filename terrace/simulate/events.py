@@ -1,9 +1,9 @@
 """Event simulation of a program on one rank: a compute stream and a lane for every tier.
 
-The rules are the executor's: communication is issued in program order onto the lane of the outermost tier
-it crosses and starts when the lane is free and what it reads is there; an instruction on the compute stream
-waits only for what it reads. What runs while a lane is busy is slowed by the overlap penalty of the lane's newest
-message, for the time they share:
+The rules are the executor's: communication is issued in program order onto the lane of the outermost tier it crosses
+and starts when the lane is free and what it reads is there; an instruction on the compute stream waits only for what
+it reads. What tensor ranks send inside a block it waits for where it runs, on no lane. What runs while a lane is busy
+is slowed by the overlap penalty of the lane's newest message, for the time they share:
 
 - on a device with cores of its own for messages (CUDA), computing takes longer, and messages take what they take;
   with several busy lanes the largest penalty counts;
@@ -29,6 +29,7 @@ from terrace.plan.memory import accumulates_in_place, model_state_bytes
 from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
+from terrace.simulate.inside import WAIT_TENSOR
 
 
 def simulate(program: Program, costs: Costs) -> StepReport:
@@ -63,10 +64,16 @@ def report(program: Program, time_s: dict[str, float], counts: dict[Instruction,
             message = program.message(instruction)
             for tier, num_bytes in program.sends(instruction):
                 sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
+        elif instruction.op in (Op.FORWARD, Op.BACKWARD):
+            for inside in program.inside(instruction):
+                for tier, num_bytes in program.tensor.sends(inside):
+                    sent_bytes[MessageClass.TENSOR, program.layout.tiers[tier]] += count * num_bytes
     return StepReport(
         time_s=dict(time_s),
         sent_bytes=dict(sent_bytes),
-        memory_bytes=model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros),
+        memory_bytes=model_state_bytes(
+            program.cluster, program.plan, program.blocks, program.num_micros, program.sequence
+        ),
     )
 
 
@@ -81,6 +88,7 @@ class Event:
     category: str  # of its compute, or of waiting for it
     needs: tuple[int, ...] = ()  # blocks whose parameters it reads
     opens: bool = False  # whether it needs a gradient buffer
+    inside_s: float = 0.0  # of messages inside the block, which it waits for beside its own seconds
     penalty: float = 0.0  # of a message: by what part of the shared time it slows computing
 
 
@@ -115,8 +123,9 @@ class _Pricing:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
         self._again = recomputed(program.plan, program.blocks)
-        self._in_place = accumulates_in_place(program.plan, program.layout)
+        self._buffered = [has_gradient_buffer(program, block) for block in range(len(program.blocks))]
         self._messages: dict[tuple[object, ...], Event] = {}
+        self._inside: dict[tuple[object, ...], float] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -124,17 +133,16 @@ class _Pricing:
             return self._pass(instruction)
         if op is Op.UPDATE:
             return Rank.update, Event(op, block, self.costs.update_s[block], -1, "update")
-        if op is Op.FREE or (op is Op.REDUCE and self._in_place):
+        if op is Op.FREE or (op is Op.REDUCE and not self._buffered[block]):
             return Rank.nothing, Event(op, block, 0.0, -1, "")
         if op not in _COLLECTIVE:
             raise ProgramError(
                 f"{instruction}: the simulation of one rank has no {op.value}; "
                 "a program that talks to other stages is simulated with all of them"
             )
-        # Blocks of the same size send the same messages. CLIP has no block.
-        here = self.program.blocks[block] if block >= 0 else None
-        sizes = (here.num_trainable, here.num_frozen) if here else ()
-        key = (op, instruction.backward, instruction.secondary, *sizes)
+        # Blocks that are alike send the same messages. CLIP has no block.
+        alike = id(self.program.flats[block]) if block >= 0 else -1
+        key = (op, instruction.backward, instruction.secondary, alike)
         if key not in self._messages:
             category = f"wait {self.program.message(instruction).value}"
             self._messages[key] = Event(
@@ -151,12 +159,32 @@ class _Pricing:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
         needs = (index, *blocks[index].borrows)
         act = Rank.run_replicated if self.program.layout.params == DEVICE else Rank.run
+        inside_s = self._inside_s(instruction)
         if op is Op.FORWARD:
-            return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs)
+            return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs, inside_s=inside_s)
         again_s = self.costs.forward_s[index] if index in self._again else 0.0
-        # With only frozen parameters a backward needs no gradient buffer.
-        opens = any(blocks[needed].num_trainable for needed in needs)
-        return act, Event(op, index, self.costs.backward_s[index] + again_s, -1, "backward", needs, opens)
+        opens = any(self._buffered[needed] for needed in needs)
+        return act, Event(
+            op, index, self.costs.backward_s[index] + again_s, -1, "backward", needs, opens, inside_s=inside_s
+        )
+
+    def _inside_s(self, instruction: Instruction) -> float:
+        if self.program.tensor.degree == 1:
+            return 0.0
+        index, blocks = instruction.block, self.program.blocks
+        ends = (index == 0, index == len(blocks) - 1)
+        key = (instruction.op, id(blocks[index].params), *ends, index in self._again)
+        if key not in self._inside:
+            self._inside[key] = self.costs.inside_s(instruction)
+        return self._inside[key]
+
+
+def has_gradient_buffer(program: Program, block: int) -> bool:
+    """Return whether some gradient of a block is whole until it is reduced, and not added up where it stays.
+
+    A block of frozen parameters has none.
+    """
+    return any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in program.flats[block])
 
 
 class Rank:
@@ -223,6 +251,8 @@ class Rank:
             while len(reductions) > 1:
                 self.wait(reductions.popleft(), "wait reduce")
         self.compute(event)
+        if event.inside_s:
+            self.inside(event)
 
     def reduce(self, event: Event) -> None:
         """REDUCE of a unit's gradient."""
@@ -312,6 +342,11 @@ class Rank:
                 if slowed_s > most_s:
                     most_s = slowed_s
         return most_s
+
+    def inside(self, event: Event) -> None:
+        """Wait for the messages inside a block; that they come in between its kernels changes no sum."""
+        self.time_s[WAIT_TENSOR] += event.inside_s
+        self.now_s += event.inside_s
 
 
 _START: Moment = (0.0, -1)  # before anything

@@ -27,10 +27,21 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig
+from terrace.plan.grid import Grid
+from terrace.plan.memory import tensor_buffers
 from terrace.plan.plan import Plan
+from terrace.plan.tensor_traffic import Tensor
 from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import Backend, BlockActivations, block_activation_bytes
-from terrace.simulate.states import BlockKind, Stage, axis_degree, model_states, stage_of, state_layout
+from terrace.simulate.states import (
+    BlockKind,
+    Stage,
+    axis_degree,
+    kind_blocks,
+    model_states,
+    stage_of,
+    state_layout,
+)
 from terrace.simulate.work import Work
 
 # A CUDA context with loaded kernels and the buffers of a few NCCL communicators: a guess from 1 to 2 GB.
@@ -76,18 +87,20 @@ def footprint(
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
     work = work_of(cluster, plan, model, sequence, backend)
-    held = stage_of(model, work.tensor, num_stages, stage, layout.data_degree, layers)
+    held = stage_of(model, work.tensor, num_stages, stage, layout.data_degree, layers, work.columns)
     if in_flight is None:
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages - stage)
     if not 1 <= in_flight <= num_micros:
         raise PlanError(
             f"in_flight = {in_flight} of {num_micros} micro-batches: a stage holds at least 1 and at most all"
         )
-    states = model_states(layout, plan, held, num_micros)
+    states = model_states(layout, plan, held, num_micros, lambda axes: state_layout(cluster, plan, axes))
     steady = dict(states.steady)
+    if work.tensor > 1:
+        steady["buffers"] += _tensor_buffers(cluster, plan, work, held)
     stream = work.tokens * model.hidden_size * FORMATS[plan.compute].element_bytes
     if num_stages > 1:  # one message on its way out and one coming in, in each direction
-        steady["buffers"] += 4 * (stream // work.tensor if work.sequence_parallel else stream)
+        steady["buffers"] += 4 * stream // work.stream_cut
     steady["batch"] = num_micros * 2 * work.tokens * _TOKEN_BYTES
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
     pending = next(iter(states.gradients.values())) if num_micros > plan.unit else 0
@@ -109,6 +122,14 @@ def footprint(
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
 
 
+def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> int:
+    """Return what the largest message inside a block of the stage takes."""
+    tiers = [tier.name for tier in cluster.tiers]
+    tensor = Tensor.of(Grid.of(cluster, plan), tiers, plan, work.sequence // work.context)
+    indexes = [index for index, size in enumerate((held.embedding, len(held.layers), held.head)) if size]
+    return tensor_buffers(tensor, kind_blocks(work.model, tensor.degrees), indexes)
+
+
 def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend | None = None) -> Work:
     """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes."""
     return Work(
@@ -116,6 +137,8 @@ def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, bac
         sequence=sequence,
         micro_batch=plan.micro_batch,
         tensor=axis_degree(cluster, plan, "tensor"),
+        columns=axis_degree(cluster, plan, "columns"),
+        sequence_parallel=plan.sequence_parallel,
         context=axis_degree(cluster, plan, "context"),
         compute=plan.compute,
         flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend),

@@ -2,15 +2,16 @@
 
 A layer is priced kernel by kernel (`terrace.simulate.kernels`): its matrix products, its attention core, and
 what passes through memory between them. With T tokens on a rank, hidden size H, intermediate size I, query width
-Q, key and value width K each, t tensor ranks and e bytes an element (m: 1 for a dropout mask, else 0), the passes are
+Q, key and value width K each, t tensor rows and e bytes an element (m: 1 for a dropout mask, else 0), the passes are
 
     forward    2 norms 2eHT, 2 residual sums (3e + m)HT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
     backward   2 norms 5eHT, 2 residual sums (3e + m)HT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
 and, where attention is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient.
 For GPT with dropout that is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. What stands outside the
-tensor-parallel products is cut over the tensor ranks under sequence parallelism. Query, key and value count as
-one product, and so do gate and up. Messages are not in these figures: `terrace.simulate.links`.
+tensor-parallel products is cut over the rows under sequence parallelism. Tensor columns cut the residual stream and
+the hidden side of every product, and repeat the rest. Query, key and value count as one product, and so do gate and
+up. Messages are not in these figures: `terrace.simulate.inside`.
 """
 
 import math
@@ -134,8 +135,8 @@ def _layer_products(work: Work) -> list[tuple[int, int, int]]:
     """Return the (m, k, n) of a layer's products on one rank: query-key-value, output, up (and gate), down."""
     model, tokens = work.model, work.tokens
     query, key = _widths(work)
-    intermediate = math.ceil(model.intermediate_size / work.tensor)
-    hidden = model.hidden_size
+    intermediate = math.ceil(model.intermediate_size / work.rows)
+    hidden = math.ceil(model.hidden_size / work.columns)
     return [
         (tokens, hidden, query + 2 * key),
         (tokens, query, hidden),
@@ -146,7 +147,7 @@ def _layer_products(work: Work) -> list[tuple[int, int, int]]:
 
 def _widths(work: Work) -> tuple[int, int]:
     """Return a rank's width of the queries and of the keys; a key-value head is never cut."""
-    heads, kv_heads = (math.ceil(count / work.tensor) for count in (work.model.num_heads, work.model.num_kv_heads))
+    heads, kv_heads = (math.ceil(count / work.rows) for count in (work.model.num_heads, work.model.num_kv_heads))
     return heads * work.model.head_dim, kv_heads * work.model.head_dim
 
 
@@ -154,7 +155,7 @@ def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
     return attention_s(
         device,
         batch=work.micro_batch,
-        heads=math.ceil(work.model.num_heads / work.tensor),
+        heads=math.ceil(work.model.num_heads / work.rows),
         queries=work.sequence // work.context,
         keys=work.sequence,
         head_dim=work.model.head_dim,
@@ -169,10 +170,9 @@ def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     """Return (forward, backward) seconds of a layer's passes over memory, attention scores aside."""
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     query, key = _widths(work)
-    intermediate = math.ceil(model.intermediate_size / work.tensor)
-    cut = work.tensor if work.sequence_parallel else 1
-    residual = 2 * (3 * item + (1 if work.dropout else 0)) * model.hidden_size / cut
-    norms = 2 * item * model.hidden_size / cut
+    intermediate = math.ceil(model.intermediate_size / work.rows)
+    residual = 2 * (3 * item + (1 if work.dropout else 0)) * model.hidden_size / work.stream_cut
+    norms = 2 * item * model.hidden_size / work.stream_cut
     rope = 2 * item * (query + key) if model.rotary_dim else 0
     layout = 0 if work.flash else 2 * item * (query + 2 * key)
     bias = item * intermediate if model.mlp_bias else 0
@@ -205,7 +205,7 @@ def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
     logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
-    norm = item * tokens * hidden / (work.tensor if work.sequence_parallel else 1)
+    norm = item * tokens * hidden / work.stream_cut
     weight_s = gemm_s(device, hidden, tokens, words, 1, work.compute)
     if accumulate:
         weight_s += _accumulation_s(device, work, words * hidden, 1)

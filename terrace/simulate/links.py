@@ -52,6 +52,16 @@ def rate_bytes_per_s(
     return rate * here.efficiency * (num_bytes / (num_bytes + here.half_bytes) if num_bytes else 1.0)
 
 
+def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
+    """Return the seconds in which every one of `degree` members of a tier sends `num_bytes` to the others together.
+
+    (degree - 1) latency + bytes / rate, at the rate that a message of all their parts reaches.
+    """
+    whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
+    rate = rate_bytes_per_s(cluster, tier, whole, degree=degree)
+    return (degree - 1) * cluster.tiers[tier].latency_s + num_bytes / rate
+
+
 def all_gather_s(cluster: Cluster, group: Group, num_bytes: float, *, concurrent: int | None = None) -> float:
     """Return the seconds until every rank of a group holds all `num_bytes`, of which each began with its part.
 

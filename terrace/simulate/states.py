@@ -10,13 +10,15 @@ What is whole for a while is a window of blocks: the parameters of a visit and o
 gradients of two neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the
 same by walking through the visits, and for plans that use the data axis alone both give the same bytes.
 
-Tensor ranks cut every matrix, and the biases of its rows; norms, learned positions and biases that are added after
-a sum over tensor ranks are whole on each. Fewer key-value heads than tensor ranks are repeated. A tied head on another
-stage than the embedding has a copy of its own. All parameters train.
+Tensor ranks hold what terrace.plan.slices says. What they all hold whole (norms, say) is `shared`: a flat buffer of its
+own, sharded over the tensor ranks as over data ranks. A tied head on another stage than the embedding has a copy of its
+own. All parameters train.
 """
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -24,28 +26,33 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
+from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.memory import accumulates_in_place, arena_bytes, gather_buffers, keeps_master, reduce_buffers
 from terrace.plan.plan import Plan
+from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS, MessageClass
 
 BlockKind = Literal["embedding", "layer", "head"]
 KINDS: tuple[BlockKind, ...] = ("embedding", "layer", "head")
 
-_WHOLE = ("norm.", "attention_norm.", "mlp_norm.", "positions", "attention.output.bias", "mlp.down.bias")
-_KEY_VALUE = ("attention.key.", "attention.value.")
+Sizes = tuple[int, int, int]  # elements of an embedding, of each layer, and of a head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The part of a model on one rank: padded elements of each kind of block, 0 where the stage has none."""
+    """The part of a model on one rank: padded elements of each kind of block, 0 where the stage has none.
+
+    `shared` maps tensor axes to the part of them whose buffers the ranks of these axes share.
+    """
 
     embedding: int
     layer: int  # of each
     head: int
     layers: range
     lent: int  # what a tied head reads of the embedding of this stage
+    shared: tuple[tuple[tuple[str, ...], Sizes], ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -58,6 +65,18 @@ class Stage:
         return self.embedding + len(self.layers) * self.layer + self.head
 
     @property
+    def flats(self) -> tuple[tuple[tuple[str, ...], Sizes], ...]:
+        """The flat buffers by the tensor axes that share them: first those that only data ranks do."""
+        own = [self.embedding, self.layer, self.head]
+        for _, sizes in self.shared:
+            own = [whole - part for whole, part in zip(own, sizes, strict=True)]
+        return (((), (own[0], own[1], own[2])), *self.shared)
+
+    def held(self, sizes: Sizes) -> int:
+        """Return the elements of all blocks, of buffers with these sizes."""
+        return sizes[0] + len(self.layers) * sizes[1] + sizes[2]
+
+    @property
     def largest(self) -> int:
         """Elements of the largest block."""
         return max(self.embedding, self.layer if self.layers else 0, self.head)
@@ -68,20 +87,12 @@ def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
     return math.prod(plan.degree(tier.name, axis, tier.size) for tier in cluster.tiers)
 
 
-def state_layout(cluster: Cluster, plan: Plan) -> Layout:
-    """Return where states lie: data and context ranks hold the same slice of a block, so they share its states."""
-    params = cluster.index(plan.params)
-    return Layout(
-        tiers=tuple(tier.name for tier in cluster.tiers),
-        degrees=tuple(
-            plan.degree(tier.name, "data", tier.size) * plan.degree(tier.name, "context", tier.size)
-            for tier in cluster.tiers
-        ),
-        params=params,
-        params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
-        grads=cluster.index(plan.grads),
-        optimizer=cluster.index(plan.optimizer),
-    )
+def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> Layout:
+    """Return where states lie: data and context ranks hold the same slice of a block, so they share its states.
+
+    So do the ranks of the tensor axes that `shared` names, of what these do not cut.
+    """
+    return replace(Layout.of(cluster, plan, ("context", *shared)), grid=None)  # equal ones are one, whatever the rest
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
@@ -91,42 +102,54 @@ def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
 
 @lru_cache(maxsize=4096)
 def stage_of(
-    model: ModelConfig, tensor: int, num_stages: int, stage: int, shards: int, layers: range | None = None
+    model: ModelConfig,
+    tensor: int,
+    num_stages: int,
+    stage: int,
+    shards: int,
+    layers: range | None = None,
+    columns: int = 1,
 ) -> Stage:
-    """Return what stage `stage` of `num_stages` holds, each block padded to a multiple of `shards`.
+    """Return what stage `stage` of `num_stages` holds, each flat buffer padded to a multiple of `shards`.
 
-    `layers` says which layers, where they are not spread evenly. Raises `PlanError` for a stage that does not exist.
+    `tensor` ranks are rows x `columns`. `layers` says which layers, where not spread evenly. Raises `PlanError`
+    for a stage that does not exist, and where the tensor ranks do not divide the model.
     """
     if not 0 <= stage < num_stages:
         raise PlanError(f"stage = {stage} of a pipeline of {num_stages}: use 0 to {num_stages - 1}")
-    first, second, *_, last = block_specs(model)
-    embedding, layer, head = (_local_numel(model, block, tensor) for block in (first, second, last))
+    degrees = {"columns": columns, "rows": tensor // columns}
+    kinds = [_local_numels(block) for block in kind_blocks(model, degrees)]
     tied = model.tied_embeddings
     if tied and num_stages > 1:
-        head += -(-model.vocab_size // tensor) * model.hidden_size
-
-    def padded(numel: int) -> int:
-        return -(-numel // shards) * shards
-
+        kinds[2][()] = kinds[2].get((), 0) + -(-model.vocab_size // tensor) * model.hidden_size
+    counted = (stage == 0, True, stage == num_stages - 1)
+    flats: dict[tuple[str, ...], Sizes] = {}
+    for axes in sorted({axes for numels in kinds for axes in numels}):
+        parts = shards * math.prod(degrees[axis] for axis in axes)
+        sizes = [-(-numels.get(axes, 0) // parts) * parts * here for numels, here in zip(kinds, counted, strict=True)]
+        flats[axes] = (sizes[0], sizes[1], sizes[2])
+    embedding, layer, head = (sum(sizes[kind] for sizes in flats.values()) for kind in range(3))
     return Stage(
-        embedding=padded(embedding) if stage == 0 else 0,
-        layer=padded(layer),
-        head=padded(head) if stage == num_stages - 1 else 0,
+        embedding=embedding,
+        layer=layer,
+        head=head,
         layers=stage_layers(model.num_layers, num_stages, stage) if layers is None else layers,
-        lent=padded(embedding) if tied and num_stages == 1 else 0,
+        lent=embedding if tied and num_stages == 1 else 0,
+        shared=tuple((axes, sizes) for axes, sizes in flats.items() if axes),
     )
 
 
-def _local_numel(model: ModelConfig, block: BlockSpec, tensor: int) -> int:
-    """Elements of a block on one tensor rank."""
-    total = 0
+def kind_blocks(model: ModelConfig, degrees: Mapping[str, int]) -> tuple[BlockSpec, ...]:
+    """Return what a tensor rank holds of an embedding, a layer and a head."""
+    first, second, *_, last = block_specs(model)
+    return slice_blocks((first, second, last), Grid(((degrees["columns"], degrees["rows"], 1, 1, 1),)))
+
+
+def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
+    """Return the elements of a block on one tensor rank, by the axes that share them."""
+    total: dict[tuple[str, ...], int] = defaultdict(int)
     for param in block.params:
-        if param.name.startswith(_WHOLE):
-            total += param.numel
-        elif param.name.startswith(_KEY_VALUE):
-            total += param.numel // model.num_kv_heads * -(-model.num_kv_heads // tensor)
-        else:
-            total += -(-param.numel // tensor)
+        total[param.shared] += param.numel
     return total
 
 
@@ -178,32 +201,54 @@ class States:
     gradients: dict[BlockKind, int]
 
 
-def model_states(layout: Layout, plan: Plan, stage: Stage, num_micros: int) -> States:
-    """Return the model state of a rank on `stage` under the placements of `layout`."""
+def model_states(
+    layout: Layout,
+    plan: Plan,
+    stage: Stage,
+    num_micros: int,
+    shared: Callable[[tuple[str, ...]], Layout] | None = None,
+) -> States:
+    """Return the model state of a rank on `stage` under the placements of `layout`.
+
+    `shared` gives the layout of a buffer that the ranks of further axes share; needed where the stage has any.
+    """
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
-    total = stage.total
     kinds = [kind for kind, size in zip(KINDS, (stage.embedding, len(stage.layers), stage.head), strict=True) if size]
     again = num_micros > plan.unit
     whole = layout.params != DEVICE
-    buffered = not accumulates_in_place(plan, layout)
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
-    buffers, feedback = _messages(layout, wires, plan.compute, plan.master, plan.prefetch, stage, again)
+    steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "feedback", "buffers"), 0)
+    buffered = [0, 0, 0]
+    everyone = shared(TENSOR) if stage.shared and shared is not None else layout  # who names the lanes
+    lanes: dict[int, int] = {}
+    for axes, sizes in stage.flats:
+        assert not axes or shared is not None, "a stage with shared buffers needs their layouts"
+        here = shared(axes) if axes and shared is not None else layout
+        total = stage.held(sizes)
+        steady["params"] += total // here.span(here.params) * item
+        steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
+        steady["grads"] += total // here.span(here.grads) * master
+        steady["optimizer"] += total // here.span(here.optimizer) * master * (3 if keeps_master(plan, here) else 2)
+        if not accumulates_in_place(plan, here):
+            buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
+        alone = replace(stage, embedding=sizes[0], layer=sizes[1], head=sizes[2], shared=())
+        messages, feedback = _messages(everyone, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
+        steady["feedback"] += feedback
+        for lane, size in messages:
+            lanes[lane] = max(lanes.get(lane, 0), size)
+    steady["buffers"] = sum(lanes.values())
+    gradients = replace(stage, embedding=buffered[0], layer=buffered[1], head=buffered[2], shared=())
+    gradients = replace(gradients, lent=buffered[0] if stage.lent else 0)
     return States(
-        steady={
-            "params": total // layout.span(layout.params) * item,
-            "secondary": total // layout.span(layout.params_backward) * item if layout.has_secondary else 0,
-            "grads": total // layout.span(layout.grads) * master,
-            "optimizer": total // layout.span(layout.optimizer) * master * (3 if keeps_master(plan, layout) else 2),
-            "feedback": feedback,
-            "buffers": buffers,
-        },
+        steady=steady,
         gathered={kind: gathered_numel(stage, plan.prefetch, kind) * item if whole else 0 for kind in kinds},
-        gradients={kind: gradient_numel(stage, kind, again) * item if buffered else 0 for kind in kinds},
+        gradients={kind: gradient_numel(gradients, kind, again) * item for kind in kinds},
     )
 
 
 @lru_cache(maxsize=16384)
 def _messages(
+    everyone: Layout,
     layout: Layout,
     wires: tuple[tuple[str, tuple[tuple[str, str], ...]], ...],
     compute: Literal["bf16", "fp32", "fp64"],
@@ -211,8 +256,8 @@ def _messages(
     prefetch: int,
     stage: Stage,
     again: bool,
-) -> tuple[int, int]:
-    """Return the bytes of the message buffers, and of what error feedback keeps."""
+) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Return the bytes of the message buffers of every lane, and of what error feedback keeps."""
     table = {message: dict(row) for message, row in wires}
     plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
     cases: list[tuple[MessageClass, int | None]] = [
@@ -222,15 +267,17 @@ def _messages(
         cases.append((MessageClass.GATHER, layout.params))
         if 2 * stage.num_blocks - 1 > max(1, prefetch):  # else every block stays for the whole step
             cases.append((MessageClass.GATHER_BACKWARD, layout.params_backward))
-            cases += [(MessageClass.GATHER, layout.params_backward)] if again else []
+            # A tied head far from the embedding gathers it for a second forward.
+            lends_late = stage.lent and stage.num_blocks - 1 > max(1, prefetch)
+            cases += [(MessageClass.GATHER, layout.params_backward)] if again or lends_late else []
     lanes: dict[int, int] = {}
     for message, source in cases:
         reduction, gathering = block_hops(layout, plan, message, stage.largest, source)
-        lane = max((hop.tier for hop in (*reduction, *gathering)), default=0)
+        lane = message_lane(everyone, message, source)
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
     feedback = 0
     if any(name.endswith("+feedback") for row in table.values() for name in row.values()):
         blocks = ((stage.embedding, 1), (stage.layer, len(stage.layers)), (stage.head, 1))
         feedback = sum(count * sum(residual_numels(layout, plan, numel)) for numel, count in blocks)
-    return sum(lanes.values()), feedback * RESIDUAL_BYTES
+    return tuple(lanes.items()), feedback * RESIDUAL_BYTES

@@ -3,12 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """A micro-batch of `micro_batch` sequences of `sequence` tokens, cut over tensor and context ranks.
+
+    The `tensor` ranks are rows x columns (terrace.plan.slices): linear layers are cut by both, the core of attention
+    and what lies inside the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows too.
 
     `recompute` tells what a layer's backward runs again: nothing, the core of attention (QK^T, softmax and
     the product with V; Korthikanti et al. 2205.05198, section 5), or all of it. `flash` tells a kernel that never
@@ -19,13 +23,30 @@ class Work:
     sequence: int
     micro_batch: int = 1
     tensor: int = 1
+    columns: int = 1
     context: int = 1
-    sequence_parallel: bool = True  # norms and residual cut over the tensor ranks; without effect at tensor = 1
+    sequence_parallel: bool = True  # norms and residual cut over the tensor rows; without effect at one row
     recompute: Literal["none", "selective", "full"] = "none"
     flash: bool = True
     causal: bool = True
     dropout: bool = False  # whether dropout masks are kept, one byte an element
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.tensor % self.columns:
+            raise PlanError(
+                f"columns = {self.columns} do not divide tensor = {self.tensor}, rows x columns: give a divisor"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Tensor ranks that cut heads and the inner size of the MLP."""
+        return self.tensor // self.columns
+
+    @property
+    def stream_cut(self) -> int:
+        """Over how many ranks norms and residuals are cut."""
+        return self.columns * (self.rows if self.sequence_parallel else 1)
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,186 @@
+"""What ranks of the tensor and the context axis send one another inside the blocks of a task.
+
+What tensor ranks send, and what hides it, is read from a program of one block of each kind (terrace.simulate.inside).
+The context axis has no program yet: its ranks gather the keys and values of a layer and scatter their gradients (Dubey
+et al. 2407.21783, section 3.3.2), and nothing hides these messages.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from terrace.model.spec import BlockSpec
+from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.tensor_traffic import Tensor, TensorMessage
+from terrace.plan.wire import FORMATS
+from terrace.planner.space import Rows, shape_of
+from terrace.planner.task import CONTEXT, LAYER, TENSOR, Choice, Task, columns_of, tensor_entry
+from terrace.program import Instruction, Op, Program
+from terrace.simulate.inside import Hidden, Waits, hidden_counts, message_seconds, waits_of
+from terrace.simulate.layers import BlockSeconds
+from terrace.simulate.links import all_gather_s
+from terrace.simulate.states import kind_blocks
+from terrace.simulate.work import Work
+
+Passes = tuple[float, float, float]  # seconds of a forward, of a backward, and what recomputation adds to that
+
+_NOTHING: Passes = (0.0, 0.0, 0.0)
+
+
+class InnerSeconds(NamedTuple):
+    """The seconds by which messages inside a block make its passes longer."""
+
+    tensor: Passes
+    context: Passes
+
+
+class Inner:
+    """The messages inside blocks of one task, remembered: a search asks for the same ones many times."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._kinds: dict[tuple[int, int], tuple[BlockSpec, ...]] = {}
+        self._lines: dict[tuple[int, Rows], tuple[list[Waits], list[Waits]]] = {}
+        self._counts: dict[tuple[int, ...], list[dict[Hidden, int]]] = {}
+        self._found: dict[tuple[int, Rows, int], list[Waits]] = {}
+        self._seconds: dict[Rows, tuple[Tensor, dict[TensorMessage, float]]] = {}
+        self._gathers: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> InnerSeconds:
+        """Return what a block waits for on one micro-batch, where its products take `own`."""
+        tensor = self._tensor(kind, rows, work, own) if work.tensor > 1 else _NOTHING
+        context = _NOTHING
+        if kind == LAYER and work.context > 1:
+            keys_s = self._keys_s(rows, work)
+            context = (keys_s, 2 * keys_s, keys_s)
+        return InnerSeconds(tensor, context)
+
+    def _tensor(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> Passes:
+        penalty = self.task.cluster.device.overlap_penalty
+        forward, backward, again = self._waits(kind, rows, work.tokens)
+        backward_s, with_forward_s = (
+            each.exposed_s(own.input_s, own.weight_s, penalty, own.forward_s) for each in (backward, again)
+        )
+        return forward.exposed_s(0.0, 0.0, penalty, own.forward_s), backward_s, with_forward_s - backward_s
+
+    def _keys_s(self, rows: Rows, work: Work) -> float:
+        key = (axis_group(rows, CONTEXT), work.rows, work.micro_batch)
+        if key not in self._gathers:
+            num_bytes = key_bytes(work) * work.context
+            self._gathers[key] = all_gather_s(self.task.cluster, axis_group(rows, CONTEXT), num_bytes)
+        return self._gathers[key]
+
+    def _waits(self, kind: int, rows: Rows, num_tokens: int) -> list[Waits]:
+        """Return the messages inside a block: of a forward, a backward, and a backward that recomputes.
+
+        All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
+        unless the tokens are padded, or their message, to a whole part for each rank.
+        """
+        group: Rows = tuple((1, row[TENSOR], 1, 1, columns_of(row)) for row in rows)
+        num_ranks = shape_of(group).tensor
+        if num_tokens % num_ranks or MessageClass.TENSOR.value in self.task.wire:
+            return self._waits_of(kind, group, num_tokens)
+        size = num_ranks * self.task.sequence
+        key = (kind, group)
+        found = self._lines.get(key)
+        if found is None:
+            found = self._lines[key] = (self._waits_of(kind, group, size), self._waits_of(kind, group, 2 * size))
+        more = num_tokens / size - 1
+        return [
+            Waits(*(one + more * (two - one) for one, two in zip(first, second, strict=True)))
+            for first, second in zip(*found, strict=True)
+        ]
+
+    def _waits_of(self, kind: int, group: Rows, num_tokens: int) -> list[Waits]:
+        key = (kind, group, num_tokens)
+        if key not in self._found:
+            price = self._price(group)
+            found = [waits_of(counts, price) for counts in self._counted(kind, group, num_tokens)]
+            hides = self.task.software.hides_messages
+            self._found[key] = found if hides else [each.unhidden for each in found]
+        return self._found[key]
+
+    def _counted(self, kind: int, group: Rows, num_tokens: int) -> list[dict[Hidden, int]]:
+        shape = shape_of(group)
+        key = (kind, shape.tensor, shape.columns, num_tokens)
+        if key not in self._counts:
+            forward, backward = Instruction(Op.FORWARD, kind, 0), Instruction(Op.BACKWARD, kind, 0)
+            plain, again = (self._program(group, num_tokens, recompute) for recompute in (0, 1))
+            passes = ((plain, forward), (plain, backward), (again, backward))
+            self._counts[key] = [hidden_counts(*each) for each in passes]
+        return self._counts[key]
+
+    def _price(self, group: Rows) -> Callable[[TensorMessage], float]:
+        """Return what gives the seconds of a message inside a block, the same for all kinds of blocks."""
+        if group not in self._seconds:
+            self._seconds[group] = (self._program(group, 1, 0).tensor, {})
+        tensor, known = self._seconds[group]
+
+        def price(message: TensorMessage) -> float:
+            found = known.get(message)
+            if found is None:
+                found = math.fsum(message_seconds(self.task.cluster, tensor, message).values())
+                known[message] = found
+            return found
+
+        return price
+
+    def _program(self, rows: Rows, num_tokens: int, recompute: int) -> Program:
+        """Return a program of one embedding, one layer and one head, for what is sent inside them."""
+        task, shape = self.task, shape_of(rows)
+        tiers = [tier.name for tier in task.cluster.tiers]
+        plan = Plan(
+            params="device",
+            grads="device",
+            optimizer="device",
+            mapping={tier: {"tensor": tensor_entry(row)} for tier, row in zip(tiers, rows, strict=True)},
+            wire={name: row for name, row in task.wire.items() if name == MessageClass.TENSOR.value},
+            compute=task.compute,
+            master=task.master,
+            recompute=("layers.*",) if recompute else (),
+            sequence_parallel=task.software.sequence_parallel,
+        )
+        key = (shape.tensor, shape.columns)
+        if key not in self._kinds:
+            degrees = {"rows": shape.tensor // shape.columns, "columns": shape.columns}
+            self._kinds[key] = kind_blocks(task.model, degrees)
+        return Program(
+            cluster=task.cluster,
+            plan=plan,
+            layout=Layout.of(task.cluster, plan),
+            blocks=self._kinds[key],
+            num_micros=1,
+            instructions=(),
+            sequence=num_tokens,
+        )
+
+    def sent_bytes(
+        self, choice: Choice, work: Work, num_micros: int, counts: Sequence[int]
+    ) -> dict[tuple[str, str], int]:
+        """Return what a rank that holds `counts` embeddings, layers and heads sends in a step, by (axis, tier)."""
+        sent = defaultdict[tuple[str, str], int](int)
+        names = [tier.name for tier in self.task.cluster.tiers]
+        program = self._program(choice.rows, work.tokens, choice.recompute)
+        for kind, count in enumerate(counts):
+            for op in (Op.FORWARD, Op.BACKWARD):
+                for message in program.inside(Instruction(op, kind, 0)):
+                    for tier, num_bytes in program.tensor.sends(message):
+                        sent[MessageClass.TENSOR.value, names[tier]] += count * num_micros * num_bytes
+        left = (3 + choice.recompute) * key_bytes(work) * work.context
+        for row, name in zip(choice.rows, names, strict=True):
+            if row[CONTEXT] > 1:
+                sent["context", name] = counts[LAYER] * num_micros * left * (row[CONTEXT] - 1) // row[CONTEXT]
+                left //= row[CONTEXT]
+        return dict(sent)
+
+
+def key_bytes(work: Work) -> int:
+    """Return the bytes of a rank's keys and values of one layer and micro-batch."""
+    heads = math.ceil(work.model.num_kv_heads / work.rows)
+    return 2 * work.tokens * heads * work.model.head_dim * FORMATS[work.compute].element_bytes
+
+
+def axis_group(rows: Rows, axis: int) -> tuple[int, ...]:
+    """Return the shape of a group of an axis: its degree on every tier."""
+    return tuple(row[axis] for row in rows)
