@@ -69,6 +69,16 @@ def test_messages_of_a_layer_by_hand() -> None:
     assert waits(whole, backward) == pytest.approx(Waits(0.0, 0.0, 4 * one_s))
 
 
+def test_messages_in_parts_by_hand() -> None:
+    """Four parts: of what a region gathers the first is waited for, of what it sums the last; three are hidden."""
+    program = program_of(cluster_of(2, 2), 2, tensor_chunks=4)
+    one_s, part_s = (LATENCY_S + SEQUENCE * 64 * 4 / 2 / parts / RATE for parts in (1, 4))
+    forward, backward = Instruction(Op.FORWARD, 1, 0), Instruction(Op.BACKWARD, 1, 0)
+    assert waits(program, forward) == pytest.approx(Waits(4 * part_s, 0.0, 0.0, 12 * part_s))
+    assert waits(program, backward) == pytest.approx(Waits(2 * part_s, 6 * part_s + 2 * one_s, 2 * one_s))
+    assert Waits(1.0, 0.0, 0.0, 4.0).exposed_s(9.0, 9.0, 0.5, 3.0) == 1.0 + 1.0 + 1.5
+
+
 def test_what_hides_a_message_ends_and_is_slowed() -> None:
     assert Waits(1.0, 2.0, 4.0).exposed_s(10.0, 3.0, 0.0) == 1.0 + 0.0 + 1.0
     assert Waits(1.0, 2.0, 4.0).exposed_s(0.5, 10.0, 0.0) == 1.0 + 1.5 + 0.0

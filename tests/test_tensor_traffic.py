@@ -1,12 +1,12 @@
 """Bytes of the tensor axis against the published formulas, and rules of its mapping."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -15,6 +15,7 @@ from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, preset, step_bytes, validate
 from terrace.plan.grid import ORDER, Grid, position
+from terrace.plan.memory import model_state_bytes
 from terrace.plan.slices import rank_slices, slice_blocks
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
 from terrace.program import build
@@ -116,6 +117,7 @@ def test_a_whole_step_counts_recomputation_and_micro_batches() -> None:
     assert halved - numbers == (once - numbers) / 2
 
 
+@settings(deadline=None)  # a grid of thousands of ranks, on a busy machine
 @given(st.lists(st.tuples(*[st.integers(1, 3)] * 4), min_size=1, max_size=3), st.data())
 def test_every_rank_has_one_place_on_the_grid(degrees: list[tuple[int, int, int, int]], data: st.DataObject) -> None:
     """Places identify ranks; peers on an axis differ there alone and are in the order of their places."""
@@ -184,6 +186,19 @@ def test_a_mapping_that_cannot_run_is_refused(mapping: Any, changes: Any, words:
     with pytest.raises(PlanError) as caught:
         build(cluster, replace(preset("ddp", cluster), mapping=mapping, **changes), block_specs(gpt()), 1, SEQUENCE)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("formula", [step_bytes, model_state_bytes])
+def test_whole_blocks_and_a_missing_sequence_are_refused(formula: Callable[..., object]) -> None:
+    """A formula over what a rank holds does not count whole blocks, or messages of no tokens."""
+    cluster = cluster_of(2)
+    plan = with_tensor(cluster, {"package": {"tensor": 2}})
+    held = slice_blocks(block_specs(gpt()), Grid.of(cluster, plan))
+    assert formula(cluster, plan, held, 1, SEQUENCE)
+    with pytest.raises(PlanError, match="give what one tensor rank holds"):
+        formula(cluster, plan, block_specs(gpt()), 1, SEQUENCE)
+    with pytest.raises(PlanError, match="length of a sequence"):
+        formula(cluster, plan, held, 1)
 
 
 def test_blocks_that_declare_nothing_are_refused() -> None:
