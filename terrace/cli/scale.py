@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.cli.files import check_not_read
 from terrace.cli.output import Terminal
 from terrace.cli.task import (
     TASK_EPILOG,
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--price {options.price} must be a positive number")
     if options.output is not None:
         check_output(options.output, options.force)
+        read = {name: getattr(options, name) for name in ("model", "cluster", "plan")}
+        check_not_read("--output", options.output, read)
     task = read_task(options, rest, read_planned(options.plan))
     plan, words = _plan(task, options.plan)
     if options.compute not in (None, plan.compute):  # a file's dtype: all else takes the task's

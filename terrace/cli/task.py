@@ -102,7 +102,7 @@ def check_output(path: Path, force: bool) -> None:
         folder = next(parent for parent in path.resolve().parents if parent.exists())
         with TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise _unwritable(path, error) from error
     if there and not force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
@@ -116,7 +116,7 @@ def write_output(path: Path, content: str) -> None:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError | ValueError) -> ConfigError:
+def _unwritable(path: Path, error: OSError | ValueError | RuntimeError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     return ConfigError(f"--output {str(path)!r} cannot be written ({why}): name a file in a folder that can")
 
