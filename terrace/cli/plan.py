@@ -9,6 +9,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
+from terrace.cli.files import check_not_read
 from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words, write_output
 from terrace.plan import AXES
@@ -30,6 +31,7 @@ from terrace.planner import (
 from terrace.planner.explain import lack
 from terrace.planner.ranking import TIE
 from terrace.planner.space import divisors
+from terrace.planner.task import MOST_SEQUENCES
 from terrace.program.schedules import schedule_names
 from terrace.report.plans import (
     figures_words,
@@ -65,13 +67,14 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1")
     check_output(options.output, options.force)
+    check_not_read("--output", options.output, {"model": options.model, "cluster": options.cluster})
     task = read_task(options, rest)
     pins = parse_pins(options.pin, task.cluster, schedule_names())
     axes = runnable_axes() if options.axes is None else parse_axes(options.axes)
     space = Space(task=task, axes=axes, pins=pins)
     found, evaluator = find(space, count=options.best, limit=options.limit)
     if not found.best:
-        raise PlanError(_nothing(task, found, axes))
+        raise PlanError(_nothing(task, found, axes, options.pin))
     best, console = found.best[0], Terminal()
     outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(task)}\n")
@@ -116,18 +119,19 @@ def _not_run(estimate: Estimate) -> list[str]:
     return [name for axis, name in enumerate(AXES) if name not in run and estimate.choice.degree(axis) > 1]
 
 
-def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
+def _nothing(task: Task, found: Found, axes: Sequence[str], pinned: Sequence[str]) -> str:
     """Return the error where there is no plan: what is nearest to one, and what it lacks."""
     ranks = task.cluster.world_size
     if found.nearest is None and tuple(axes) == ("data",) and task.batch % ranks:
         below = task.batch // ranks * ranks
-        near = f"{below} or {below + ranks}" if below else f"{ranks}"
+        near = " or ".join(str(each) for each in (below, below + ranks) if 0 < each <= MOST_SEQUENCES)
         return (
-            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use --batch {near}, "
-            f"{_sizes_that_divide(task)}or --axes all, which searches axes that this version predicts but does not run"
+            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use "
+            f"{f'--batch {near}, ' if near else ''}{_sizes_that_divide(task)}or --axes all, which searches axes that "
+            "this version predicts but does not run"
         )
     if found.nearest is None:
-        return f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences: drop a pin"
+        return _no_shape(task, axes, pinned)
     nearest = found.nearest
     tips = advice(
         task.cluster,
@@ -140,6 +144,17 @@ def _nothing(task: Task, found: Found, axes: Sequence[str]) -> str:
         f"no plan fits; the nearest is: {plan_words(task, nearest.choice)}, which {lack(task, nearest)}; it "
         f"{tips.sentence}; a shorter --seq needs less, and --axes all shows what other axes would give"
     )
+
+
+def _no_shape(task: Task, axes: Sequence[str], pinned: Sequence[str]) -> str:
+    """Return the error where no plan is in the space, whatever memory there were."""
+    if not pinned:
+        return (
+            f"{task.batch} sequences of {task.sequence} tokens and {task.model.num_layers} layers do not divide over "
+            f"{task.cluster.world_size} ranks by the {_axes(axes)}: use another --batch or another --nodes"
+        )
+    words = f"no plan with the {_axes(axes)} satisfies {' and '.join(pinned)} with {task.batch} sequences: drop a pin"
+    return words if set(axes) == set(AXES) else f"{words}, or search more axes, as with --axes all"
 
 
 def _sizes_that_divide(task: Task) -> str:
