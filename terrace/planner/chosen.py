@@ -28,7 +28,9 @@ def choice_of(task: Task, plan: Plan) -> Choice:
     shape = shape_of(tuple(_row(task, plan, tier.name, tier.size) for tier in task.cluster.tiers))
     _check_names(task, plan)
     _check_model(task, shape)
-    schedule, chunks = (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(plan.schedule or SIMPLEST)
+    schedule, chunks = (
+        (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(SIMPLEST if plan.schedule is None else plan.schedule)
+    )
     # What is left of a plan is that of the data ranks of one tensor, context and pipeline coordinate.
     own = replace(plan, mapping={}, schedule=plan.schedule if shape.pipeline == 1 else None)
     validate(data_cluster(task.cluster, shape.state), own, task.blocks)
