@@ -286,7 +286,7 @@ def test_no_output_replaces_what_is_read(here: Here) -> None:
     for words in (["scale", "--plan", "mine.toml", "--output"], ["simulate", "mine.toml", "--page"]):
         before = (here.folder / "mine.toml").read_text()
         assert main([*words, "./mine.toml", "--force"]) == 2
-        assert "mine.toml is what is read" in here.error()
+        assert "mine.toml is the file that is read" in here.error()
         assert (here.folder / "mine.toml").read_text() == before
 
 
