@@ -301,12 +301,12 @@ def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.Captu
 
 
 def test_no_output_replaces_what_is_read(here: Here) -> None:
-    assert "is what is read" in here.refused("plan", "--output", here.model, "--force")
+    assert "is the file that is read" in here.refused("plan", "--output", here.model, "--force")
     assert here.say("plan", "--nodes", "1", "--output", "mine.toml")[0] == 0
     for words in (["scale", "--plan", "mine.toml", "--output"], ["simulate", "mine.toml", "--page"]):
         before = (here.folder / "mine.toml").read_text()
         assert main([*words, "./mine.toml", "--force"]) == 2
-        assert "mine.toml is what is read" in here.error()
+        assert "mine.toml is the file that is read" in here.error()
         assert (here.folder / "mine.toml").read_text() == before
 
 

@@ -123,7 +123,7 @@ def test_page_and_trace_are_written_and_not_replaced(here: Here) -> None:
         (("zero3", "ddp"), "unknown argument 'ddp'"),
         (("--page", "."), "--page '.' is a folder: name a file"),
         (("--page", "a", "--trace", "./a"), "--page and --trace both name a"),
-        (("--page", "text.txt/a"), "cannot write text.txt/a: "),
+        (("--page", "text.txt/a"), "--page text.txt/a cannot be written (Not a directory)"),
         (("--trace", "run.toml"), "--trace run.toml is there already"),
         (("--force",), "--force has no effect without --page FILE or --trace FILE"),
         (("--train.batch", "5"), "batch = 5 is not a multiple"),

@@ -24,7 +24,7 @@ def read_table(path: Path) -> dict[str, Any]:
     Raises `ConfigError` for a missing, unreadable or malformed file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -32,12 +32,22 @@ def read_table(path: Path) -> dict[str, Any]:
     except ValueError as error:  # a name that no file can have
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     try:
-        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        table = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} must hold a table of keys, not a {type(table).__name__}")
+    return table
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a table; a key that is there twice would silently lose a value."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice: keep one of them")
     return table
 
 

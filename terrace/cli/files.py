@@ -1,6 +1,7 @@
 """Files that a user asks for by an option: refused before any work is done, so that no result is lost at its end."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -15,11 +16,21 @@ def check_writable(option: str, path: Path) -> None:
             raise IsADirectoryError(0, "it is a folder")
         if path.exists() and not path.is_file():
             raise OSError(0, "it is no regular file")
-        folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
+        folder = next(parent for parent in path.resolve().parents if parent.exists())
         with TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise _unwritable(option, path, error) from error
+
+
+def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) -> None:
+    """Raise `ConfigError` where `path`, which `option` named, is a file that is read: `inputs`, by option."""
+    for name, given in inputs.items():
+        if given is None:
+            continue
+        for read in (Path(given), Path(given, "config.json")):
+            if os.path.isfile(read) and os.path.isfile(path) and os.path.samefile(read, path):
+                raise ConfigError(f"{option} {path} is the file that is read as the {name}: name another file")
 
 
 def write_file(option: str, path: Path, content: str) -> None:
@@ -30,7 +41,7 @@ def write_file(option: str, path: Path, content: str) -> None:
         raise _unwritable(option, path, error) from error
 
 
-def _unwritable(option: str, path: Path, error: OSError | ValueError) -> ConfigError:
+def _unwritable(option: str, path: Path, error: OSError | ValueError | RuntimeError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     name = str(path) if str(path).isprintable() else repr(str(path))
     return ConfigError(f"{option} {name} cannot be written ({why}): name a file in a folder that can")

@@ -30,6 +30,7 @@ from terrace.planner import (
 from terrace.planner.explain import lack
 from terrace.planner.ranking import TIE
 from terrace.planner.space import divisors
+from terrace.planner.task import MOST_SEQUENCES
 from terrace.program.schedules import schedule_names
 from terrace.report.plans import (
     figures_words,
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     space = Space(task=task, axes=axes, pins=pins)
     found, evaluator = find(space, count=options.best, limit=options.limit)
     if not found.best:
-        raise PlanError(_nothing(task, found, pins, axes))
+        raise PlanError(_nothing(task, found, pins, axes, options.pin))
     best, console = found.best[0], Terminal()
     outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(task)}\n")
@@ -125,27 +126,19 @@ def _not_run(estimate: Estimate) -> list[str]:
     return [name for axis, name in enumerate(AXES) if name not in run and estimate.choice.degree(axis) > 1]
 
 
-def _nothing_left(task: Task, pins: Pins, axes: Sequence[str]) -> str:
-    """Return the error where the pins leave no plan, with what stands in the way where one pin alone does."""
-    words = f"no plan with the {_axes(axes)} satisfies the pins and divides {task.batch} sequences"
-    for name in AXES:
-        if name not in axes and pins.ranges.get(name, (1, 1))[0] > 1:
-            return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
-    return f"{words}: drop a pin"
-
-
-def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str]) -> str:
+def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
     """Return the error where there is no plan: what is nearest to one, and what it lacks."""
     ranks = task.cluster.world_size
     if found.nearest is None and tuple(axes) == ("data",) and task.batch % ranks:
         below = task.batch // ranks * ranks
-        near = f"{below} or {below + ranks}" if below else f"{ranks}"
+        near = " or ".join(str(each) for each in (below, below + ranks) if 0 < each <= MOST_SEQUENCES)
         return (
-            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use --batch {near}, "
-            f"{_sizes_that_divide(task)}or --axes all, which searches axes that this version predicts but does not run"
+            f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use "
+            f"{f'--batch {near}, ' if near else ''}{_sizes_that_divide(task)}or --axes all, which searches axes that "
+            "this version predicts but does not run"
         )
     if found.nearest is None:
-        return _nothing_left(task, pins, axes)
+        return _no_shape(task, pins, axes, pinned)
     nearest = found.nearest
     tips = advice(
         task.cluster,
@@ -169,6 +162,21 @@ def _remedy(task: Task, tips: Advice) -> str:
     layout = Layout.of(tips.job.cluster, tips.job.plan)
     batch = layout.span(layout.outermost) * tips.job.plan.micro_batch * tips.job.num_micros
     return words if batch == task.batch else f"{words} at --batch {batch}"
+
+
+def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
+    """Return the error where no plan is in the space, whatever memory there were."""
+    if not pinned:
+        return (
+            f"{task.batch} sequences of {task.sequence} tokens and {task.model.num_layers} layers do not divide over "
+            f"{task.cluster.world_size} ranks by the {_axes(axes)}: use another --batch or another --nodes"
+        )
+    words = f"no plan with the {_axes(axes)} satisfies {' and '.join(pinned)} with {task.batch} sequences"
+    for name in AXES:
+        if name not in axes and pins.ranges.get(name, (1, 1))[0] > 1:
+            return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
+    words += ": drop a pin"
+    return words if set(axes) == set(AXES) else f"{words}, or search more axes, as with --axes all"
 
 
 def _sizes_that_divide(task: Task) -> str:

@@ -1,12 +1,14 @@
 """`terrace simulate`: play a step of the program that would run, and look at it."""
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.files import write_atomic
+from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, run_table
 from terrace.cli.output import Terminal
 from terrace.cli.simulate_axes import other_axes, play_axes
@@ -34,6 +36,8 @@ from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
 from terrace.simulate.trace import trace_json
 from terrace.train.config import RunConfig, parse_run
+
+_SECTIONS = ("model", "cluster", "plan")  # options that may name a file
 
 
 def add_parser(commands: Any) -> None:
@@ -155,13 +159,12 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
     """Return the files to write; refuses those that are there before anything is computed."""
     outputs = {name: Path(getattr(options, name)) for name in ("page", "trace") if getattr(options, name) is not None}
     for name, path in outputs.items():
-        if not path.name or path.is_dir():
+        if os.path.isdir(path):
             raise ConfigError(f"--{name} {str(path)!r} is a folder: name a file")
+        check_writable(f"--{name}", path)
         if path.exists() and not options.force:
             raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
-        inputs = (getattr(options, each) for each in ("plan", "config", "model", "cluster", "data"))
-        if path.resolve() in {Path(each).resolve() for each in inputs if each is not None}:
-            raise ConfigError(f"--{name} {path} is what is read: name another file")
+        check_not_read(f"--{name}", path, {each: getattr(options, each) for each in ("config", *_SECTIONS)})
     if len({path.resolve() for path in outputs.values()}) < len(outputs):
         raise ConfigError(f"--page and --trace both name {outputs['page']}: name two files")
     if options.force and not outputs:

@@ -11,11 +11,9 @@ from math import fsum
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.schema import load
 from terrace.cli.output import Terminal
 from terrace.cli.task import task_words
 from terrace.cluster import Cluster
-from terrace.model.config import parse_model
 from terrace.plan import Plan
 from terrace.planner import Choice, Evaluator, Task, runnable_axes
 from terrace.planner.bound import Bounds
@@ -34,7 +32,7 @@ from terrace.report.tables import quantity, seconds
 from terrace.simulate import CriticalPath, Recording, critical_path, critical_words, memory_curve, record
 from terrace.simulate.timeline_picture import memory_picture, picture
 from terrace.simulate.trace import stages_trace_json, trace_json
-from terrace.train.config import TrainConfig
+from terrace.train.config import parse_sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +47,17 @@ class Played:
 
 def play_axes(table: Mapping[str, Any], cluster: Cluster, plan: Plan) -> Played:
     """Return the played step of a plan, from the table of its run; raises `PlanError` for one that cannot be."""
-    train = load(TrainConfig, table["train"], "train")
+    run = parse_sections(table)  # every key, also of sections that a step does not depend on
+    train = run.train
     if train.freeze:
         raise ConfigError(f"train.freeze = {list(train.freeze)}: plans with other axes than data are priced without it")
+    if train.error_budget:
+        raise ConfigError(
+            f"train.error_budget.{next(iter(train.error_budget))}: plans with other axes than data are priced without "
+            "a budget; leave it out"
+        )
     task = Task(
-        model=parse_model(table["model"]),
+        model=run.model,
         cluster=cluster,
         batch=train.batch,
         sequence=train.sequence,

@@ -10,6 +10,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.files import write_atomic
 from terrace.base.schema import merge
+from terrace.cli.files import check_not_read
 from terrace.cli.options import parse_overrides
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
@@ -102,11 +103,9 @@ def check_output(path: Path, options: argparse.Namespace) -> None:
         folder = next(parent for parent in path.resolve().parents if parent.exists())
         with TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise _unwritable(path, error) from error
-    inputs = (getattr(options, name, None) for name in ("plan", "model", "cluster"))
-    if path.resolve() in {Path(each).resolve() for each in inputs if each is not None}:
-        raise ConfigError(f"--output {path} is what is read: name another file")
+    check_not_read("--output", path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
     if there and not options.force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
 
@@ -119,7 +118,7 @@ def write_output(path: Path, content: str) -> None:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError | ValueError) -> ConfigError:
+def _unwritable(path: Path, error: OSError | ValueError | RuntimeError) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) else str(error)
     return ConfigError(f"--output {str(path)!r} cannot be written ({why}): name a file in a folder that can")
 

@@ -216,8 +216,8 @@ def _check_kernels(kernels: Kernels) -> None:
 
 
 def _check_share(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        raise ClusterError(f"{name} = {value} must be above 0 and at most 1: it is a share of a peak")
+    if not _LEAST_RATE <= value <= 1:
+        raise ClusterError(f"{name} = {value} must lie between {_LEAST_RATE:g} and 1: it is a share of a peak")
 
 
 def _check_marks(owner: str, marks: Mapping[str, Mark], known: set[str]) -> None:

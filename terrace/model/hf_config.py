@@ -96,6 +96,9 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
         raise ModelError(f"{key} = {activation!r} is not implemented{did_you_mean(activation, ACTIVATIONS)}")
     fields["activation"] = ACTIVATIONS[activation]
     theta, factor = _read_rope(table, family) if family.theta_key else (0.0, 0.0)
+    if abs(fields["head_dim"]) > _ENDLESS:
+        sizes = [family.names[name] for name in ("hidden_size", "head_dim") if name in family.names]
+        raise ModelError(f"a head would have more than {_ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")
     # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
     return fields | {"rope_theta": theta, "rotary_dim": int(fields["head_dim"] * factor)}
 
@@ -104,7 +107,7 @@ def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
     """Return the RoPE base and the rotated fraction, from the newer or the older keys."""
     found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
     for where in ("rope_parameters", "rope_scaling"):
-        inner = table.get(where) or {}
+        inner = {} if table.get(where) is None else table[where]
         if not isinstance(inner, Mapping):
             raise ModelError(f"{where} = {inner!r} must be a table or null")
         kind = inner.get("rope_type", inner.get("type", "default"))

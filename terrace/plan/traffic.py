@@ -15,7 +15,7 @@ what its ranks send inside a block is in terrace.plan.tensor_traffic. Summed ove
 are 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
@@ -46,14 +46,15 @@ def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_mi
         for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
-    for stay in residencies(blocks, num_micros, plan.unit, plan.prefetch):
-        message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
-        source = layout.params if stay.opening else layout.params_backward
-        for flat in flats[stay.block]:
-            add(message, flat, source=source)
+    for (index, backward, opening), times in gather_counts(blocks, num_micros, plan).items():
+        message = MessageClass.GATHER_BACKWARD if backward else MessageClass.GATHER
+        source = layout.params if opening else layout.params_backward
+        for flat in flats[index]:
+            add(message, flat, times, source)
+    num_units = len(units(num_micros, plan.unit))
     for flat in chain(*flats):
         if flat.trainable:
-            add(MessageClass.REDUCE, flat, times=len(units(num_micros, plan.unit)))
+            add(MessageClass.REDUCE, flat, times=num_units)
             add(MessageClass.SYNC, flat)
             add(MessageClass.REFRESH, flat)
     for name, degree in zip(layout.tiers, layout.degrees, strict=True):
@@ -67,3 +68,21 @@ def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_mi
             for tier, num_bytes in tensor.sends(inside):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * num_bytes
     return dict(total)
+
+
+def gather_counts(blocks: Sequence[BlockSpec], num_micros: int, plan: Plan) -> dict[tuple[int, bool, bool], int]:
+    """Return how often (block, whether for a backward, whether the step's first) is gathered in a step.
+
+    Whether a visit needs a gather depends on how far back the last visit of its block lies, which is the same in every
+    unit but the first: so of many units three are gone through, and the third stands for the rest.
+    """
+    num_units = len(units(num_micros, plan.unit))
+
+    def count(length: int) -> Counter[tuple[int, bool, bool]]:
+        stays = residencies(blocks, length, 1, plan.prefetch)
+        return Counter((stay.block, stay.backward, stay.opening) for stay in stays)
+
+    if num_units <= 3:
+        return count(num_units)
+    two, three = count(2), count(3)
+    return {key: times + (num_units - 3) * (times - two[key]) for key, times in three.items()}

@@ -32,7 +32,9 @@ def choice_of(task: Task, plan: Plan) -> Choice:
         raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: plans are priced with tensor_chunks = 1; leave it out")
     shape = shape_of(tuple(_row(task, plan, tier.name, tier.size) for tier in task.cluster.tiers))
     _check_names(task, plan)
-    schedule, chunks = (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(plan.schedule or SIMPLEST)
+    schedule, chunks = (
+        (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(SIMPLEST if plan.schedule is None else plan.schedule)
+    )
     if shape.context == shape.pipeline == 1:
         validate(task.cluster, plan, task.blocks)
         slice_blocks(task.blocks, Grid.of(task.cluster, plan))  # the degrees must divide the heads

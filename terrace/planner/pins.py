@@ -82,6 +82,8 @@ def parse_axes(text: str) -> tuple[str, ...]:
         return AXES
     names = [name.strip() for name in text.split(",")]
     for name in names:
+        if name == "all":
+            raise PlanError(f"--axes {text!r}: 'all' stands for every axis; write --axes all alone")
         if name not in AXES:
             raise PlanError(f"--axes {text!r} names axis {name!r}{did_you_mean(name, (*AXES, 'all'))}")
     return tuple(axis for axis in AXES if axis in names or axis == "data")

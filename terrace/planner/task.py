@@ -20,7 +20,7 @@ DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the 
 Row = tuple[int, int, int, int] | tuple[int, int, int, int, int]
 _MOST = 10**9  # whose divisors are found in no time
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
-_MOST_SEQUENCES = 100_000
+MOST_SEQUENCES = 100_000
 Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in a plan
 
 
@@ -73,12 +73,12 @@ class Task:
             raise PlanError(f"sequence = {self.sequence}: a sequence has at least one token")
         if self.sequence > _MOST:
             raise PlanError(f"sequence = {self.sequence}: plans are searched up to {_MOST:,}; give a smaller one")
-        if self.batch > _MOST_SEQUENCES:
+        if self.batch > MOST_SEQUENCES:
             meant = f", for {self.batch:,} tokens a step {self.batch // self.sequence:,}"
             raise PlanError(
                 f"batch = {self.batch} counts sequences, so a step would have {self.batch * self.sequence:,} tokens: "
-                f"plans are searched up to {_MOST_SEQUENCES:,} sequences; give fewer"
-                f"{meant if 1 <= self.batch // self.sequence <= _MOST_SEQUENCES else ''}"
+                f"plans are searched up to {MOST_SEQUENCES:,} sequences; give fewer"
+                f"{meant if 1 <= self.batch // self.sequence <= MOST_SEQUENCES else ''}"
             )
         if self.cluster.world_size > _MOST:
             raise PlanError(

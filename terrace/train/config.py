@@ -132,6 +132,13 @@ def resolve_table(
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
     """Build and check a run from its whole table."""
+    run = parse_sections(table)
+    _check(run)
+    return run
+
+
+def parse_sections(table: Mapping[str, Any]) -> RunConfig:
+    """Build a run from its whole table, each section by itself: whether they suit one another is not checked."""
     known = [item.name for item in fields(RunConfig)]
     for name, value in table.items():
         if name not in known:
@@ -142,7 +149,7 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
         if name not in table:
             raise ConfigError(f"section [{name}] is missing")
     cluster = parse_cluster(dict(table["cluster"]))
-    run = RunConfig(
+    return RunConfig(
         model=parse_model(table["model"]),
         cluster=cluster,
         plan=parse_plan(table["plan"], cluster),
@@ -150,8 +157,6 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
         train=load(TrainConfig, table["train"], "train"),
         optimizer=load(AdamWConfig, table.get("optimizer", {}), "optimizer"),
     )
-    _check(run)
-    return run
 
 
 def run_toml(run: RunConfig) -> str:
