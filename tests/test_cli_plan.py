@@ -311,15 +311,15 @@ def test_no_output_replaces_what_is_read(here: Here) -> None:
 
 
 def test_a_pinned_axis_that_is_not_searched_is_named(here: Here) -> None:
-    assert "add --axes data,tensor" in here.refused("plan", "--nodes", "1", "--pin", "tensor=2")
+    assert "add --axes data,tensor,pipeline" in here.refused("plan", "--nodes", "1", "--pin", "pipeline=2")
 
 
 def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Here) -> None:
     """What is said to fit where nothing does is planned as it is written."""
     tight = ("--cluster.device.memory_bytes", "1.58e9")
-    error = here.refused("plan", "--nodes", "1", *tight, batch=8)
+    error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
     nodes, batch = re.findall(r"(\d+) members of 'system' it fits at --batch (\d+)", error)[0]
-    assert here.say("plan", "--nodes", nodes, *tight, batch=int(batch))[0] == 0
+    assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, batch=int(batch))[0] == 0
 
 
 @pytest.mark.parametrize(("command", "word"), [("explain", "mine.toml"), ("train", "zero3")])

@@ -109,8 +109,8 @@ def test_a_plan_with_other_axes_ignores_no_key(refused: Refused, words: tuple[st
 
 
 def test_what_excludes_every_plan_is_named(refused: Refused) -> None:
-    assert "satisfies tensor=2 with 16 sequences" in (line := refused(*planning("--pin", "tensor=2")))
-    assert "add --axes data,tensor" in line
+    assert "satisfies pipeline=2 with 16 sequences" in (line := refused(*planning("--pin", "pipeline=2")))
+    assert "add --axes data,tensor,pipeline" in line
     seven = refused(*planning("--axes", "all", "--nodes", "7"))
     assert "pin" not in seven
     assert "another --nodes" in seven
@@ -118,8 +118,10 @@ def test_what_excludes_every_plan_is_named(refused: Refused) -> None:
 
 
 def test_no_batch_is_advised_that_is_refused(refused: Refused) -> None:
-    assert "--batch" not in refused(*planning("--nodes", "100000")).split("use ")[1]
-    assert "use --batch 99968, " in refused(*planning("--nodes", "16", batch=99_999)).replace("99968 or 100032", "?")
+    assert "--batch" not in refused(*planning("--axes", "data", "--nodes", "100000")).split("use ")[1]
+    assert "use --batch 99968, " in refused(*planning("--axes", "data", "--nodes", "16", batch=99_999)).replace(
+        "99968 or 100032", "?"
+    )
 
 
 @pytest.mark.parametrize("key", ["tiers.node.efficiency", "device.kernels.gemm", "device.kernels.memory"])
@@ -129,7 +131,7 @@ def test_a_share_so_small_that_seconds_leave_what_a_float_holds_is_refused(refus
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 1, 3, 9, 40])
-def testgather_counts_of_many_units_are_those_of_going_through_them(tied: bool, prefetch: int) -> None:
+def test_gather_counts_of_many_units_are_those_of_going_through_them(tied: bool, prefetch: int) -> None:
     blocks = block_specs(parse_model(LLAMA | {"tie_word_embeddings": tied}))
     cluster = load_cluster("lab")
     for num_micros, unit in ((1, 1), (3, 1), (4, 1), (11, 1), (11, 2), (12, 4)):

@@ -46,8 +46,8 @@ def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_mi
         for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
-    for (index, backward, opening), times in gather_counts(blocks, num_micros, plan).items():
-        message = MessageClass.GATHER_BACKWARD if backward else MessageClass.GATHER
+    for (index, for_backward, opening), times in gather_counts(blocks, num_micros, plan).items():
+        message = MessageClass.GATHER_BACKWARD if for_backward else MessageClass.GATHER
         source = layout.params if opening else layout.params_backward
         for flat in flats[index]:
             add(message, flat, times, source)

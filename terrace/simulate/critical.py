@@ -80,12 +80,18 @@ def critical_path(recording: Recording) -> CriticalPath:
 def exposed_by_tier(recording: Recording) -> dict[str, float]:
     """Return what the compute stream waits for messages in the step, in seconds by tier.
 
-    A wait is cut into the messages under way in it, the last of which ends it.
+    A wait is cut into the messages under way in it, the last of which ends it. What is waited for inside a block
+    goes to the tiers of its messages.
+    the tiers of its messages.
     """
     program, spans = recording.program, recording.spans
     seconds: dict[str, float] = defaultdict(float)
     for wait in spans[recording.first :]:
         if wait.lane != COMPUTE or not wait.category.startswith("wait "):
+            continue
+        if wait.category == WAIT_TENSOR:
+            for tier, share in inside_shares(program, program.instructions[wait.position]).items():
+                seconds[program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
         number, end_s = wait.after, wait.end_s
         while number >= 0 and end_s > wait.start_s:
