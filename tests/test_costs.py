@@ -284,7 +284,7 @@ def test_what_a_run_measures_is_not_scaled_again() -> None:
 def test_kernels_that_cannot_be_are_refused() -> None:
     cluster = load_cluster("dgx-a100")
     for kernels, message in (
-        (Kernels(gemm=1.5), r"kernels\.gemm = 1\.5 must be above 0"),
+        (Kernels(gemm=1.5), r"kernels\.gemm = 1\.5 must lie between 1e-06 and 1"),
         (Kernels(memory=0.0), r"kernels\.memory = 0\.0"),
         (Kernels(attention=math.nan), r"kernels\.attention = nan"),
         (Kernels(launch_s=-1.0), r"kernels\.launch_s = -1\.0"),
