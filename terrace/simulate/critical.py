@@ -82,7 +82,6 @@ def exposed_by_tier(recording: Recording) -> dict[str, float]:
 
     A wait is cut into the messages under way in it, the last of which ends it. What is waited for inside a block
     goes to the tiers of its messages.
-    the tiers of its messages.
     """
     program, spans = recording.program, recording.spans
     seconds: dict[str, float] = defaultdict(float)
