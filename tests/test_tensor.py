@@ -89,17 +89,17 @@ MAPPINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("rows", MAPPINGS, ids=str)
-def test_every_placement_of_states_beside_it(pool: LocalPool, name: str, rows: dict[str, Any]) -> None:
+def test_every_placement_of_states_beside_it(pool: LocalPool, rows: dict[str, Any]) -> None:
     """Every other combination has another family, the other form, and recomputation."""
-    cluster = cluster_of(2, 2, 2)
-    if (PLACEMENTS.index(name) + MAPPINGS.index(rows)) % 2:
-        case = Case(tensor(cluster, name, rows), num_micros=3, model="wide llama, 2 kv heads")
-    else:
-        plan = tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False)
-        case = Case(plan, num_micros=2, model="wide gpt2")
-    check(pool, (2, 2, 2), [case])
+    cluster, cases = cluster_of(2, 2, 2), []
+    for index, name in enumerate(PLACEMENTS, start=MAPPINGS.index(rows)):
+        if index % 2:
+            cases.append(Case(tensor(cluster, name, rows), num_micros=3, model="wide llama, 2 kv heads"))
+        else:
+            plan = tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False)
+            cases.append(Case(plan, num_micros=2, model="wide gpt2"))
+    check(pool, (2, 2, 2), cases)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 100])
