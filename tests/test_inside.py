@@ -87,15 +87,15 @@ def test_people_read_the_messages_of_each_kind_of_block() -> None:
     one = ["rows", "4.1 kB on t0", "5.1 ms"]
     first = next(index for index, cells in enumerate(rows) if cells[0].startswith("layers.0"))
     assert rows[first : first + 5] == [
-        ["layers.0 and 1 alike", "forward", "2 gather", *one, "waited for"],
+        ["layers.0 (x 2)", "forward", "2 gather", *one, "waited for"],
         ["2 reduce", *one, "waited for"],
-        ["layers.0 and 1 alike", "backward", "2 gather", *one, "waited for"],
+        ["layers.0 (x 2)", "backward", "2 gather", *one, "waited for"],
         ["2 reduce", *one, "gradients of weights"],
         ["2 gather", *one, "gradients of inputs"],
     ]
     assert ["1 numbers", "columns and rows", "384 B on t0", "1.4 ms", "waited for"] in rows
     again = told(program_of(cluster_of(2, 2), 2, recompute=("layers.*",)))
-    assert ["layers.0 and 1 alike", "backward", "4 gather", *one, "waited for"] in again
+    assert ["layers.0 (x 2)", "backward", "4 gather", *one, "waited for"] in again
 
 
 def test_messages_in_parts_by_hand() -> None:

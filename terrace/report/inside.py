@@ -15,14 +15,15 @@ _Alike = tuple[tuple[Hidden, int], ...]
 def inside_table(program: Program) -> Table:
     """Return the messages inside FORWARD and BACKWARD of one micro-batch, for each kind of block.
 
-    Messages alike stand in one row: how many, what a rank sends of one and on which tier, how long one takes, and what
+    Messages alike stand in one row: how many, what a rank sends for one and on which tier, how long one takes, and what
     is computed beside it. A program without a tensor axis has none.
     """
     table = new_table("messages inside the blocks, for every micro-batch")
-    for heading in ("block", "", "messages", "over", "a rank sends of each", "each takes", "meanwhile"):
+    for heading in ("block", "", "messages", "over", "each sends", "each takes", "meanwhile"):
         table.add_column(heading, justify="right" if heading == "each takes" else "left")
     for name, op, counts in _kinds(program):
-        table.add_section()
+        if op is Op.FORWARD:
+            table.add_section()
         for index, ((message, behind), count) in enumerate(counts):
             words = (name, op.value.lower()) if index == 0 else ("", "")
             takes_s = sum(message_seconds(program.cluster, program.tensor, message).values())
@@ -46,7 +47,7 @@ def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
         )
         alike.setdefault((forward, backward), []).append(block.name)
     for (forward, backward), names in alike.items():
-        name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike"
+        name = names[0] if len(names) == 1 else f"{names[0]} (x {len(names)})"
         yield from ((name, op, counts) for op, counts in ((Op.FORWARD, forward), (Op.BACKWARD, backward)) if counts)
 
 
