@@ -2,20 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import current_thread
 from typing import Any
 
 import pytest
 import torch
 
 from terrace.cluster import Cluster
+from terrace.comm import Collectives
 from terrace.model.config import ModelConfig, parse_model
-from terrace.plan import Layout, Plan
-from terrace.runtime.launch import LocalPool
+from terrace.plan import Layout, MessageClass, Plan, preset
+from terrace.runtime.engine import Engine
+from terrace.runtime.launch import LocalPool, World
 from tests.parity import Case, Outcome, deviation, exact, serial, train
 from tests.tensor_memory import kept_by_a_layer
-from tests.toys import cluster_of
+from tests.toys import MODELS, SEQUENCE, cluster_of, make_batch
 
 TOLERANCE = 1e-10
+ROUNDED_AT_ALL = 1e-5  # fp32 alone, without rounded messages, stays below this
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -111,6 +115,59 @@ def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> Non
             plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks)
             cases += [Case(plan, num_micros=2, model=model), Case(replace(plan, recompute=("block.1",)), model=model)]
     check(pool, (2, 2), cases)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("bf16", 0.01), ("int8", 0.1)])
+def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bound: float) -> None:
+    """Losses near 2.5 stay within `bound` of one process, which is exact; `train` compares what several ranks hold."""
+    cluster = cluster_of(4)
+    rounds = replace(preset("zero2", cluster), wire={"tensor": {"package": name}})
+    cases = []
+    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("wide llama, 1 kv head", {"tensor": {"rows": 2, "columns": 2}}, {"tensor_chunks": 3}),
+        ("wide gpt2", {"tensor": {"rows": 4}}, {"recompute": ("block.1",)}),
+        ("wide llama, 2 kv heads", {"tensor": {"rows": 2}, "data": 2}, {"sequence_parallel": False}),
+    ]
+    for model, row, changes in kinds:
+        plan = replace(rounds, mapping={"package": row}, **changes)
+        cases.append(Case(plan, num_micros=2, model=model))
+    by_rank = pool.run(4, train, cluster, cases, timeout_s=300.0)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        ranks = Layout.of(cluster, case.plan).data_degree
+        found = deviation(list(outcomes), serial(case.model, ranks * case.num_micros))
+        assert ROUNDED_AT_ALL < found["loss"] < bound, (case, found)
+        assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+
+
+def threads_of_messages(world: World, cluster: Cluster, plan: Plan) -> set[str]:
+    """The threads in which the messages of the tensor axis run, of a step in which no weight of a region trains."""
+    threads: set[str] = set()
+    _sending = Collectives._sending
+
+    def noted(self: Collectives, message: MessageClass, *rest: Any) -> Any:
+        if message is MessageClass.TENSOR:
+            threads.add(current_thread().name)
+        return _sending(self, message, *rest)
+
+    model = MODELS["wide llama, 2 kv heads"]
+    engine = Engine(
+        model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective,
+        rank=world.rank, declared=model.declared, sequence=SEQUENCE, freeze=("*.weight",),
+    )  # fmt: skip
+    Collectives._sending = noted  # type: ignore[method-assign, assignment]
+    try:
+        engine.step([make_batch(0, 1)], 1e-3)
+    finally:
+        Collectives._sending = _sending  # type: ignore[method-assign]
+        engine.close()
+    return threads
+
+
+def test_messages_follow_one_another_also_where_nothing_trains(pool: LocalPool) -> None:
+    """They share memory and groups: one that ends a region must not run beside one that gathers its input again."""
+    cluster = cluster_of(4)
+    plan = tensor(cluster, "ddp", {"package": {"tensor": {"rows": 2, "columns": 2}}})
+    assert pool.run(4, threads_of_messages, cluster, plan, timeout_s=60.0) == [{"terrace-lane"}] * 4
 
 
 def gpt(hidden: int) -> ModelConfig:

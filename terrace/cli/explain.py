@@ -8,7 +8,7 @@ from terrace.base.errors import ConfigError
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
 from terrace.program import build, program_text, verify
-from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
+from terrace.report import bytes_table, inside_table, memory_table, plan_table, time_table, wire_words
 from terrace.simulate import simulate, step_costs
 from terrace.simulate.footprint import work_of
 
@@ -42,6 +42,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(memory_table(report.memory_bytes, config.cluster.device.memory_bytes))
     console.print(bytes_table(report.sent_bytes, program.layout.tiers))
     print(wire_words(config.plan))
+    if program.tensor.degree > 1:
+        console.print(inside_table(program))
     console.print(time_table(report))
     plural = "es" if num_micros > 1 else ""
     console.print(f"program of every rank, {num_micros} micro-batch{plural}:", style="bold")

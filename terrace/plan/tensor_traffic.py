@@ -182,7 +182,8 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
         for weight in inner:
             if weight.dims[0][0] == "hidden":
                 parts = [cut] if one_sided else [cut // tensor.padded_tokens * part for part in tensor.token_chunks]
-                forward += [TensorMessage(leg, rows, part) for part in parts for leg in (Leg.REDUCE, Leg.GATHER)]
+                legs = (Leg.REDUCE, Leg.GATHER) if one_sided else (Leg.GATHER, Leg.REDUCE)
+                forward += [TensorMessage(leg, rows, part) for part in parts for leg in legs]
                 backward += [TensorMessage(Leg.GATHER, rows, part) for part in parts]
                 backward += [
                     TensorMessage(Leg.REDUCE, rows, cut),

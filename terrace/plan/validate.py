@@ -141,9 +141,10 @@ def _check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> No
             f"use {widest!r} or leave it out"
         )
     if wire.feedback and message not in GRADIENTS:
+        carried = "activations" if message is MessageClass.TENSOR else "parameters"
         raise PlanError(
             f"wire.{message.value}.{tier} = {name!r}: error feedback is for gradients, and {message.value} carries "
-            f"parameters, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
+            f"{carried}, whose errors do not add up over steps; write {name.removesuffix('+feedback')!r}"
         )
 
 

@@ -1,5 +1,6 @@
 """What people look at: plans and step reports in the terminal, the loss curve as a picture."""
 
+from terrace.report.inside import inside_table
 from terrace.report.plot import loss_svg
 from terrace.report.tables import (
     band_words,
@@ -15,6 +16,7 @@ __all__ = [
     "band_words",
     "bytes_table",
     "comparison_tables",
+    "inside_table",
     "loss_svg",
     "memory_table",
     "plan_table",

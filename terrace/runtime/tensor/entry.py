@@ -76,11 +76,6 @@ class Entry:
             yield start, stop, part
         self._arriving = []
 
-    def await_arrived(self) -> None:
-        """Return when all parts are there."""
-        for _ in self.parts():
-            pass
-
     def hold(self, whole: Tensor, x: Tensor) -> None:
         """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
         if self._drops:

@@ -38,7 +38,8 @@ class Line:
     """The ranks that differ from this one on one tensor axis.
 
     Messages are part of computing, in its order; the time that they take is in the clock's category `wait tensor`.
-    Those that end a region's backward go to a lane, and the weight gradients that wait are computed meanwhile.
+    All of them run on one lane: they share its memory and its groups, which carry one message after the other. While
+    those that end a region's backward travel, the weight gradients that wait are computed.
     """
 
     def __init__(
@@ -58,12 +59,11 @@ class Line:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...)."""
         whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
-        with self._means.message(self._ranks):
-            self._gather_into(whole, x)
+        self.wait(self.start_gather(whole, x))
         return whole
 
     def start_gather(self, whole: Tensor, x: Tensor) -> Ticket:
-        """Fill `whole` (n m, ...) with x (m, ...) of all ranks; wait for the ticket before the next message."""
+        """Fill `whole` (n m, ...) with x (m, ...) of all ranks; keep both until it was waited for."""
         return self._means.lane.submit(lambda: self._gather_into(whole, x))
 
     def start_reduce(self, part: Tensor, x: Tensor) -> Ticket:
@@ -78,28 +78,33 @@ class Line:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        with self._means.message(self._ranks):
-            self._reduce_into(part, x)
+        self.wait(self.start_reduce(part, x))
         return part
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, the same bits on each."""
         total = self._room(x)
-        with self._means.message(self._ranks):
-            self._sum_into(total, x)
+        self.wait(self._means.lane.submit(lambda: self._sum_into(total, x)))
         return total[: x.numel()].view(x.shape)
 
     def last_reduce_scatter(self, x: Tensor) -> Tensor:
         """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        self._means.meanwhile(lambda: self._reduce_into(part, x), self._ranks)
+        self._wait_meanwhile(self.start_reduce(part, x))
         return part
 
     def last_all_reduce(self, x: Tensor) -> Tensor:
         """The same as `all_reduce`, while the weight gradients that wait are computed."""
         total = self._room(x)
-        self._means.meanwhile(lambda: self._sum_into(total, x), self._ranks)
+        self._wait_meanwhile(self._means.lane.submit(lambda: self._sum_into(total, x)))
         return total[: x.numel()].view(x.shape)
+
+    def _wait_meanwhile(self, ticket: Ticket) -> None:
+        """Compute the weight gradients that wait, then wait for a message."""
+        queue = self._means.weights.current
+        if queue is not None:
+            queue.run()
+        self.wait(ticket)
 
     def _room(self, x: Tensor) -> Tensor:
         """Return room for the elements of x in one row that the ranks divide."""
@@ -139,8 +144,10 @@ class Line:
 
     def every(self, x: Tensor) -> Tensor:
         """Return numbers x (m) of all ranks, (n, m), unrounded."""
-        with self._means.message(self._ranks):
-            return self._collectives.gather_numbers(x, self._layout)
+        found: list[Tensor] = []
+        gather = self._collectives.gather_numbers
+        self.wait(self._means.lane.submit(lambda: found.append(gather(x, self._layout))))
+        return found[0]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
@@ -184,18 +191,6 @@ class Means:
         yield
         self.waiting_on(())
         self.clock.mark("wait tensor")
-
-    def meanwhile(self, work: Callable[[], None], ranks: tuple[int, ...]) -> None:
-        """Do `work`, a message; compute the weight gradients that wait while it is under way."""
-        queue = self.weights.current
-        if not queue:
-            with self.message(ranks):
-                work()
-            return
-        ticket = self.lane.submit(work)
-        queue.run()
-        with self.message(ranks):
-            ticket.wait()
 
 
 class _Gather(Function):

@@ -3,7 +3,7 @@
     forward    while a part of the gathered input is multiplied, the next one is under way;
                while a part of the result is summed over the rows, the next one is multiplied
     backward   while a part of the gathered gradient is multiplied, the next one is under way;
-               the message of the input gradient travels while the weight gradients are computed (Means.meanwhile)
+               the message of the input gradient travels while the weight gradients are computed (Line)
 
 A part holds the same tokens of every rank's slice, so each is gathered or summed by itself and the results are those
 of the whole message. Shape legend: T tokens, R rows, m = T/R tokens of a rank, n inner features, H hidden.
