@@ -122,6 +122,7 @@ BAD = [
     (ClusterError, ("--cluster.tiers.system.size", "0"), "size 0"),
     (ConfigError, ("--cluster.tiers.system.size", "two"), "must be of type int"),
     (ConfigError, ("--cluster.tiers.system", "4"), "must be a table"),
+    (ConfigError, ("--plan.mapping.node.tensor", "2.5"), "tensor = 2.5 must be of type int, or a table"),
     (ModelError, ("--train.freeze", '["layers.9.*"]'), "freeze pattern 'layers.9.*' matches no parameter"),
     (ModelError, ("--train.freeze", '["*"]'), "freezes every parameter: leave something to train"),
     (ConfigError, ("--train.freeze", "layers.*"), "train.freeze = 'layers.*' must be a list"),

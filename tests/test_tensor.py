@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
 from terrace.comm import Collectives
 from terrace.model.config import ModelConfig, parse_model
@@ -139,35 +140,52 @@ def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bo
         assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
 
 
-def threads_of_messages(world: World, cluster: Cluster, plan: Plan) -> set[str]:
-    """The threads in which the messages of the tensor axis run, of a step in which no weight of a region trains."""
-    threads: set[str] = set()
+def threads_of_messages(
+    world: World, cluster: Cluster, plan: Plan, cases: list[tuple[str, str]]
+) -> list[tuple[set[str], str]]:
+    """Of each (model, what is frozen): the threads in which tensor messages run, and the complaint of the ledger."""
     _sending = Collectives._sending
+    threads: set[str] = set()
 
     def noted(self: Collectives, message: MessageClass, *rest: Any) -> Any:
         if message is MessageClass.TENSOR:
             threads.add(current_thread().name)
         return _sending(self, message, *rest)
 
-    model = MODELS["wide llama, 2 kv heads"]
-    engine = Engine(
-        model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective,
-        rank=world.rank, declared=model.declared, sequence=SEQUENCE, freeze=("*.weight",),
-    )  # fmt: skip
+    def run(name: str, freeze: str) -> tuple[set[str], str]:
+        threads.clear()
+        model, complaint = MODELS[name], ""
+        engine = Engine(
+            model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective,
+            rank=world.rank, declared=model.declared, sequence=SEQUENCE, freeze=(freeze,),
+        )  # fmt: skip
+        engine.step([make_batch(0, 1)], 1e-3)
+        try:
+            engine.check_bytes()
+        except ProgramError as error:
+            complaint = str(error)
+        engine.close()
+        return set(threads), complaint
+
     Collectives._sending = noted  # type: ignore[method-assign, assignment]
     try:
-        engine.step([make_batch(0, 1)], 1e-3)
+        return [run(*case) for case in cases]
     finally:
         Collectives._sending = _sending  # type: ignore[method-assign]
-        engine.close()
-    return threads
 
 
-def test_messages_follow_one_another_also_where_nothing_trains(pool: LocalPool) -> None:
-    """They share memory and groups: one that ends a region must not run beside one that gathers its input again."""
+@pytest.mark.parametrize("splits", [True, False])
+def test_what_does_not_train_sends_as_declared_and_in_order(pool: LocalPool, splits: bool) -> None:
+    """Messages share memory and groups: one that ends a region must not run beside one that gathers its input again.
+
+    An embedding that is frozen has no backward.
+    """
     cluster = cluster_of(4)
-    plan = tensor(cluster, "ddp", {"package": {"tensor": {"rows": 2, "columns": 2}}})
-    assert pool.run(4, threads_of_messages, cluster, plan, timeout_s=60.0) == [{"terrace-lane"}] * 4
+    row = {"package": {"tensor": {"rows": 2, "columns": 2}}}
+    plan = tensor(cluster, "ddp", row, sequence_parallel=splits)
+    cases = [("wide llama, 2 kv heads", "*.weight"), ("wide gpt2", "block.0.weight"), ("wide gpt2", "*norm*")]
+    found = pool.run(4, threads_of_messages, cluster, plan, cases, timeout_s=60.0)
+    assert found == [[({"terrace-lane"}, "")] * len(cases)] * 4
 
 
 def gpt(hidden: int) -> ModelConfig:

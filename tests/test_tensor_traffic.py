@@ -169,7 +169,11 @@ REFUSED = [
     ({"package": {"data": {"rows": 4}}}, {}, ("only the tensor axis is factored",)),
     ({}, {"tensor_chunks": 2}, ("tensor_chunks = 2 has no effect",)),
     ({}, {"wire": {"tensor": {"package": "bf16"}}}, ("wire.tensor.package", "has no effect")),
-    ({"package": {"tensor": 4}}, {"wire": {"tensor": {"package": "int8+feedback"}}}, ("error feedback",)),
+    (
+        {"package": {"tensor": 4}},
+        {"wire": {"tensor": {"package": "int8+feedback"}}},
+        ("error feedback", "carries activations"),
+    ),
 ]
 
 

@@ -166,6 +166,8 @@ def _convert_union(hint: Any, value: Any, where: str) -> Any:
             return _convert(choice, value, where)
         except ConfigError as error:
             reasons.append(error)
+    if len(reasons) > 1 and get_origin(choices[-1]) is Mapping and not isinstance(value, Mapping):
+        raise ConfigError(f"{reasons[0]}, or a table")
     raise reasons[-1]
 
 

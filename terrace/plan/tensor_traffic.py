@@ -8,7 +8,8 @@ form: Korthikanti et al. 2205.05198, section 4.2; columns: AxoNN 2305.13525, sec
     layer      attention and MLP each: T' H / C over rows, a gather and a reduction forward, the same backward
                each linear layer into the inner size: an all-reduce of T n over columns, forward
                each linear layer out of it: an all-reduce of T n over columns, backward
-    embedding  forward: a reduction of T' H over columns, then of T' H / C over rows; backward: gathers of the same
+    embedding  forward: a reduction of T' H over columns, then of T' H / C over rows; backward: gathers of the same,
+               none where its matrix is frozen
     head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
 
 With sequence parallelism a rank keeps its part of what attention and MLP read, and gathers it once more in the
@@ -171,8 +172,9 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     if not inner and not forward_norms:  # the embedding
         forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
-        backward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
-        backward += [TensorMessage(Leg.GATHER, columns, whole)]
+        if any(param.trainable for param in block.params if param.dims[0][0] == "vocab"):
+            backward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
+            backward += [TensorMessage(Leg.GATHER, columns, whole)]
     elif not inner:  # the head
         forward += [] if one_sided else [TensorMessage(Leg.GATHER, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, columns, whole), TensorMessage(Leg.NUMBERS, both, 3 * tensor.tokens)]

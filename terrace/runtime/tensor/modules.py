@@ -51,7 +51,10 @@ class TensorAxis:
 
     def reads_input(self, y: Tensor) -> Tensor:
         """Return y, made of the input of a region by something that autograd differentiates alone."""
-        return needs_input(y, self.rows, self._entry) if self.splits_tokens else y
+        if not self.splits_tokens:
+            return y
+        assert not self._entry.is_arriving, "the first product of a region is of a weight that is cut, so it awaits all"
+        return needs_input(y, self.rows, self._entry)
 
     def leave(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream."""
