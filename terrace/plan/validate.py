@@ -54,7 +54,7 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
         for axis, degree in row.items():
             if axis not in AXES:
                 raise PlanError(f"mapping.{name} names axis {axis!r}{did_you_mean(axis, AXES)}")
-            _check_degree(f"mapping.{name}.{axis}", axis, degree)
+            check_degree(f"mapping.{name}.{axis}", axis, degree)
             if axis not in ("data", "tensor") and degree != 1:
                 raise PlanError(
                     f"mapping.{name}.{axis} = {degree}: this version runs the data and the tensor axis only (terrace "
@@ -68,14 +68,15 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
             )
 
 
-def _check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
+def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
+    """Raise `PlanError` unless `degree`, which stands at `where`, can be one of `axis`."""
     if isinstance(degree, Mapping):
         if axis != "tensor":
             raise PlanError(f"{where} = {dict(degree)}: only the tensor axis is factored; give one number")
         for factor, number in degree.items():
             if factor not in TENSOR_AXES:
                 raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, TENSOR_AXES)}")
-            _check_degree(f"{where}.{factor}", factor, number)
+            check_degree(f"{where}.{factor}", factor, number)
     elif degree < 1:
         raise PlanError(f"{where} = {degree}: a degree is at least 1")
 

@@ -4,15 +4,14 @@ A plan may say more than a choice can: what a choice has no word for is refused,
 the cluster cannot have. Whether this version runs the plan is another question (`terrace.plan.validate`).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.plan import AXES, MessageClass, Plan, num_micro_batches, validate
 from terrace.plan.grid import Grid
 from terrace.plan.layout import Layout
-from terrace.plan.plan import TENSOR_AXES
 from terrace.plan.slices import slice_blocks
+from terrace.plan.validate import check_degree
 from terrace.planner.estimate import data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.space import Shape, shape_of
@@ -77,7 +76,7 @@ def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
     for axis, entry in plan.mapping.get(tier, {}).items():
         if axis not in AXES:
             raise PlanError(f"mapping.{tier} names axis {axis!r}{did_you_mean(axis, AXES)}")
-        _check_degree(f"mapping.{tier}.{axis}", axis, entry)
+        check_degree(f"mapping.{tier}.{axis}", axis, entry)
     data, tensor, context, pipeline = (plan.degree(tier, axis, size) for axis in AXES)
     if data * tensor * context * pipeline != size:
         raise PlanError(
@@ -86,18 +85,6 @@ def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
         )
     columns = plan.degree(tier, "columns", size)
     return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
-
-
-def _check_degree(where: str, axis: str, entry: int | Mapping[str, int]) -> None:
-    if isinstance(entry, Mapping):
-        if axis != "tensor":
-            raise PlanError(f"{where} = {dict(entry)}: only the tensor axis is factored; give one number")
-        for factor, degree in entry.items():
-            if factor not in TENSOR_AXES:
-                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, TENSOR_AXES)}")
-            _check_degree(f"{where}.{factor}", factor, degree)
-    elif entry < 1:
-        raise PlanError(f"{where} = {entry}: a degree is at least 1")
 
 
 def _check_tensor_wire(task: Task, plan: Plan, shape: Shape) -> None:
