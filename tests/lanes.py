@@ -30,6 +30,8 @@ class EagerLane(Lane):
 
 
 class _Done(Ticket):
+    is_done = True
+
     def wait(self) -> None:
         pass
 
@@ -52,6 +54,10 @@ class LazyLane(Lane):
 class _Lazy(Ticket):
     def __init__(self, lane: LazyLane) -> None:
         self.lane = lane
+
+    @property
+    def is_done(self) -> bool:
+        return all(ticket is not self for ticket, _ in self.lane.queue)
 
     def wait(self) -> None:
         while any(ticket is self for ticket, _ in self.lane.queue):

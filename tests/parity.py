@@ -94,7 +94,8 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
     if engine.program.layout.params >= 0:
         for state in engine.states:
             state.gather(engine.collectives, MessageClass.GATHER, False)
-    parameters = flatten(blocks) if engine.program.tensor.degree == 1 else assemble(engine)
+    whole = engine.program.tensor.degree == engine.program.stage.num_stages == 1
+    parameters = flatten(blocks) if whole else assemble(engine)
     engine.close()
     return Outcome(losses, norms, parameters, complaint)
 
@@ -105,10 +106,14 @@ def assemble(engine: Engine) -> Tensor:
     wholes = [
         {param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in engine.whole
     ]
-    held = [[(name, p.detach()) for name, p in state.named_parameters()] for state in engine.states]
+    held = {
+        block: [(name, p.detach()) for name, p in state.named_parameters()]
+        for block, state in zip(program.stage.held, engine.states, strict=True)
+    }
     for rank, states in enumerate(engine.exchange(held)):
         places = program.tensor.places(rank)
-        for spec, whole, values in zip(program.blocks, wholes, states, strict=True):
+        for block, values in states.items():
+            spec, whole = program.blocks[block], wholes[block]
             params = {param.name: param for param in spec.params}
             for name, value in values:
                 target = whole[name][rank_slices(params[name], places, program.tensor.degrees)]

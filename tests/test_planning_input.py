@@ -15,6 +15,7 @@ from terrace.cluster import load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.plan import parse_plan, step_bytes
 from terrace.plan.residency import residencies
+from terrace.plan.stage import whole_stage
 from terrace.plan.traffic import gather_counts
 
 LLAMA = {
@@ -136,7 +137,7 @@ def test_gather_counts_of_many_units_are_those_of_going_through_them(tied: bool,
     cluster = load_cluster("lab")
     for num_micros, unit in ((1, 1), (3, 1), (4, 1), (11, 1), (11, 2), (12, 4)):
         plan = parse_plan({"preset": "zero3", "prefetch": prefetch, "unit": unit}, cluster)
-        stays = residencies(blocks, num_micros, unit, prefetch)
+        stays = residencies(whole_stage(len(blocks), num_micros, unit), blocks, prefetch)
         whole = Counter((stay.block, stay.backward, stay.opening) for stay in stays)
         assert Counter(gather_counts(blocks, num_micros, plan)) == whole
 

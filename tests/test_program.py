@@ -12,6 +12,7 @@ from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, preset
 from terrace.plan.residency import residencies
+from terrace.plan.stage import whole_stage
 from terrace.program import Instruction, Op, Program, build, program_text, verify, verify_ranks
 from tests.strategies import Setting, settings_of_a_step
 from tests.toys import cluster_of
@@ -65,19 +66,22 @@ def test_gathers_of_each_block(num_micros: int, wanted: list[int]) -> None:
     """Tied: the embedding is also used by the head, at distance 3 from its own uses, as untied blocks are."""
     untied = tuple(replace(block, borrows=()) for block in BLOCKS)
     for blocks, first in ((untied, wanted[0]), (BLOCKS, wanted[0] + num_micros)):
-        counts = Counter(stay.block for stay in residencies(blocks, num_micros, 1, 1))
+        counts = Counter(stay.block for stay in residencies(whole_stage(len(blocks), num_micros, 1), blocks, 1))
         assert [counts[block] for block in range(4)] == [first, *wanted[1:]]
 
 
 def test_without_prefetch_as_many_gathers_as_with_distance_one() -> None:
     """The last block stays between its forward and its backward, but nothing is gathered ahead."""
-    one, none = residencies(BLOCKS, 3, 1, 1), residencies(BLOCKS, 3, 1, 0)
+    one, none = (
+        residencies(whole_stage(len(BLOCKS), 3, 1), BLOCKS, 1),
+        residencies(whole_stage(len(BLOCKS), 3, 1), BLOCKS, 0),
+    )
     assert [(stay.block, stay.first, stay.last) for stay in one] == [(s.block, s.first, s.last) for s in none]
     assert all(stay.issue == stay.first for stay in none)
 
 
 def test_prefetch_beyond_the_step_gathers_once() -> None:
-    assert [stay.block for stay in residencies(BLOCKS, 3, 1, 99)] == [0, 1, 2, 3]
+    assert [stay.block for stay in residencies(whole_stage(len(BLOCKS), 3, 1), BLOCKS, 99)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("unit", "num_reductions"), [(1, 5), (2, 3), (3, 2), (5, 1), (9, 1)])
@@ -157,8 +161,8 @@ def test_text_is_cut_in_the_middle(name: str) -> None:
 
 
 def test_instruction_names_its_peer() -> None:
-    assert str(Instruction(Op.SEND, 3, 1, peer=5)) == "SEND activation b3 m1 to rank 5"
-    assert str(Instruction(Op.RECV, 3, 1, backward=True, peer=5)) == "RECV gradient b3 m1 from rank 5"
+    assert str(Instruction(Op.SEND, 3, 1, peer=5)) == "SEND activation b3 m1 to stage 5"
+    assert str(Instruction(Op.RECV, 3, 1, backward=True, peer=5)) == "RECV gradient b3 m1 from stage 5"
 
 
 def test_a_step_needs_a_micro_batch() -> None:

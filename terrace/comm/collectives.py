@@ -68,7 +68,8 @@ class _Lane:
 class Collectives:
     """The collectives of one rank.
 
-    `layout` is that of all ranks that hold some part of a block together; an origin has the one of its own slices.
+    `layout` is that of all ranks that hold some part of a block together, `world` that of all ranks; an origin has the
+    one of its own slices.
     `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding does to
     them. A `pacer` holds every collective to the rate of its tier.
     """
@@ -82,9 +83,11 @@ class Collectives:
         meter: Meter,
         device: torch.device,
         pacer: Pacer | None = None,
+        world: Layout | None = None,
     ) -> None:
         self._groups = groups
         self._layout = layout
+        self._world = world or layout
         self._plan = plan
         self._ledger = ledger
         self._pacer = pacer
@@ -133,9 +136,9 @@ class Collectives:
         The same bits on every rank.
         """
         values = torch.cat([values, self.errors.take()])
-        crossed = [tier for tier, degree in enumerate(self._layout.degrees) if degree > 1]
+        crossed = [tier for tier, degree in enumerate(self._world.degrees) if degree > 1]
         for tier in crossed:
-            group = self._groups[max(crossed), tier]
+            group = self._groups.of(max(crossed), self._world.axes, tier)
             everyone = values.new_empty(group.size * values.numel())
             with self._sending(MessageClass.CONTROL, group, (group.size - 1) * values.nbytes):
                 all_gather(everyone, values, group, torch.empty_like(everyone))

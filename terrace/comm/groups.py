@@ -20,6 +20,8 @@ import torch.distributed as dist
 from terrace.plan import Layout, MessageClass
 from terrace.plan.layout import INSIDE, message_tiers
 
+_UP, _DOWN = -2, -3  # the lanes of messages between stages, by direction
+
 _Made = dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
 _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
 
@@ -49,11 +51,14 @@ class TierGroups:
         timeout: timedelta,
         parts: Collection[Layout] = (),
         lines: Collection[Layout] = (),
+        world: Layout | None = None,
+        stages: Collection[int] = (),
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
         `layout` is that of all ranks that hold some part of a block together, `parts` those of the flat buffers where
-        they are others, `lines` the ranks of the tensor axis.
+        they are others, `lines` the ranks of the tensor axis, `world` all ranks and `stages` those that differ in their
+        pipeline stage alone, where there are several.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
         self._axes = layout.axes
@@ -65,10 +70,26 @@ class TierGroups:
         for line in lines:
             for tier in range(len(line.tiers)):
                 self._add(INSIDE, line, tier, rank, timeout)
+        if world is not None and world.axes != layout.axes:
+            crossed = message_tiers(world, MessageClass.CONTROL)
+            self.lanes = sorted({*self.lanes, max(crossed)})
+            for tier in crossed:
+                self._add(max(crossed), world, tier, rank, timeout)
+        # One for what goes to higher stages and one for what goes to lower ones: on NCCL a pair of ranks has one
+        # stream in a group, in which messages of the two directions could wait for each other.
+        self.up, self.down = (
+            (_group(lane, tuple(sorted(stages)), timeout) if stages else None) for lane in (_UP, _DOWN)
+        )
 
     def __getitem__(self, lane_and_tier: tuple[int, int]) -> TierGroup:
         lane, tier = lane_and_tier
         return self._groups[lane, self._axes, tier]
+
+    def between(self, stage: int, other: int) -> dist.ProcessGroup:
+        """Return the group of what one stage sends another."""
+        group = self.up if stage < other else self.down
+        assert group is not None, "a plan without a pipeline has no messages between stages"
+        return group
 
     def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
         """Return the peers on a tier among the ranks that differ on `axes`, for messages of a lane."""

@@ -21,6 +21,11 @@ class Ticket(ABC):
     def wait(self) -> None:
         """Return when what follows may read the result; raises what the work raised."""
 
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether it has ended; nobody is made to wait."""
+
 
 class Lane(ABC):
     """An ordered queue of communication."""
@@ -49,6 +54,10 @@ class _ThreadTicket(Ticket):
         self.finished.wait()
         if self.error is not None:
             raise self.error
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished.is_set()
 
 
 class ThreadLane(Lane):
@@ -99,6 +108,10 @@ class _StreamTicket(Ticket):
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class StreamLane(Lane):

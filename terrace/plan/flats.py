@@ -36,8 +36,13 @@ class FlatSpec:
 
 
 def everyone(cluster: Cluster, plan: Plan) -> Layout:
-    """Return the layout of all ranks that hold some part of a block together: what control messages cross."""
+    """Return the layout of all ranks that hold some part of a block together."""
     return Layout.of(cluster, plan, TENSOR)
+
+
+def world(cluster: Cluster, plan: Plan) -> Layout:
+    """Return the layout of all ranks, of every stage: what control messages cross."""
+    return Layout.of(cluster, plan, (*TENSOR, "pipeline"))
 
 
 def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatSpec, ...], ...]:

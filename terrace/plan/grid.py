@@ -13,6 +13,7 @@ from terrace.plan.plan import Plan
 
 ORDER = ("columns", "rows", "context", "data", "pipeline")
 TENSOR = ("columns", "rows")
+PIPELINE = ("pipeline",)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,31 @@ class Grid:
                 members = [other + (place - digit) * stride for place in range(degree) for other in members]
             stride *= degree
         return tuple(rank + (other - member) * inside for other in members)
+
+
+def stage_of(grid: Grid, rank: int) -> int:
+    """Return the pipeline stage of a rank: stages are numbered over the tiers, the innermost one fastest."""
+    index = 0
+    for degree, here in reversed(list(zip(grid.combined(PIPELINE), grid.coordinates(rank, PIPELINE), strict=True))):
+        index = index * degree + here
+    return index
+
+
+def rank_at(grid: Grid, rank: int, stage: int) -> int:
+    """Return the rank of `stage` that has the same place as `rank` on every other axis."""
+    for tier, degree in enumerate(grid.combined(PIPELINE)):
+        stage, place = divmod(stage, degree)
+        rank = grid.peers(rank, tier, PIPELINE)[place]
+    return rank
+
+
+def edge_tier(grid: Grid, stage: int, other: int) -> int:
+    """Return the index of the outermost tier that a message between two stages crosses."""
+    crossed = 0
+    for tier, degree in enumerate(grid.combined(PIPELINE)):
+        (stage, here), (other, there) = divmod(stage, degree), divmod(other, degree)
+        crossed = tier if here != there else crossed
+    return crossed
 
 
 def position(degrees: Sequence[int], coordinates: Sequence[int]) -> int:

@@ -88,6 +88,8 @@ class Layout:
             MessageClass.REFRESH: range(self.params + 1, self.optimizer + 1),
             MessageClass.CONTROL: range(self.outermost + 1),
             MessageClass.TENSOR: range(0),  # inside a block, among ranks of the tensor axis
+            MessageClass.PIPELINE: range(0),  # between stages, from one rank to another
+            MessageClass.TIE: range(0),
         }[message]
 
     def padded(self, numel: int) -> int:

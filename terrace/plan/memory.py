@@ -9,7 +9,8 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart)
     feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
-    buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops
+    buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops;
+                and the gradient shard that comes in from the other stage of a block that two stages hold
 
 P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout.
 The categories need not peak together, so their sum is a bound that a step may stay below. Activations are not model
@@ -23,12 +24,14 @@ from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.edges import tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone
 from terrace.plan.grid import Grid
 from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
-from terrace.plan.layout import DEVICE, Layout, message_lane
+from terrace.plan.layout import Layout, message_lane
 from terrace.plan.plan import Plan
-from terrace.plan.residency import residencies, step_visits
+from terrace.plan.residency import Residency, residencies
+from terrace.plan.stage import Kind, Stage, reduction_points, whole_stage
 from terrace.plan.tensor_traffic import Leg, Tensor, block_messages
 from terrace.plan.wire import FORMATS, MessageClass
 
@@ -52,13 +55,24 @@ def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
 
 
 def model_state_bytes(
-    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_micros: int,
+    sequence: int = 0,
+    stage: Stage | None = None,
 ) -> dict[str, int]:
-    """Return the peak bytes of each category of model state on one rank; `blocks` is what one tensor rank holds."""
+    """Return the peak bytes of each category of model state on one rank.
+
+    `blocks` is what one tensor rank holds, `stage` which of them the rank does, if not all.
+    """
+    if stage is None:  # the second unit repeats for all further ones, so three show every overlap
+        stage = whole_stage(len(blocks), min(num_micros, 3 * plan.unit), plan.unit)
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     flats = block_flats(cluster, plan, blocks)
     total: dict[str, int] = defaultdict(int)
-    for flat in chain(*flats):
+    held = [flats[index] for index in stage.held]
+    for flat in chain(*held):
         layout, padded = flat.layout, flat.padded
         total["params"] += padded // layout.span(layout.params) * compute
         total["secondary"] += padded // layout.span(layout.params_backward) * compute if layout.has_secondary else 0
@@ -72,11 +86,13 @@ def model_state_bytes(
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
         for parts in flats
     ]
-    total["gathered"] = _peak_gathered(plan, blocks, whole, num_micros) * compute if plan.params != "device" else 0
-    total["grads_full"] = _peak_gradients(plan, blocks, buffered, num_micros) * compute
+    stays = residencies(stage, blocks, plan.prefetch) if plan.params != "device" else []
+    total["gathered"] = _peak_gathered(stays, whole) * compute
+    total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
     tensor = Tensor.of(Grid.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
-    total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, blocks, flats, num_micros)
-    total["buffers"] += tensor_buffers(tensor, blocks, range(len(blocks)))
+    total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
+    total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
+    total["buffers"] += max((tie_bytes(flats[index], plan.master) for index, _ in stage.ties), default=0)
     return {category: total[category] for category in CATEGORIES}
 
 
@@ -84,13 +100,11 @@ def _crossed(layout: Layout) -> list[int]:
     return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
 
 
-def _peak_gathered(plan: Plan, blocks: Sequence[BlockSpec], whole: Sequence[int], num_micros: int) -> int:
-    # The second unit repeats for all further ones, so three show every overlap.
-    stays = residencies(blocks, min(num_micros, 3 * plan.unit), plan.unit, plan.prefetch)
+def _peak_gathered(stays: Sequence[Residency], whole: Sequence[int]) -> int:
     change: dict[int, int] = {}
     for stay in stays:
         change[stay.issue] = change.get(stay.issue, 0) + whole[stay.block]
-        change[stay.last + 1] = change.get(stay.last + 1, 0) - whole[stay.block]
+        change[stay.until + 1] = change.get(stay.until + 1, 0) - whole[stay.block]
     peak = now = 0
     for position in sorted(change):
         now += change[position]
@@ -98,33 +112,39 @@ def _peak_gathered(plan: Plan, blocks: Sequence[BlockSpec], whole: Sequence[int]
     return peak
 
 
-def _peak_gradients(plan: Plan, blocks: Sequence[BlockSpec], trainable: Sequence[int], num_micros: int) -> int:
-    """At most one reduction is in flight while the next block runs backward; a lender's buffer waits for its own."""
-    held: set[int] = set()
-    in_flight, peak = 0, 0
-    for visit in step_visits(len(blocks), min(num_micros, 2 * plan.unit), plan.unit):
-        if visit.backward:
-            held |= {visit.block, *blocks[visit.block].borrows}
-            peak = max(peak, in_flight + sum(trainable[block] for block in held))
-            held.discard(visit.block)
-            in_flight = trainable[visit.block] or in_flight  # a frozen block reduces nothing
+def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffered: Sequence[int]) -> int:
+    """Buffers are opened by the first backward that adds to them; then at most one reduction is in flight.
+
+    A lender's buffer waits for its own reduction.
+    """
+    points = reduction_points(stage, blocks, unit)
+    turns: dict[int, list[int]] = {}
+    for block, numbers in points.items():
+        for number in numbers:
+            turns.setdefault(number, []).append(block)
+    held: dict[int, int] = {}
+    in_flight: list[int] = []
+    peak = 0
+    for number, (group, _, block) in enumerate(stage.passes()):
+        if group.kind is Kind.FORWARD:
+            continue
+        for needed in (block, *blocks[block].borrows):
+            if needed not in held and buffered[needed]:
+                in_flight = in_flight[-1:]
+                held[needed] = buffered[needed]
+        peak = max(peak, sum(in_flight) + sum(held.values()))
+        in_flight += [held.pop(reduced) for reduced in turns.get(number, ()) if reduced in held]
     return peak
 
 
 def _largest_buffers(
-    layout: Layout,
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatSpec]],
-    num_micros: int,
+    layout: Layout, plan: Plan, stays: Sequence[Residency], flats: Sequence[Sequence[FlatSpec]]
 ) -> int:
     """The largest message of every lane. A message of a block is one after the other for each of its flat buffers."""
     sources: dict[tuple[MessageClass, int | None], bool] = dict.fromkeys(
         ((message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)), False
     )
-    for stay in (
-        residencies(blocks, min(num_micros, 3 * plan.unit), plan.unit, plan.prefetch) if layout.params != DEVICE else ()
-    ):
+    for stay in stays:
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         sources[message, layout.params if stay.opening else layout.params_backward] = True
     largest: dict[tuple[tuple[str, ...], bool], FlatSpec] = {}

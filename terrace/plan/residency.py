@@ -1,12 +1,12 @@
 """When the full parameters of a block are in memory, and so how often they are gathered.
 
-A step visits blocks in a fixed order: for every unit of micro-batches, forward through blocks 0 .. L-1,
-then backward through L-1 .. 0; at each visit all micro-batches of the unit pass, one after the other. A
-*residency* is a run of visits that share one gather. Two visits share it when the block would still be
-there at the moment its next gather had to be issued: with prefetch distance d that is when they are at
-most max(1, d) visits apart. At the default distance of 1, the last block stays between its forward and
-its backward, and the first block between the backward of one unit and the forward of the next. Both the
-traffic formula and the program builder read this.
+A step visits blocks in the order of its groups (terrace.plan.stage): at each visit all micro-batches of the group pass
+the block. A *residency* is a run of visits that share one gather. Two visits share it when the block would still be
+there at the moment its next gather had to be issued: with prefetch distance d that is when they are at most
+max(1, d) visits apart. At the default distance of 1, the last block stays between its forward and its backward, and the
+first block between the backward of one unit and the forward of the next. Where several micro-batches pass a chunk of
+several blocks, all of these are there until the last one is through. The weight half of a backward reads no parameters
+(terrace.runtime.linear), so it is no visit. Both the traffic formula and the program builder read this.
 
 With one micro-batch a unit this is plain accumulation; with all of them in one unit, breadth-first (arXiv
 2211.05953): blocks are gathered and gradients reduced once a unit, and its activations are kept at once.
@@ -18,67 +18,78 @@ from dataclasses import dataclass
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
+from terrace.plan.stage import Kind, Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Visit:
-    """The micro-batches `micros` pass a block, forward or backward."""
+    """A group passes a block. Visits are counted in the order in which the first micro-batch makes them.
+
+    `number` is the visit's own, `until` that of the visit during which the last micro-batch passes.
+    """
 
     block: int
-    micros: range
     backward: bool
+    number: int
+    until: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Residency:
-    """The full parameters of `block` serve visits `first` to `last`; the gather is issued before visit `issue`."""
+    """The full parameters of `block` serve visits `first` to `last`; the gather is issued before visit `issue`.
+
+    They are there until during visit `until`.
+    """
 
     block: int
     issue: int
     first: int
     last: int
+    until: int
     backward: bool  # whether the first visit is a backward
     opening: bool  # whether it is the first residency of this block in the step
 
 
-def units(num_micros: int, unit: int) -> list[range]:
-    """Return the micro-batches of every unit; the last may hold fewer."""
-    return [range(first, min(first + unit, num_micros)) for first in range(0, num_micros, unit)]
-
-
-def step_visits(num_blocks: int, num_micros: int, unit: int) -> list[Visit]:
+def visits(stage: Stage) -> list[Visit]:
     """Return the visits of one step in order."""
-    forward = range(num_blocks)
-    visits = []
-    for micros in units(num_micros, unit):
-        visits += [Visit(block, micros, backward=False) for block in forward]
-        visits += [Visit(block, micros, backward=True) for block in reversed(forward)]
-    return visits
+    found: list[Visit] = []
+    for group in stage.groups:
+        if group.kind is Kind.BACKWARD_WEIGHT:
+            continue
+        order = stage.traversal(group)
+        begin, backward = len(found), group.kind is not Kind.FORWARD
+        last = begin + len(order) - 1
+        for offset, block in enumerate(order):
+            until = begin + offset if len(group.micros) == 1 else last
+            found.append(Visit(block, backward, begin + offset, until))
+    return found
 
 
-def residencies(blocks: Sequence[BlockSpec], num_micros: int, unit: int, prefetch: int) -> list[Residency]:
+def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> list[Residency]:
     """Return the residencies of one step, ordered by first visit."""
-    visits = step_visits(len(blocks), num_micros, unit)
-    spans: list[list[int]] = []  # [block, first, last]
-    newest: dict[int, list[int]] = {}
-    for position, visit in enumerate(visits):
+    runs: list[list[Visit]] = []  # first and last visit
+    owners: list[int] = []
+    newest: dict[int, list[Visit]] = {}
+    for visit in visits(stage):
         for block in (visit.block, *blocks[visit.block].borrows):
             current = newest.get(block)
-            if current is not None and position - current[2] <= max(1, prefetch):
-                current[2] = position
+            if current is not None and visit.number - current[1].until <= max(1, prefetch):
+                current[1] = visit
             else:
-                newest[block] = [block, position, position]
-                spans.append(newest[block])
+                newest[block] = [visit, visit]
+                runs.append(newest[block])
+                owners.append(block)
     seen: set[int] = set()
     result = []
-    for block, first, last in spans:
+    for block, (first, last) in zip(owners, runs, strict=True):
         result.append(
             Residency(
                 block=block,
-                issue=max(0, first - prefetch),
-                first=first,
-                last=last,
-                backward=visits[first].backward,
+                issue=max(0, first.number - prefetch),
+                first=first.number,
+                last=last.number,
+                until=last.until,
+                backward=first.backward,
                 opening=block not in seen,
             )
         )

@@ -159,7 +159,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
         raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
     block = blocks[index]
     forward_norms = _norm_messages(tensor, block)
-    whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * _hidden(blocks)
+    whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * hidden_size(blocks)
     cut = tensor.rows.padded(whole // tensor.columns.data_degree)
     rows, columns, both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
     one_sided = not tensor.splits_tokens
@@ -226,7 +226,11 @@ def _is_norm(param: ParamSpec) -> bool:
     return len(param.dims) == 1 and "norm" in param.name.split(".")[-2]
 
 
-def _hidden(blocks: Sequence[BlockSpec]) -> int:
-    """The model's hidden size."""
+def hidden_size(blocks: Sequence[BlockSpec]) -> int:
+    """Return the model's hidden size; raises `PlanError` where no parameter declares it."""
     names = ("hidden", "features")
-    return next(size for block in blocks for param in block.params for name, size in param.dims if name in names)
+    sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
+    size = next(sizes, None)
+    if size is None:
+        raise PlanError('no block declares a dim "hidden", which the messages of the plan go by: declare dims')
+    return size

@@ -9,6 +9,7 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     sync                      tiers grads+1 .. optimizer   once a step (reduce-scatter), and
                               tiers optimizer+1 .. last    once a step (all-reduce)
     refresh                   tiers optimizer .. params+1  once a step
+    pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
 
 Frozen parameters are gathered and nothing else. What the tensor axis shares is counted with the ranks that share it;
 what its ranks send inside a block is in terrace.plan.tensor_traffic. Summed over all ranks, the bytes between N nodes
@@ -21,22 +22,31 @@ from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import FlatSpec, block_flats, everyone
-from terrace.plan.grid import Grid
+from terrace.plan.edges import edge_of, stage_sends, tie_bytes
+from terrace.plan.flats import FlatSpec, block_flats, everyone, world
+from terrace.plan.grid import Grid, edge_tier
 from terrace.plan.hops import block_hops, control_numbers
 from terrace.plan.plan import Plan
-from terrace.plan.residency import recomputed, residencies, units
+from terrace.plan.residency import recomputed, residencies
+from terrace.plan.stage import Stage, units, whole_stage
 from terrace.plan.tensor_traffic import Tensor, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
 
 
-def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0) -> Bytes:
+def step_bytes(
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_micros: int,
+    sequence: int = 0,
+    stage: Stage | None = None,
+) -> Bytes:
     """Return what one rank sends in one step of `num_micros` micro-batches of sequences of `sequence` tokens.
 
-    `blocks` is what one tensor rank holds. Entries are only there where something is sent. Raises `ClusterError` for
-    an unknown tier.
+    `blocks` is what one tensor rank holds, `stage` which of them the rank runs, if not all. Entries are only there
+    where something is sent. Raises `ClusterError` for an unknown tier.
     """
     layout = everyone(cluster, plan)
     flats = block_flats(cluster, plan, blocks)
@@ -46,23 +56,35 @@ def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_mi
         for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
-    for (index, for_backward, opening), times in gather_counts(blocks, num_micros, plan).items():
+    own, held = (range(len(blocks)),) * 2 if stage is None else (stage.own, stage.held)
+    for (index, for_backward, opening), times in gather_counts(blocks, num_micros, plan, stage).items():
         message = MessageClass.GATHER_BACKWARD if for_backward else MessageClass.GATHER
         source = layout.params if opening else layout.params_backward
         for flat in flats[index]:
             add(message, flat, times, source)
     num_units = len(units(num_micros, plan.unit))
-    for flat in chain(*flats):
+    for flat in chain(*(flats[index] for index in held)):
         if flat.trainable:
             add(MessageClass.REDUCE, flat, times=num_units)
             add(MessageClass.SYNC, flat)
             add(MessageClass.REFRESH, flat)
-    for name, degree in zip(layout.tiers, layout.degrees, strict=True):
+    for name, degree in zip(layout.tiers, world(cluster, plan).degrees, strict=True):
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
-    tensor = Tensor.of(Grid.of(cluster, plan), layout.tiers, plan, sequence)
+    grid = Grid.of(cluster, plan)
+    tensor = Tensor.of(grid, layout.tiers, plan, sequence)
     again = recomputed(plan, blocks)
-    for index in range(len(blocks)):
+    if stage is not None and stage.num_stages > 1:
+        edge = edge_of(tensor, blocks, sequence)
+        for tier, num_bytes in stage_sends(stage, grid, edge, plan.compute):
+            total[MessageClass.PIPELINE, layout.tiers[tier]] += num_micros * num_bytes
+        for index, peer in stage.ties:
+            tier = edge_tier(grid, stage.index, peer)
+            total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.master)
+        if edge.gathers is not None:
+            for tier, num_bytes in tensor.sends(edge.gathers):
+                total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
+    for index in own:
         forward, backward = block_messages(tensor, blocks, index)
         for inside in [*forward, *(forward if index in again else []), *backward]:
             for tier, num_bytes in tensor.sends(inside):
@@ -70,19 +92,24 @@ def step_bytes(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_mi
     return dict(total)
 
 
-def gather_counts(blocks: Sequence[BlockSpec], num_micros: int, plan: Plan) -> dict[tuple[int, bool, bool], int]:
+def gather_counts(
+    blocks: Sequence[BlockSpec], num_micros: int, plan: Plan, stage: Stage | None = None
+) -> dict[tuple[int, bool, bool], int]:
     """Return how often (block, whether for a backward, whether the step's first) is gathered in a step.
 
     Whether a visit needs a gather depends on how far back the last visit of its block lies, which is the same in every
-    unit but the first: so of many units three are gone through, and the third stands for the rest.
+    unit but the first: so of many units three are gone through, and the third stands for the rest. The groups of a
+    `stage` of a pipeline are gone through one by one.
     """
-    num_units = len(units(num_micros, plan.unit))
 
-    def count(length: int) -> Counter[tuple[int, bool, bool]]:
-        stays = residencies(blocks, length, 1, plan.prefetch)
+    def count(stage: Stage) -> Counter[tuple[int, bool, bool]]:
+        stays = residencies(stage, blocks, plan.prefetch)
         return Counter((stay.block, stay.backward, stay.opening) for stay in stays)
 
+    if stage is not None:
+        return count(stage)
+    num_units = len(units(num_micros, plan.unit))
     if num_units <= 3:
-        return count(num_units)
-    two, three = count(2), count(3)
+        return count(whole_stage(len(blocks), num_units, 1))
+    two, three = (count(whole_stage(len(blocks), length, 1)) for length in (2, 3))
     return {key: times + (num_units - 3) * (times - two[key]) for key, times in three.items()}

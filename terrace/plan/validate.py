@@ -12,6 +12,8 @@ from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import AXES, TENSOR_AXES, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
+RUNNABLE = ("data", "tensor", "pipeline")  # the axes that this version's runtime takes
+
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
 
@@ -55,9 +57,9 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
             if axis not in AXES:
                 raise PlanError(f"mapping.{name} names axis {axis!r}{did_you_mean(axis, AXES)}")
             check_degree(f"mapping.{name}.{axis}", axis, degree)
-            if axis not in ("data", "tensor") and degree != 1:
+            if axis not in RUNNABLE and degree != 1:
                 raise PlanError(
-                    f"mapping.{name}.{axis} = {degree}: this version runs the data and the tensor axis only (terrace "
+                    f"mapping.{name}.{axis} = {degree}: this version runs the axes {', '.join(RUNNABLE)} only (terrace "
                     f"simulate plays the others); write mapping.{name} = {{data = {sizes[name]}}}"
                 )
         product = math.prod(plan.degree(name, axis, sizes[name]) for axis in AXES)
@@ -184,8 +186,11 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         )
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
-    if plan.schedule is not None:  # here every rank is of the data axis
-        raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
+    if Grid.of(cluster, plan).total("pipeline") == 1:
+        if plan.schedule is not None:
+            raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
+        if plan.stages:
+            raise PlanError(f"stages = {list(plan.stages)} has no effect without a pipeline axis: leave it out")
     if FORMATS[plan.compute].mantissa_bits > FORMATS[plan.master].mantissa_bits:
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"

@@ -33,10 +33,13 @@ class MessageClass(StrEnum):
     SYNC = "sync"  # accumulated gradients, once a step, over the tiers outside
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
+    PIPELINE = "pipeline"  # activations and their gradients, between stages
+    TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-PLACEABLE = tuple(message for message in MessageClass if message is not MessageClass.CONTROL)
+_AS_THEY_ARE = ("pipeline", "tie", "control")  # what travels in the dtype in which it is held
+PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 
 CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers

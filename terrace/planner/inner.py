@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.stage import whole_stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage
 from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, shape_of
@@ -150,7 +151,7 @@ class Inner:
             plan=plan,
             layout=Layout.of(task.cluster, plan),
             blocks=self._kinds[key],
-            num_micros=1,
+            stage=whole_stage(len(self._kinds[key]), 1, 1),
             instructions=(),
             sequence=num_tokens,
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import DEVICE
+from terrace.plan.stage import whole_stage
 from terrace.planner.estimate import Estimator, data_cluster
 from terrace.planner.task import Placement
 from terrace.program import Instruction, Op, Program
@@ -93,7 +94,7 @@ class Mail:
                     BlockSpec(name=name, params=(ParamSpec(name="all", shape=(numel,)),))
                     for name, numel in zip(("embedding", "layer", "head"), numels, strict=True)
                 ),
-                num_micros=1,
+                stage=whole_stage(len(numels), 1, 1),
                 instructions=(),
             )
             self._costs[key] = Costs(forward_s=(), backward_s=(), update_s=(), program=program)

@@ -1,7 +1,7 @@
 """The program: what each rank does in one step, in order."""
 
-from terrace.program.data_parallel import build
-from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.text import program_text
@@ -10,11 +10,13 @@ from terrace.program.verify_ranks import verify_ranks
 
 __all__ = [
     "COLLECTIVES",
+    "PASSES",
     "Instruction",
     "Op",
     "Program",
     "StepReport",
     "build",
+    "build_stages",
     "program_text",
     "verify",
     "verify_ranks",

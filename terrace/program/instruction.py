@@ -1,17 +1,20 @@
 """The instruction set.
 
-| op            | meaning                                                                          |
-|---------------|----------------------------------------------------------------------------------|
-| GATHER        | materialise the full parameters of a block, from its primary or secondary copy   |
-| FREE          | drop them                                                                        |
-| FORWARD       | run a block on a micro-batch; keep its input, and its graph unless recomputed    |
-| BACKWARD      | run the backward of a block on a micro-batch, recomputing its graph if need be   |
-| REDUCE        | reduce the block's gradient of a unit, up to `micro`, into the grads tier's shard |
-| SYNC          | finish the accumulated gradient over the tiers outside, once a step              |
-| CLIP          | global gradient norm, loss and token count: one message, one scale               |
-| UPDATE        | the optimizer, on the shard of the optimizer tier                                |
-| REFRESH       | bring the new parameters back to the params tier                                 |
-| SEND / RECV   | pipeline point to point: an activation onward, a gradient back                   |
+| op              | meaning                                                                           |
+|-----------------|-----------------------------------------------------------------------------------|
+| GATHER          | materialise the full parameters of a block, from its primary or secondary copy    |
+| FREE            | drop them                                                                         |
+| FORWARD         | run a block on a micro-batch; keep its input, and its graph unless recomputed     |
+| BACKWARD        | run the backward of a block on a micro-batch, recomputing its graph if need be    |
+| BACKWARD_INPUT  | its first half: the gradient of the input, which the block before waits for       |
+| BACKWARD_WEIGHT | its second half, any time later: the gradients of linear layers' weights          |
+| REDUCE          | reduce the block's gradient so far, up to `micro`, into the grads tier's shard    |
+| TIE             | add the gradient shard that another stage has of the same block, once a step      |
+| SYNC            | finish the accumulated gradient over the tiers outside, once a step               |
+| CLIP            | global gradient norm, loss and token count: one message, one scale                |
+| UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
+| REFRESH         | bring the new parameters back to the params tier                                  |
+| SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
 Communication is issued without blocking; an instruction waits only for what it reads.
 """
@@ -27,7 +30,10 @@ class Op(StrEnum):
     FREE = "FREE"
     FORWARD = "FORWARD"
     BACKWARD = "BACKWARD"
+    BACKWARD_INPUT = "BACKWARD_INPUT"
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
     REDUCE = "REDUCE"
+    TIE = "TIE"
     SYNC = "SYNC"
     CLIP = "CLIP"
     UPDATE = "UPDATE"
@@ -38,6 +44,8 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # as fast as its text's: instructions are looked up by the thousand
 
 
+_PEER = {Op.SEND: "to", Op.RECV: "from", Op.TIE: "with"}
+PASSES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 COLLECTIVES = frozenset({Op.GATHER, Op.REDUCE, Op.SYNC, Op.CLIP, Op.REFRESH})
 
 
@@ -46,8 +54,9 @@ class Instruction:
     """One instruction; fields that an op does not use keep their default.
 
     `micro` is the micro-batch, `backward` tells a GATHER for a backward (and a gradient SEND or RECV)
-    from one for a forward, `secondary` that a GATHER reads the secondary copy, `peer` the other rank
-    of a SEND or RECV.
+    from one for a forward, `secondary` that a GATHER reads the secondary copy, `peer` the other stage
+    of a SEND, a RECV or a TIE: of the ranks there, the one at the same place on every other axis. The `block` of a RECV
+    is the one that the sender ran.
     """
 
     op: Op
@@ -70,5 +79,5 @@ class Instruction:
             if self.secondary:
                 words.append("from the secondary copy")
         if self.peer >= 0:
-            words.append(f"{'to' if self.op is Op.SEND else 'from'} rank {self.peer}")
+            words.append(f"{_PEER[self.op]} stage {self.peer}")
         return " ".join(words)

@@ -8,13 +8,15 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.flats import FlatSpec, block_flats, everyone
-from terrace.plan.grid import Grid
+from terrace.plan.edges import Edge, edge_of, tie_bytes
+from terrace.plan.flats import FlatSpec, block_flats, everyone, world
+from terrace.plan.grid import Grid, edge_tier, rank_at
 from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
 from terrace.plan.layout import message_lane, message_tiers
 from terrace.plan.residency import recomputed
+from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
-from terrace.plan.wire import CONTROL_NUMBER_BYTES
+from terrace.plan.wire import CONTROL_NUMBER_BYTES, FORMATS
 from terrace.program.instruction import Instruction, Op
 
 _MESSAGES = {
@@ -23,25 +25,51 @@ _MESSAGES = {
     Op.SYNC: MessageClass.SYNC,
     Op.CLIP: MessageClass.CONTROL,
     Op.REFRESH: MessageClass.REFRESH,
+    Op.SEND: MessageClass.PIPELINE,
+    Op.RECV: MessageClass.PIPELINE,
+    Op.TIE: MessageClass.TIE,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a rank does in one step. Ranks of one equivalence class share one Program object."""
+    """What a rank does in one step. Ranks of one equivalence class, those of a stage, share one Program object.
+
+    `blocks` is the whole model, what one tensor rank holds of it; `stage` says which of them this program runs.
+    """
 
     cluster: Cluster
     plan: Plan
     layout: Layout
     blocks: tuple[BlockSpec, ...]
-    num_micros: int
+    stage: Stage
     instructions: tuple[Instruction, ...]
-    sequence: int = 0  # tokens of a sequence; only what the tensor axis sends depends on it
+    sequence: int = 0  # tokens of a sequence; only what tensor and pipeline ranks send depends on it
+
+    @property
+    def num_micros(self) -> int:
+        """Micro-batches of a step."""
+        return self.stage.num_micros
 
     @cached_property
     def everyone(self) -> Layout:
         """The layout of all ranks that hold some part of a block together; `layout` where there is no tensor axis."""
         return everyone(self.cluster, self.plan)
+
+    @cached_property
+    def world(self) -> Layout:
+        """The layout of all ranks, whatever they hold."""
+        return world(self.cluster, self.plan)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The place of every rank on every axis."""
+        return Grid.of(self.cluster, self.plan)
+
+    @cached_property
+    def edge(self) -> Edge:
+        """What crosses every edge between stages; only where there is a pipeline."""
+        return edge_of(self.tensor, self.blocks, self.sequence)
 
     @cached_property
     def flats(self) -> tuple[tuple[FlatSpec, ...], ...]:
@@ -51,34 +79,55 @@ class Program:
     @cached_property
     def tensor(self) -> Tensor:
         """The tensor axis."""
-        return Tensor.of(Grid.of(self.cluster, self.plan), self.layout.tiers, self.plan, self.sequence)
+        return Tensor.of(self.grid, self.layout.tiers, self.plan, self.sequence)
 
     @cached_property
     def has_secondary(self) -> bool:
         """Whether some block keeps a secondary copy of its parameters."""
-        return any(flat.layout.has_secondary for flat in chain(*self.flats))
+        return any(flat.layout.has_secondary for block in self.stage.held for flat in self.flats[block])
+
+    def peer(self, rank: int, instruction: Instruction) -> int:
+        """Return the rank that a SEND, a RECV or a TIE of `rank` is about."""
+        return rank_at(self.grid, rank, instruction.peer)
 
     def message(self, instruction: Instruction) -> MessageClass:
-        """Return the class of the messages a collective instruction sends."""
-        if instruction.backward:
+        """Return the class of the messages that an instruction sends."""
+        if instruction.op is Op.GATHER and instruction.backward:
             return MessageClass.GATHER_BACKWARD
         return _MESSAGES[instruction.op]
 
     def crossed(self, instruction: Instruction) -> tuple[int, ...]:
-        """Return the indexes of the tiers on which a collective instruction has someone to talk to."""
-        return message_tiers(self.everyone, self.message(instruction), self._source(instruction))
+        """Return the indexes of the tiers on which an instruction has someone to talk to."""
+        if instruction.peer >= 0:
+            return (edge_tier(self.grid, self.stage.index, instruction.peer),)
+        return message_tiers(self.among(instruction), self.message(instruction), self._source(instruction))
+
+    def among(self, instruction: Instruction) -> Layout:
+        """Return the layout of the ranks that a collective instruction is among."""
+        return self.world if instruction.op is Op.CLIP else self.everyone
 
     def lane(self, instruction: Instruction) -> int:
         """Return the lane of a collective instruction (terrace.plan.layout.message_lane)."""
-        return message_lane(self.everyone, self.message(instruction), self._source(instruction))
+        return message_lane(self.among(instruction), self.message(instruction), self._source(instruction))
 
     def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
-        """Yield (tier index, bytes) for every collective that an instruction makes this rank take part in."""
-        yield from ((tier, num_bytes) for tier, _, num_bytes in self.hops(instruction))
+        """Yield (tier index, bytes) for every message of an instruction; what a RECV takes in, others have sent."""
+        if instruction.op is Op.SEND:
+            yield edge_tier(self.grid, self.stage.index, instruction.peer), self.edge_bytes
+        elif instruction.op is Op.TIE:
+            tier = edge_tier(self.grid, self.stage.index, instruction.peer)
+            yield tier, tie_bytes(self.flats[instruction.block], self.plan.master)
+        elif instruction.op is not Op.RECV:
+            yield from ((tier, num_bytes) for tier, _, num_bytes in self.hops(instruction))
+
+    @property
+    def edge_bytes(self) -> int:
+        """Bytes of a message between stages."""
+        return self.edge.numel * FORMATS[self.plan.compute].element_bytes
 
     def hops(self, instruction: Instruction) -> Iterator[tuple[int, int, int]]:
         """Yield (tier index, members, bytes) for every collective that an instruction makes this rank take part in."""
-        layout, message = self.everyone, self.message(instruction)
+        layout, message = self.among(instruction), self.message(instruction)
         if message is MessageClass.CONTROL:
             message_bytes = control_numbers(layout, self.plan) * CONTROL_NUMBER_BYTES
             for tier in self.crossed(instruction):
@@ -98,7 +147,11 @@ class Program:
         return sum(coding_bytes(flat.layout, self.plan, message, flat.padded, source) for flat in carried)
 
     def inside(self, instruction: Instruction) -> list[TensorMessage]:
-        """Return what a FORWARD or a BACKWARD sends to the ranks of the tensor axis, in order."""
+        """Return what a pass sends to the ranks of the tensor axis, in order; half a backward is its first half."""
+        if instruction.op is Op.BACKWARD_WEIGHT:
+            return []
+        if instruction.op is Op.RECV:
+            return [] if self.edge.gathers is None else [self.edge.gathers]
         forward, backward = block_messages(self.tensor, self.blocks, instruction.block)
         if instruction.op is Op.FORWARD:
             return forward

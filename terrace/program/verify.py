@@ -3,18 +3,19 @@
 `verify` walks one rank's instructions and raises `ProgramError` naming the rank, the position, the
 instruction and the rule; terrace.program.verify_ranks compares ranks. The rules:
 
- 1. every (block, micro-batch) runs forward exactly once and backward exactly once, in dependency order;
+ 1. every micro-batch passes every block of the stage forward exactly once and backward exactly once, whole or in
+    two halves, in dependency order; what another stage makes is received before, and what it reads is sent after;
  2. a block's parameters, and those it borrows, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
- 4. every gradient is reduced exactly once per unit of micro-batches, after the unit's last backward and
-    before the next unit's first; synchronised once, after its last reduction; CLIP once, after every SYNC;
-    UPDATE then REFRESH once for each block, after CLIP;
+ 4. every gradient is reduced as often as there are units of micro-batches, each time after at least a unit more of
+    complete backwards, the last time after all that add to it; then added to that of the other stage which holds the
+    block, if one does; synchronised once; CLIP once, after every SYNC; UPDATE then REFRESH once for each block;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks than the
     memory formula counts, and the model state fits the device.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -22,9 +23,9 @@ from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass, step_bytes
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import model_state_bytes
-from terrace.plan.residency import units
+from terrace.plan.stage import units
 from terrace.plan.wire import FORMATS
-from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.program import Program
 
 
@@ -35,7 +36,9 @@ def verify(program: Program, rank: int = 0) -> None:
         walker.step(position, instruction)
     walker.finish()
     _check_bytes(program, rank)
-    memory = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
+    memory = model_state_bytes(
+        program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage
+    )
     held = walker.peak_resident * FORMATS[program.plan.compute].element_bytes
     if held > memory["gathered"]:
         raise ProgramError(
@@ -53,14 +56,15 @@ def verify(program: Program, rank: int = 0) -> None:
 def _check_bytes(program: Program, rank: int) -> None:
     sent: dict[tuple[MessageClass, str], int] = defaultdict(int)
     for instruction in program.instructions:
-        if instruction.op in COLLECTIVES:
+        if instruction.op in (*COLLECTIVES, Op.SEND, Op.TIE):
             for tier, num_bytes in program.sends(instruction):
                 sent[program.message(instruction), program.layout.tiers[tier]] += num_bytes
-        elif instruction.op in (Op.FORWARD, Op.BACKWARD):
+        elif instruction.op in (*PASSES, Op.RECV):
             for message in program.inside(instruction):
                 for tier, num_bytes in program.tensor.sends(message):
                     sent[MessageClass.TENSOR, program.layout.tiers[tier]] += num_bytes
-    declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
+    stage = program.stage if program.stage.num_stages > 1 else None
+    declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, stage)
     for key in sorted(sent.keys() | declared.keys()):
         if sent.get(key, 0) != declared.get(key, 0):
             raise ProgramError(
@@ -74,6 +78,9 @@ _FIELDS = {
     Op.GATHER: {"block", "backward", "secondary"},
     Op.FORWARD: {"block", "micro"},
     Op.BACKWARD: {"block", "micro"},
+    Op.BACKWARD_INPUT: {"block", "micro"},
+    Op.BACKWARD_WEIGHT: {"block", "micro"},
+    Op.TIE: {"block", "peer"},
     Op.REDUCE: {"block", "micro"},
     Op.CLIP: set(),
     Op.SEND: {"block", "micro", "backward", "peer"},
@@ -92,7 +99,12 @@ class _Walker:
     resident: set[int] = field(default_factory=set)
     opened: set[int] = field(default_factory=set)  # blocks gathered from the primary copy
     received: set[tuple[bool, int, int]] = field(default_factory=set)  # (backward, block, micro)
-    unreduced: dict[int, int] = field(default_factory=dict)  # block -> last micro-batch of the unit it holds
+    read: set[tuple[bool, int, int]] = field(default_factory=set)  # what of it was read
+    sent: set[tuple[bool, int, int]] = field(default_factory=set)
+    finished: Counter[int] = field(default_factory=Counter)  # block -> backwards complete since its last reduction
+    reductions: Counter[int] = field(default_factory=Counter)  # block -> how often it was reduced
+    stale: set[int] = field(default_factory=set)  # blocks with something to reduce
+    tied: set[int] = field(default_factory=set)
     unused: set[int] = field(default_factory=set)  # gathered and not read yet
     peak_resident: int = 0  # most elements of gathered blocks at once
     done: set[Instruction] = field(default_factory=set)
@@ -107,6 +119,9 @@ class _Walker:
             Op.FREE: self._free,
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.TIE: self._tie,
             Op.REDUCE: self._reduce,
             Op.SYNC: self._sync,
             Op.CLIP: self._clip,
@@ -123,15 +138,28 @@ class _Walker:
         self.now = Instruction(Op.CLIP)
         if self.resident:
             self._fail_end(f"block {min(self.resident)} is still gathered at the end: FREE it")
-        micros = range(program.num_micros)
-        for block, spec in enumerate(program.blocks):
-            wanted = [Instruction(op, block, m) for op in (Op.FORWARD, Op.BACKWARD) for m in micros]
-            if spec.num_trainable:
-                wanted += [Instruction(Op.REDUCE, block, unit[-1]) for unit in self._units]
+        wanted = [
+            Instruction(op, block, micro)
+            for block in program.stage.own
+            for micro in range(program.num_micros)
+            for op in (Op.FORWARD, self._backward_of(block, micro))
+        ]
+        for block in program.stage.held:
+            if program.blocks[block].num_trainable:
                 wanted += [Instruction(op, block) for op in (Op.SYNC, Op.UPDATE, Op.REFRESH)]
-            for instruction in wanted:
-                if instruction not in self.done:
-                    self._fail_end(f"`{instruction}` never happens")
+                if self.reductions[block] != self._num_units:
+                    self._fail_end(f"block {block} is reduced {self.reductions[block]} times, not {self._num_units}")
+        for instruction in wanted:
+            if instruction not in self.done:
+                self._fail_end(f"`{instruction}` never happens")
+        unused = self.received - self.read
+        if unused:
+            self._fail_end(f"what block {min(unused)[1]} of another stage made is received and never read")
+        unsent = {(backward, block, micro) for backward, block, micro, _ in self._outgoing} - self.sent
+        if unsent:
+            backward, block, micro = min(unsent)
+            what = "gradient of the input" if backward else "output"
+            self._fail_end(f"the {what} of block {block}, micro-batch {micro}, is never sent")
         if Instruction(Op.CLIP) not in self.done:
             self._fail_end("`CLIP` never happens")
 
@@ -156,11 +184,27 @@ class _Walker:
             self._fail(f"there is no micro-batch {self.now.micro}")
 
     @cached_property
-    def _units(self) -> list[range]:
-        return units(self.program.num_micros, self.program.plan.unit)
+    def _num_units(self) -> int:
+        return len(units(self.program.num_micros, self.program.plan.unit))
 
-    def _unit(self, micro: int) -> range:
-        return self._units[micro // self.program.plan.unit]
+    @cached_property
+    def _outgoing(self) -> frozenset[tuple[bool, int, int, int]]:
+        """What other stages read: (whether a gradient, block, micro-batch, stage)."""
+        stage = self.program.stage
+        edges = []
+        for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
+            edges += [(False, chunk[-1], onward)] if onward is not None else []
+            edges += [(True, chunk[0], back)] if back is not None else []
+        return frozenset((*edge[:2], micro, edge[2]) for edge in edges for micro in range(stage.num_micros))
+
+    def _backward_of(self, block: int, micro: int) -> Op:
+        """Return the instruction that completes the gradient of a micro-batch: of a split one, its second half."""
+        split = Instruction(Op.BACKWARD_INPUT, block, micro) in self.done
+        return Op.BACKWARD_WEIGHT if split else Op.BACKWARD
+
+    def _runs_here(self) -> None:
+        if self.now.block not in self.program.stage.own:
+            self._fail(f"block {self.now.block} runs on another stage")
 
     def _trains(self) -> None:
         if not self.program.blocks[self.now.block].num_trainable:
@@ -202,45 +246,99 @@ class _Walker:
     def _forward(self, now: Instruction) -> None:
         self._micro()
         self._once()
+        self._runs_here()
         self._needs_parameters(now.block)
-        if now.block > 0 and (False, now.block - 1, now.micro) not in self.received:
+        if now.block > 0 and not self._takes(False, now.block - 1):
             self._after(Op.FORWARD, now.block - 1, now.micro)
 
     def _backward(self, now: Instruction) -> None:
         self._micro()
         self._once()
+        self._runs_here()
+        twin = Op.BACKWARD_INPUT if now.op is Op.BACKWARD else Op.BACKWARD
+        if Instruction(twin, now.block, now.micro) in self.done:
+            self._fail("the backward of this micro-batch has run")
         self._needs_parameters(now.block)
         self._after(Op.FORWARD, now.block, now.micro)
         is_last = now.block == len(self.program.blocks) - 1
-        if not is_last and (True, now.block + 1, now.micro) not in self.received:
-            self._after(Op.BACKWARD, now.block + 1, now.micro)
-        held, last = self.unreduced.get(now.block), self._unit(now.micro)[-1]
-        if held not in (None, last):
-            self._fail(f"the gradient of the unit that ends with micro-batch {held} is not reduced yet")
-        if self.program.blocks[now.block].num_trainable:
-            self.unreduced[now.block] = last
+        if not is_last and not self._takes(True, now.block + 1):
+            whole, half = (Instruction(op, now.block + 1, now.micro) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+            if whole not in self.done and half not in self.done:
+                self._fail(f"it needs `{whole}` before it")
+        self._adds(now)
+        if now.op is Op.BACKWARD:
+            self._completes(now)
+
+    def _backward_weight(self, now: Instruction) -> None:
+        self._micro()
+        self._once()
+        self._runs_here()
+        self._after(Op.BACKWARD_INPUT, now.block, now.micro)
+        self._adds(now)
+        self._completes(now)
+
+    def _takes(self, backward: bool, block: int) -> bool:
+        """Return whether what `now` reads was received, and note that it is read."""
+        key = (backward, block, self.now.micro)
+        if key in self.received:
+            self.read.add(key)
+            return True
+        return False
+
+    def _adds(self, now: Instruction) -> None:
+        for block in (now.block, *self.program.blocks[now.block].borrows):
+            if Instruction(Op.SYNC, block) in self.done:
+                self._fail(f"the gradient of block {block} is synchronised already")
+            if self.program.blocks[block].num_trainable:
+                self.stale.add(block)
+
+    def _completes(self, now: Instruction) -> None:
+        self.finished[now.block] += 1
+        for block in self.program.blocks[now.block].borrows:
+            if block in self.program.stage.copies:
+                self.finished[block] += 1
 
     def _reduce(self, now: Instruction) -> None:
         self._micro()
         self._once()
+        self._holds()
         self._trains()
-        unit = self._unit(now.micro)
-        if now.micro != unit[-1]:
-            self._fail(f"the unit of micro-batch {now.micro} is reduced once, after its last one, {unit[-1]}")
-        for micro in unit:
-            self._after(Op.BACKWARD, now.block, micro)
-        self.unreduced.pop(now.block, None)
+        self.reductions[now.block] += 1
+        left = self.program.num_micros - (self.reductions[now.block] - 1) * self.program.plan.unit
+        needed = min(self.program.plan.unit, left)
+        if self.finished[now.block] < needed:
+            self._fail(f"it needs {needed} more complete backwards of its block, there are {self.finished[now.block]}")
+        self.finished[now.block] -= needed
+        self.stale.discard(now.block)
+
+    def _tie(self, now: Instruction) -> None:
+        self._once()
+        self._trains()
+        if (now.block, now.peer) not in self.program.stage.ties:
+            self._fail(f"stage {now.peer} holds no copy of the block")
+        self._reduced()
+        self.tied.add(now.block)
 
     def _sync(self, now: Instruction) -> None:
         self._once()
+        self._holds()
         self._trains()
-        for unit in self._units:
-            self._after(Op.REDUCE, now.block, unit[-1])
+        self._reduced()
+        if now.block in dict(self.program.stage.ties) and now.block not in self.tied:
+            self._fail("the gradient that another stage has of this block is not added yet: TIE it before")
+
+    def _reduced(self) -> None:
+        if self.reductions[self.now.block] != self._num_units or self.now.block in self.stale:
+            self._fail(f"it comes after the last of the block's {self._num_units} reductions")
+
+    def _holds(self) -> None:
+        if self.now.block not in self.program.stage.held:
+            self._fail(f"block {self.now.block} is on another stage")
 
     def _clip(self, now: Instruction) -> None:
         self._once()
-        for block, spec in enumerate(self.program.blocks):
-            if spec.num_trainable:
+        for block in self.program.stage.held:
+            if self.program.blocks[block].num_trainable:
                 self._after(Op.SYNC, block)
 
     def _update(self, now: Instruction) -> None:
@@ -257,10 +355,17 @@ class _Walker:
 
     def _send(self, now: Instruction) -> None:
         self._once()
-        self._after(Op.BACKWARD if now.backward else Op.FORWARD, now.block, now.micro)
+        if (now.backward, now.block, now.micro, now.peer) not in self._outgoing:
+            self._fail(f"stage {now.peer} does not read it")
+        made = (Op.BACKWARD, Op.BACKWARD_INPUT) if now.backward else (Op.FORWARD,)
+        if not any(Instruction(op, now.block, now.micro) in self.done for op in made):
+            self._fail(f"it needs `{Instruction(made[0], now.block, now.micro)}` before it")
+        self.sent.add((now.backward, now.block, now.micro))
 
     def _recv(self, now: Instruction) -> None:
         self._once()
+        if now.block in self.program.stage.own:
+            self._fail(f"block {now.block} runs on this stage")
         self.received.add((now.backward, now.block, now.micro))
 
     def _fail(self, rule: str) -> None:

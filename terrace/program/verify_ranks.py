@@ -1,24 +1,34 @@
 """What must agree between ranks.
 
  1. The members of every group issue the same collectives in the same order.
- 2. Lanes do not wait in a circle: a rank sends its collectives in order, tier after tier, so orders that
-    agree inside every group can still block each other across tiers. The lanes are played: a collective
-    happens when it is next on every member's lane. One lane a rank is played, which is stricter than a lane
-    for each tier, as the runtime has them: an order that passes here cannot block there.
- 3. Every SEND has its RECV, in order. (They are not played: no builder emits them yet.)
+ 2. What one rank sends another, this one receives, in the same order.
+ 3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for what
+    another stage makes, so orders that agree inside every group can still block each other: across tiers, and where
+    groups of data ranks and of stages interleave. The step is played: a collective happens when it is next on every
+    member's lane, a pass that reads a message when it was sent. One lane a rank is played, in which passes stand too:
+    that is stricter than the runtime, so an order that passes here cannot block there.
 
 Ranks that share one Program object agree by construction; a world of one class costs one verification.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from terrace.base.errors import ProgramError
-from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.plan import Layout
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify import verify
 
-Item = tuple[int, Instruction]  # a tier and the instruction whose message crosses it
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One thing that a rank does or waits for: a collective on a tier, or a message that it sends or reads."""
+
+    instruction: Instruction
+    tier: int = -1  # of a collective
+    message: Instruction | None = None  # sent or read, as the sender's SEND with the other stage as peer
 
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
@@ -28,31 +38,32 @@ def verify_ranks(programs: Mapping[int, Program]) -> None:
         verify(program, rank)
     if len(classes) > 1:
         _check_collectives(programs)
-        _play_lanes(programs)
-    _check_point_to_point(programs)
+        _check_messages(programs)
+        _play(programs)
 
 
 def _check_collectives(programs: Mapping[int, Program]) -> None:
     """Within every group of every tier, members issue the same collectives in the same order."""
-    orders: dict[tuple[int, tuple[int, ...]], tuple[int, list[Instruction]]] = {}
-    cache: dict[int, dict[int, list[Instruction]]] = {}
+    orders: dict[tuple[object, ...], tuple[int, list[Instruction]]] = {}
+    cache: dict[int, dict[tuple[int, Layout], list[Instruction]]] = {}
     for rank, program in programs.items():
         by_tier = cache.get(id(program))
         if by_tier is None:
             by_tier = cache[id(program)] = _collectives_by_tier(program)
-        for tier, sequence in by_tier.items():
-            group = (tier, program.everyone.peers(rank, tier))
+        for (tier, among), sequence in by_tier.items():
+            group = (tier, among.axes, among.peers(rank, tier))
             first_rank, expected = orders.setdefault(group, (rank, sequence))
             if sequence is not expected and sequence != expected:
                 _fail_order(program.layout.tiers[tier], first_rank, expected, rank, sequence)
 
 
-def _collectives_by_tier(program: Program) -> dict[int, list[Instruction]]:
-    by_tier: dict[int, list[Instruction]] = defaultdict(list)
+def _collectives_by_tier(program: Program) -> dict[tuple[int, Layout], list[Instruction]]:
+    """Return the collectives of each tier, those among the ranks of all stages apart."""
+    by_tier: dict[tuple[int, Layout], list[Instruction]] = defaultdict(list)
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
             for tier in program.crossed(instruction):
-                by_tier[tier].append(instruction)
+                by_tier[tier, program.among(instruction)].append(instruction)
     return by_tier
 
 
@@ -69,75 +80,141 @@ def _fail_order(tier: str, rank_a: int, order_a: list[Instruction], rank_b: int,
     )
 
 
-def _lane(program: Program) -> list[Item]:
-    """Return the collectives of one rank in the order in which its lane runs them."""
-    items: list[Item] = []
+def _items(program: Program) -> list[_Item]:
+    """Return what one rank does in the order in which a single lane would."""
+    items: list[_Item] = []
+    received: dict[tuple[bool, int, int], Instruction] = {}
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
             tiers = program.crossed(instruction)
             inward = instruction.op in (Op.GATHER, Op.REFRESH)
-            items += [(tier, instruction) for tier in (reversed(tiers) if inward else tiers)]
+            items += [_Item(instruction, tier) for tier in (reversed(tiers) if inward else tiers)]
+        elif instruction.op is Op.SEND:
+            items.append(_Item(instruction, message=instruction))
+        elif instruction.op is Op.TIE:
+            items.append(_Item(instruction))
+        elif instruction.op is Op.RECV:
+            received[instruction.backward, instruction.block, instruction.micro] = instruction
+        elif instruction.op in PASSES:
+            backward = instruction.op is not Op.FORWARD
+            key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
+            if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
+                items.append(_Item(instruction, message=received.pop(key)))
     return items
 
 
-def _play_lanes(programs: Mapping[int, Program]) -> None:
-    cache = {id(program): _lane(program) for program in programs.values()}
-    lanes = {rank: cache[id(program)] for rank, program in programs.items()}
-    heads = dict.fromkeys(lanes, 0)
-    waiting: dict[tuple[int, ...], set[int]] = defaultdict(set)  # members of a group -> those that are there
-    moved = deque(lanes)
-    while moved:
-        rank = moved.popleft()
-        if heads[rank] < len(lanes[rank]):
-            group = programs[rank].everyone.peers(rank, lanes[rank][heads[rank]][0])
-            waiting[group].add(rank)
-            if waiting[group] >= set(group) & programs.keys():
-                waiting[group].clear()
+class _Play:
+    """All ranks as they go through their items."""
+
+    def __init__(self, programs: Mapping[int, Program]) -> None:
+        self.programs = programs
+        cache = {id(program): _items(program) for program in programs.values()}
+        self.items = {rank: cache[id(program)] for rank, program in programs.items()}
+        self.heads = dict.fromkeys(self.items, 0)
+        self.sent: set[tuple[int, int, bool, int, int]] = set()
+        self.readers: dict[tuple[int, int, bool, int, int], int] = {}
+        self.there: dict[tuple[int, ...], set[int]] = defaultdict(set)  # members of a group -> those that wait
+
+    def run(self) -> None:
+        """Go on until nobody can."""
+        moved = deque(self.items)
+        while moved:
+            moved.extend(self._step(moved.popleft()))
+
+    def _step(self, rank: int) -> Iterator[int]:
+        """Take one rank as far as it gets; yield those that can go on by that."""
+        while self.heads[rank] < len(self.items[rank]):
+            item = self.items[rank][self.heads[rank]]
+            if item.message is None:
+                group = self.group(rank, item)
+                self.there[group].add(rank)
+                if self.there[group] < set(group) & self.programs.keys():
+                    return
+                self.there.pop(group)
                 for member in group:
-                    if member in heads:
-                        heads[member] += 1
-                        moved.append(member)
-    for rank, head in heads.items():
-        if head < len(lanes[rank]):
-            _fail_circle(programs, lanes, heads, rank)
+                    if member in self.heads:
+                        self.heads[member] += 1
+                        if member != rank:
+                            yield member
+                continue
+            key = self.key(rank, item.message)
+            if item.message.op is Op.SEND:
+                self.sent.add(key)
+                if key in self.readers:
+                    yield self.readers.pop(key)
+            elif key not in self.sent:
+                self.readers[key] = rank
+                return
+            self.heads[rank] += 1
+
+    def group(self, rank: int, item: _Item) -> tuple[int, ...]:
+        """Return the ranks that a collective or a TIE is among."""
+        program = self.programs[rank]
+        if item.instruction.op is Op.TIE:
+            return tuple(sorted((rank, program.peer(rank, item.instruction))))
+        return program.among(item.instruction).peers(rank, item.tier)
+
+    def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
+        """Return (sender, receiver, whether a gradient, block, micro-batch)."""
+        other = self.programs[rank].peer(rank, message)
+        ends = (rank, other) if message.op is Op.SEND else (other, rank)
+        return (*ends, message.backward, message.block, message.micro)
+
+    def waits_for(self, rank: int) -> tuple[Instruction, int]:
+        """Return the instruction in which a rank waits, and for whom."""
+        item = self.items[rank][self.heads[rank]]
+        if item.message is not None:
+            return item.instruction, self.key(rank, item.message)[0]
+        absent = [peer for peer in self.group(rank, item) if peer in self.heads and not self._is_at(peer, item)]
+        return item.instruction, absent[0]
+
+    def _is_at(self, rank: int, item: _Item) -> bool:
+        return self.heads[rank] < len(self.items[rank]) and self.items[rank][self.heads[rank]] == item
 
 
-def _fail_circle(
-    programs: Mapping[int, Program], lanes: Mapping[int, list[Item]], heads: Mapping[int, int], rank: int
-) -> None:
-    tier, instruction = lanes[rank][heads[rank]]
-    peers = programs[rank].everyone.peers(rank, tier)
-    other = next(peer for peer in peers if peer in heads and lanes[peer][heads[peer]][0] != tier)
-    their_tier, theirs = lanes[other][heads[other]]
-    names = programs[rank].layout.tiers
+def _play(programs: Mapping[int, Program]) -> None:
+    play = _Play(programs)
+    play.run()
+    for rank, head in play.heads.items():
+        if head < len(play.items[rank]):
+            _fail_circle(play, rank)
+
+
+def _fail_circle(play: _Play, rank: int) -> None:
+    """Follow the waits from a rank until they close."""
+    words: list[str] = []
+    seen: set[int] = set()
+    while rank not in seen and play.heads[rank] < len(play.items[rank]):
+        seen.add(rank)
+        instruction, other = play.waits_for(rank)
+        item = play.items[rank][play.heads[rank]]
+        where = f" on tier {play.programs[rank].layout.tiers[item.tier]!r}" if item.tier >= 0 else ""
+        words.append(f"rank {rank} waits in `{instruction}`{where} for rank {other}")
+        rank = other
+    if rank not in seen:
+        raise ProgramError(f"{'; '.join(words)}, which has ended without it: give every member the same collectives")
     raise ProgramError(
-        f"the ranks wait in a circle: rank {rank} waits in `{instruction}` on tier {names[tier]!r} for rank {other}, "
-        f"which waits in `{theirs}` on tier {names[their_tier]!r}; issue collectives of all tiers in one order"
+        f"the ranks wait in a circle: {'; '.join(words)}: issue collectives of all tiers and stages in one order"
     )
 
 
-def _check_point_to_point(programs: Mapping[int, Program]) -> None:
+def _check_messages(programs: Mapping[int, Program]) -> None:
     channels: dict[tuple[int, int], deque[Instruction]] = defaultdict(deque)
     for rank, program in programs.items():
         for instruction in program.instructions:
             if instruction.op is Op.SEND:
-                channels[rank, instruction.peer].append(instruction)
+                channels[rank, program.peer(rank, instruction)].append(instruction)
     for rank, program in programs.items():
         for position, instruction in enumerate(program.instructions):
             if instruction.op is not Op.RECV:
                 continue
-            queue = channels[instruction.peer, rank]
+            peer = program.peer(rank, instruction)
+            queue = channels[peer, rank]
             sent = queue.popleft() if queue else None
-            same = sent is not None and (sent.block, sent.micro, sent.backward) == (
-                instruction.block,
-                instruction.micro,
-                instruction.backward,
-            )
-            if not same:
+            wanted = (instruction.block, instruction.micro, instruction.backward)
+            if sent is None or (sent.block, sent.micro, sent.backward) != wanted:
                 found = f"sends `{sent}`" if sent else "sends nothing more"
-                raise ProgramError(
-                    f"rank {rank}, instruction {position} `{instruction}`: rank {instruction.peer} {found} instead"
-                )
+                raise ProgramError(f"rank {rank}, instruction {position} `{instruction}`: rank {peer} {found} instead")
     for (sender, receiver), queue in channels.items():
         if queue:
             raise ProgramError(f"rank {sender}: `{queue[0]}` is never received by rank {receiver}")

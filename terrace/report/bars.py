@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrace.plan.residency import units
+from terrace.plan.stage import units
 from terrace.program import Op
 from terrace.simulate.recording import Recording, Span
 

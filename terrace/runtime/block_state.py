@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from terrace.comm import Collectives, Meter
+from terrace.comm import Between, Collectives, Meter
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan
 from terrace.plan.flats import FlatSpec
@@ -32,6 +32,7 @@ class BlockState:
         plan: Plan,
         device: torch.device,
         meter: Meter,
+        is_copy: bool = False,
     ) -> None:
         self.spec = spec
         self.module = module
@@ -40,7 +41,8 @@ class BlockState:
         for flat in flats:
             members[flat.layout.axes] += flat.params
         self.shards = [
-            Shard(spec.name, layout, members[axes], rank, plan, device, meter) for axes, layout in layouts.items()
+            Shard(spec.name, layout, members[axes], rank, plan, device, meter, is_copy)
+            for axes, layout in layouts.items()
         ]
 
     @property
@@ -93,6 +95,11 @@ class BlockState:
         """Count reduced gradient buffers as gone; the caller drops them."""
         for shard, buffer in gradient:
             shard.release(buffer)
+
+    def tie(self, between: Between, stage: int) -> None:
+        """Add the accumulated gradient that another stage has of this block."""
+        for shard in self.trainable:
+            shard.tie(between, stage)
 
     def sync(self, collectives: Collectives) -> None:
         """Finish the accumulated gradient: what this rank owns of it becomes the sum over all ranks."""

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError, TrainingError
 from terrace.cluster import Cluster
-from terrace.comm import Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
+from terrace.comm import Between, Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
-from terrace.plan.grid import Grid
+from terrace.plan.grid import Grid, rank_at, stage_of
 from terrace.plan.layout import INSIDE
 from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build, verify
@@ -59,9 +59,9 @@ class Engine:
     Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when the world
     has more than one rank. The parameters of `blocks` are replaced by views of flat buffers, in the compute
     dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
-    every rank. A tensor axis needs the dims of parameters, from the specs `declared`, and the length of a
-    `sequence`; what then runs in place of `blocks` is `states[i].module`. A `pacer` slows every message to the
-    rate of its tier.
+    every rank. With a pipeline a rank keeps the states of its stage's blocks alone. Tensor and pipeline axes need the
+    dims of parameters, from the specs `declared`, and the length of a `sequence`; what a tensor axis then runs in place
+    of `blocks` is `states[i].module`. A `pacer` slows every message to the rate of its tier.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -89,10 +89,16 @@ class Engine:
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
-        self.program = program or build(cluster, plan, specs, num_micros, sequence)
+        self.program = program or build(
+            cluster, plan, specs, num_micros, sequence, stage_of(Grid.of(cluster, plan), rank)
+        )
         asked = (cluster, plan, slice_blocks(specs, Grid.of(cluster, plan)), num_micros)
         if (self.program.cluster, self.program.plan, self.program.blocks, self.program.num_micros) != asked:
             raise ProgramError("the program was built for another cluster, plan, model or number of micro-batches")
+        if self.program.stage.index != stage_of(self.program.grid, rank):
+            raise ProgramError(
+                f"the program is that of stage {self.program.stage.index}: rank {rank} is of another one"
+            )
         verify(self.program, rank)
         self.rank = rank
         self.device = torch.device(device)
@@ -106,6 +112,8 @@ class Engine:
         everyone = _EXCHANGE_TIMEOUTS * timeout
         self._clock = make_clock(self.device)
         self.collectives = self._make_collectives(self._ledger, self._meter)
+        self._between = Between(self.groups, self.program.grid, self.program.layout.tiers, rank, self._ledger)
+        self._between.pacer = pacer
         values = [dict(block.named_parameters()) for block in blocks]
         self._weights = WeightGradients()
         self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
@@ -115,15 +123,26 @@ class Engine:
             axis = make_axis(self.program, self.collectives, rank, means, self.device, self._meter)
             blocks, objective = parallelise(blocks, self.program, rank, axis, objective)
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
+        held = self.program.stage.held
         self.states = [
-            BlockState(spec, block, flats, rank, plan, self.device, self._meter)
-            for spec, block, flats in zip(self.program.blocks, blocks, self.program.flats, strict=True)
+            BlockState(
+                self.program.blocks[index],
+                blocks[index],
+                self.program.flats[index],
+                rank,
+                plan,
+                self.device,
+                self._meter,
+                is_copy=index in self.program.stage.copies,
+            )
+            for index in held
         ]
-        self._adopt(blocks, values, initial, adamw)
+        self._adopt([blocks[index] for index in held], [values[index] for index in held], initial, adamw)
         self._executor = Executor(
             self.program,
-            self.states,
+            dict(zip(held, self.states, strict=True)),
             self.collectives,
+            self._between,
             self._lanes,
             self._clock,
             self._weights,
@@ -179,7 +198,8 @@ class Engine:
     def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
         """Return what the plan's formula says a step sends."""
         program = self.program
-        return step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
+        stage = program.stage if program.stage.num_stages > 1 else None
+        return step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, stage)
 
     def report(self, time_s: dict[str, float]) -> StepReport:
         """Return the measured report of a step with these times; bytes are the mean of all steps so far."""
@@ -211,16 +231,21 @@ class Engine:
         failed = any(lane.failed for lane in self._lanes.values())  # others may then wait for ranks that are gone
         for lane in self._lanes.values():
             lane.close(wait=not failed)
+        self._between.close(wait=not failed)
 
     def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
-        return Collectives(self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer)
+        return Collectives(
+            self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer, program.world
+        )
 
     def _make_groups(self, rank: int, timeout: timedelta) -> TierGroups:
         program = self.program
         parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
         lines = (program.tensor.rows, program.tensor.columns, program.tensor.both)
-        return TierGroups(program.everyone, rank, timeout, parts.values(), lines)
+        num_stages = program.stage.num_stages
+        stages = [rank_at(program.grid, rank, stage) for stage in range(num_stages)] if num_stages > 1 else []
+        return TierGroups(program.everyone, rank, timeout, parts.values(), lines, program.world, stages)
 
     def _adopt(
         self,

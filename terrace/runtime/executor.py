@@ -2,25 +2,31 @@
 
 A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a
 reduction or a recomputation happens where the program says and nowhere else; no hook is involved. A backward has two
-parts, which can be run apart: the input gradient, and the weight gradients (terrace.runtime.linear).
+parts, which a program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear).
 Communication goes to the lane of the outermost tier it crosses; an instruction waits only for what it reads:
 
-    FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters
+    FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters; what another
+                        stage sends
     BACKWARD            all reductions but the newest, so that at most one gradient is in flight
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
+    TIE                 every reduction, and the other stage
     CLIP                every SYNC
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.comm import Collectives, Lane, Ticket
+from terrace.comm import Between, Collectives, Lane, Ticket
+from terrace.comm.collectives import DTYPES
+from terrace.plan import Layout, MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
@@ -31,6 +37,8 @@ from terrace.runtime.tensor import TensorAxis
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 Batch = tuple[Tensor, Tensor]  # inputs and labels of one micro-batch
+
+_Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
 
 IGNORED_LABEL = -100
 _NORM_ROW = 4096
@@ -78,8 +86,9 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        states: Sequence[BlockState],
+        states: Mapping[int, BlockState],
         collectives: Collectives,
+        between: Between,
         lanes: Mapping[int, Lane],
         clock: Clock,
         weights: WeightGradients,
@@ -95,6 +104,7 @@ class Executor:
         self._program = program
         self._states = states
         self._collectives = collectives
+        self._between = between
         self._lanes = lanes
         self._clock = clock
         self._weights = weights
@@ -103,12 +113,19 @@ class Executor:
         self._progress = progress
         self._again = recomputed(program.plan, program.blocks)
         self._waiters = _Waiters(program, rank)
-        self._tensor_first = not any(program.tensor.both.coordinates(rank))  # whose losses count: all have the same
+        self._last = len(program.blocks) - 1
+        # Whose losses and tokens count: the stage that has the head, where all tensor ranks have the same.
+        self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(rank))
         self._handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.GATHER: self._gather,
             Op.FREE: self._free,
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.SEND: self._send,
+            Op.RECV: self._recv,
+            Op.TIE: self._tie,
             Op.REDUCE: self._reduce,
             Op.SYNC: self._sync,
             Op.CLIP: self._clip,
@@ -122,6 +139,7 @@ class Executor:
         self._reductions: deque[tuple[_Pending, BlockState, Gradient]] = deque()
         self._reduced: dict[int, _Pending] = {}  # block -> its newest reduction
         self._syncs: list[_Pending] = []
+        self._sent: deque[tuple[_Pending, Tensor]] = deque()
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
@@ -131,7 +149,8 @@ class Executor:
         self._lr = lr
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
-        self._flow: dict[int, Tensor] = {}  # micro -> newest activation or gradient between blocks
+        self._flow: dict[_Key, Tensor] = {}  # activations and gradients between blocks
+        self._arriving: dict[_Key, tuple[_Pending, Tensor]] = {}  # those that another stage sends
         self._loss = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
         self._clock.start()
         for counter, instruction in enumerate(self._program.instructions):
@@ -190,16 +209,16 @@ class Executor:
         self._progress(self._counter, now, ())
         inputs, labels = self._batches[now.micro]
         if now.block > 0:
-            inputs = self._flow.pop(now.micro).detach().requires_grad_()
+            inputs = self._take(False, now.block - 1, now.micro).detach().requires_grad_()
         random_state = _random_state(inputs.device) if now.block in self._again else None
         with torch.set_grad_enabled(random_state is None):
             output = self._run_block(now.block, inputs, labels)
         kept = output if random_state is None else None
         self._kept[now.block, now.micro] = _Kept(inputs, kept, random_state)
-        if now.block == len(self._states) - 1:
+        if now.block == self._last:
             self._loss += output.detach()
         else:
-            self._flow[now.micro] = output
+            self._flow[False, now.block, now.micro] = output
         self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
@@ -215,8 +234,8 @@ class Executor:
 
         Opens the gradient buffers and adds to them what autograd computes for parameters that are not weights of
         linear layers. With `hold` the weight gradients wait for `_backward_weight`: what may run before that is
-        a message with the input gradient, other blocks and micro-batches, and the FREE of the block, but not its
-        REDUCE, nor that of a block it borrows from. Per layer the output gradient and the input stay in memory.
+        a message with the input gradient, other blocks and micro-batches, and the FREE of the block; a REDUCE of the
+        block takes what is there. Per layer the output gradient and the input stay in memory.
         """
         self._clock.doing = "backward"
         self._await_parameters(now.block)
@@ -229,18 +248,23 @@ class Executor:
             labels = self._batches[now.micro][1]
             with _restored(kept.random_state, kept.inputs.device):
                 output = self._run_block(now.block, kept.inputs, labels)
-        gradient = self._flow.pop(now.micro, None)  # None at the last block: the loss has gradient one
+        # None at the last block: the loss has gradient one.
+        gradient = None if now.block == self._last else self._take(True, now.block + 1, now.micro)
         queue = self._due[now.block, now.micro] = self._weights.queue(hold)
         if output.requires_grad:
             with self._weights.recorded_in(queue):
                 torch.autograd.backward(output, gradient)
         if now.block > 0:
             assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
-            self._flow[now.micro] = kept.inputs.grad
+            self._flow[True, now.block, now.micro] = kept.inputs.grad
         self._clock.mark(self._clock.doing)
 
     def _backward_weight(self, now: Instruction) -> None:
         """Run the second part of a backward: the weight gradients that the first has recorded."""
+        self._clock.doing = "backward"
+        for needed in self._parameters_of(now.block):
+            self._open_gradient(self._states[needed])
+        self._progress(self._counter, now, ())
         self._due.pop((now.block, now.micro)).run()
         self._clock.mark(self._clock.doing)
 
@@ -249,7 +273,46 @@ class Executor:
             self._axis.shape = tuple(labels.shape)
             self._axis.drops_inputs = block not in self._again  # a recomputed one needs them at once
         output: Tensor = self._states[block].module(inputs)
-        return self._objective(output, labels) if block == len(self._states) - 1 else output
+        return self._objective(output, labels) if block == self._last else output
+
+    def _take(self, backward: bool, block: int, micro: int) -> Tensor:
+        """Return an activation or a gradient; where another stage made it, wait for it."""
+        key = backward, block, micro
+        if key not in self._arriving:
+            return self._flow.pop(key)
+        pending, values = self._arriving.pop(key)
+        self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
+        edge = self._program.edge
+        if edge.gathers is not None:
+            assert self._axis is not None, "only ranks of a tensor axis have parts of an activation"
+            values = self._axis.rows.all_gather(values)[: math.prod(edge.shape)]
+        self._progress(self._counter, self._program.instructions[self._counter], ())
+        return values.view(edge.shape)
+
+    def _recv(self, now: Instruction) -> None:
+        size, dtype = self._program.edge.numel, DTYPES[self._program.plan.compute]
+        values = torch.empty(size, dtype=dtype, device=self._loss.device)
+        pending = _Pending(self._between.receive(values, now.peer), self._counter)
+        self._arriving[now.backward, now.block, now.micro] = pending, values
+
+    def _send(self, now: Instruction) -> None:
+        values = self._flow.pop((now.backward, now.block, now.micro)).detach().contiguous().view(-1)
+        edge = self._program.edge
+        if edge.gathers is not None:
+            assert self._axis is not None, "only ranks of a tensor axis have parts of an activation"
+            padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
+            values = padded[self._axis.rows.place * edge.numel :][: edge.numel]
+        pending = _Pending(self._between.send(MessageClass.PIPELINE, values, now.peer), self._counter)
+        self._sent.append((pending, values))
+        while self._sent and self._sent[0][0].ticket.is_done:
+            self._sent.popleft()[0].ticket.wait()  # raises what went wrong
+
+    def _tie(self, now: Instruction) -> None:
+        while self._reductions:
+            self._finish_reduction()
+        self._progress(self._counter, now, self._waiters(now))
+        self._states[now.block].tie(self._between, now.peer)
+        self._clock.mark(f"wait {MessageClass.TIE.value}")
 
     def _open_gradient(self, state: BlockState) -> None:
         if state.needs_buffer:
@@ -258,8 +321,6 @@ class Executor:
             state.open_gradient()
 
     def _reduce(self, now: Instruction) -> None:
-        late = [block for block, _ in self._due if now.block in self._parameters_of(block)]
-        assert not late, f"{now} before the weight gradients of blocks {late}"
         state = self._states[now.block]
         gradient = state.take_gradient()
         if gradient:
@@ -279,6 +340,8 @@ class Executor:
         self._syncs.append(work)
 
     def _clip(self, now: Instruction) -> None:
+        while self._sent:
+            self._wait(self._sent.popleft()[0], f"wait {MessageClass.PIPELINE.value}")
         while self._reductions:
             self._finish_reduction()
         for pending in self._syncs:
@@ -287,10 +350,10 @@ class Executor:
         self._reduced.clear()
         # Not `* 0`: that of an infinite norm or loss is not a number.
         nothing = torch.zeros_like(self._loss)
-        counted = [part for state in self._states for part, counts in state.owned() if counts]
+        counted = [part for state in self._states.values() for part, counts in state.owned() if counts]
         squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
         num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in self._batches]).sum().double()
-        values = torch.stack([squares, *((self._loss, num_tokens) if self._tensor_first else (nothing, nothing))])
+        values = torch.stack([squares, *((self._loss, num_tokens) if self._counts_loss else (nothing, nothing))])
         total: list[Tensor] = []
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
         (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]
@@ -311,21 +374,23 @@ class Executor:
 
 
 class _Waiters:
-    """The ranks that take part in a collective instruction, computed when somebody waits for it."""
+    """The ranks that take part in a message, computed when somebody waits for it."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self._program = program
         self._rank = rank
-        self._by_tiers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
 
     def __call__(self, instruction: Instruction) -> tuple[int, ...]:
-        tiers = self._program.crossed(instruction)
-        if tiers not in self._by_tiers:
+        if instruction.peer >= 0:
+            return tuple(sorted((self._rank, self._program.peer(self._rank, instruction))))
+        among, tiers = self._program.among(instruction), self._program.crossed(instruction)
+        if (among, tiers) not in self._known:
             ranks = [self._rank]
             for tier in tiers:
-                ranks = [peer for rank in ranks for peer in self._program.everyone.peers(rank, tier)]
-            self._by_tiers[tiers] = tuple(sorted(ranks))
-        return self._by_tiers[tiers]
+                ranks = [peer for rank in ranks for peer in among.peers(rank, tier)]
+            self._known[among, tiers] = tuple(sorted(ranks))
+        return self._known[among, tiers]
 
 
 def squared_norm(values: Tensor) -> Tensor:

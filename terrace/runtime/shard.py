@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from terrace.comm import Collectives, Meter, Origin
+from terrace.comm import Between, Collectives, Meter, Origin
 from terrace.comm.collectives import DTYPES
 from terrace.model.spec import ParamSpec
 from terrace.plan import Layout, MessageClass, Plan
@@ -33,9 +33,11 @@ class Shard:
         plan: Plan,
         device: torch.device,
         meter: Meter,
+        is_copy: bool = False,
     ) -> None:
         self.name = name
         self.layout = layout
+        self.is_copy = is_copy  # of a block that another stage owns
         self._meter = meter
         self._origin = Origin(name, layout, device, meter)
         self._master_dtype = DTYPES[plan.master]
@@ -97,7 +99,7 @@ class Shard:
     @property
     def counts(self) -> bool:
         """Whether this rank is the first of those with the same gradient, so that its norm is to be counted."""
-        return not any(self.coordinates[self.layout.optimizer + 1 :])
+        return not self.is_copy and not any(self.coordinates[self.layout.optimizer + 1 :])
 
     @property
     def needs_buffer(self) -> bool:
@@ -129,6 +131,16 @@ class Shard:
         else:
             self.grads.add_(result)
         self._is_fresh = False
+
+    def tie(self, between: Between, stage: int) -> None:
+        """Add the accumulated gradient of the same slice on another stage. The same bits on both."""
+        theirs = torch.empty_like(self.grads)
+        self._meter.add("buffers", theirs.nbytes)
+        tickets = between.send(MessageClass.TIE, self.grads, stage), between.receive(theirs, stage)
+        for ticket in tickets:
+            ticket.wait()
+        self.grads.add_(theirs)
+        self._meter.add("buffers", -theirs.nbytes)
 
     def release(self, buffer: Tensor) -> None:
         """Count a reduced gradient buffer as gone; the caller drops it."""

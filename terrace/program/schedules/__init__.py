@@ -1,9 +1,10 @@
 """Pipeline schedules: pure functions from numbers to the order of tasks of every stage."""
 
+from terrace.plan.stage import Kind
 from terrace.program.schedules.counts import num_gathers, peak_activation_bytes
 from terrace.program.schedules.csv_form import from_csv, to_csv
-from terrace.program.schedules.orders import Kind, Orders, Placement, Task, looped, v_shaped, verify_orders
-from terrace.program.schedules.registry import orders_for, schedule_names
+from terrace.program.schedules.orders import Orders, Placement, Task, looped, v_shaped, verify_orders
+from terrace.program.schedules.registry import orders_for, schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds, even_seconds
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "orders_for",
     "peak_activation_bytes",
     "schedule_names",
+    "takes",
     "to_csv",
     "v_shaped",
     "verify_orders",

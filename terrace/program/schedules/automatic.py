@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task, build, looped, positive
 from terrace.program.schedules.registry import schedule
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 

@@ -1,6 +1,7 @@
 """Breadth-first pipeline (Lamy-Poirier 2211.05953): all micro-batches pass a chunk before the next chunk."""
 
-from terrace.program.schedules.orders import Kind, Orders, build, looped, positive, tasks_of
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 
-from terrace.program.schedules.orders import Kind, Orders
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders
 
 
 def peak_activation_bytes(

@@ -9,7 +9,8 @@ import io
 import re
 
 from terrace.base.errors import ProgramError
-from terrace.program.schedules.orders import Kind, Orders, Task, verify_orders
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task, verify_orders
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _KINDS = {kind.letter: kind for kind in Kind}

@@ -1,6 +1,7 @@
 """GPipe (Huang et al. 1811.06965): all forwards, then all backwards."""
 
-from terrace.program.schedules.orders import Kind, Orders, build, looped, positive, tasks_of
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 

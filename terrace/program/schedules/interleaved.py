@@ -5,8 +5,9 @@ that the first micro-batch of a group is back from the last stage when the group
 """
 
 from terrace.base.errors import PlanError
+from terrace.plan.stage import Kind
 from terrace.program.schedules.one_f_one_b import alternate
-from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, nearest_multiple, positive, tasks_of
+from terrace.program.schedules.orders import Orders, Task, build, looped, nearest_multiple, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 

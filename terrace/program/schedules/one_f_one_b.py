@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 

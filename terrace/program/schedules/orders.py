@@ -15,24 +15,10 @@ Orders hold no times and no messages: a task waits for what it reads, and terrac
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError, ProgramError
-
-
-class Kind(IntEnum):
-    """What a task does."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-
-    @property
-    def letter(self) -> str:
-        """One letter: F, B (whole), I (input), W (weight)."""
-        return "FBIW"[self]
+from terrace.plan.stage import Kind
 
 
 class Task(NamedTuple):

@@ -44,15 +44,22 @@ def schedule_names() -> list[str]:
     return list(_schedules())
 
 
+def takes(name: str) -> frozenset[str]:
+    """Return the names of the numbers that a schedule takes; raises `PlanError` for an unknown one."""
+    builder = _schedules().get(name)
+    if builder is None:
+        raise PlanError(f"no schedule {name!r}{did_you_mean(name, schedule_names())}")
+    return frozenset(inspect.signature(builder).parameters)
+
+
 def orders_for(name: str, **numbers: Any) -> Orders:
     """Return the orders of the schedule `name` for `num_stages`, `num_micros` and the numbers it takes.
 
     A schedule without chunks accepts `num_chunks = 1`. Raises `PlanError` for an unknown name, a number that is
     missing or that the schedule does not take, and for values it cannot honour, each with the fix.
     """
-    builder = _schedules().get(name)
-    if builder is None:
-        raise PlanError(f"no schedule {name!r}{did_you_mean(name, schedule_names())}")
+    takes(name)
+    builder = _schedules()[name]
     known = inspect.signature(builder).parameters
     if "num_chunks" not in known and numbers.get("num_chunks") == 1:
         del numbers["num_chunks"]

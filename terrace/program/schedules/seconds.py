@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules.orders import Kind
+from terrace.plan.stage import Kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ backward starts and ends there. The order is the handcrafted one for T_F = T_B =
 """
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules.orders import Kind, Orders, Task, build, positive, v_shaped
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task, build, positive, v_shaped
 from terrace.program.schedules.registry import schedule
 
 _F0, _I0, _W0 = ((kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))

@@ -18,7 +18,8 @@ fewer micro-batches than stages leaves every stage idle between its chunks: it s
 
 from collections.abc import Iterator, Sequence
 
-from terrace.program.schedules.orders import Kind, Orders, Task, build, looped, positive, tasks_of
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task, build, looped, positive, tasks_of
 from terrace.program.schedules.registry import schedule
 
 

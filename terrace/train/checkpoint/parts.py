@@ -67,7 +67,7 @@ def held(shard: Shard) -> list[Held]:
                 flat=flat,
                 start=flat.part(tier).start,
                 values=dict(zip(KINDS[group], values, strict=True)),
-                is_first=not any(shard.coordinates[tier + 1 :]),
+                is_first=not shard.is_copy and not any(shard.coordinates[tier + 1 :]),
             )
         )
     return found

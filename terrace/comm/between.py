@@ -1,0 +1,69 @@
+"""Messages between stages of a pipeline: from one rank to another, unblocked.
+
+A receive is posted before the message is needed, so that it arrives while the stage computes. Messages of one pair of
+ranks in one direction arrive in the order in which they were sent. On NCCL sends and receives are enqueued, and waiting
+makes the current stream wait, not the host.
+"""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from terrace.comm.groups import TierGroups
+from terrace.comm.lane import ThreadLane, Ticket
+from terrace.comm.ledger import Ledger
+from terrace.comm.pace import Pacer
+from terrace.plan import MessageClass
+from terrace.plan.grid import Grid, edge_tier, rank_at, stage_of
+
+
+class _WorkTicket(Ticket):
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    @property
+    def is_done(self) -> bool:
+        return self._work.is_completed()
+
+
+class Between:
+    """What one rank sends to and receives from the ranks at its place in other stages."""
+
+    def __init__(self, groups: TierGroups, grid: Grid, tiers: tuple[str, ...], rank: int, ledger: Ledger) -> None:
+        self._groups, self._grid, self._tiers, self._ledger = groups, grid, tiers, ledger
+        self._rank, self._stage = rank, stage_of(grid, rank)
+        self._lanes: dict[int, ThreadLane] = {}
+        self.pacer: Pacer | None = None
+
+    def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
+        """Begin to send contiguous `values`; keep them as they are until the ticket was waited for or is done."""
+        peer = rank_at(self._grid, self._rank, stage)
+        group = self._groups.between(self._stage, stage)
+        tier = self._tiers[edge_tier(self._grid, self._stage, stage)]
+        self._ledger.add(message, tier, values.nbytes)
+        if self.pacer is None:
+            return _WorkTicket(_work(dist.isend(values, peer, group=group)))
+        pacer, begin_s = self.pacer, self.pacer.begin()
+
+        def paced() -> None:  # a message is held back before it leaves: the receiver only waits
+            pacer.sent(tier, values.nbytes, 1, begin_s)
+            dist.send(values, peer, group=group)
+
+        return self._lanes.setdefault(stage, ThreadLane()).submit(paced)
+
+    def receive(self, values: Tensor, stage: int) -> Ticket:
+        """Begin to fill contiguous `values`; they may be read when the ticket was waited for."""
+        peer = rank_at(self._grid, self._rank, stage)
+        return _WorkTicket(_work(dist.irecv(values, peer, group=self._groups.between(stage, self._stage))))
+
+    def close(self, wait: bool = True) -> None:
+        """Stop what runs beside."""
+        for lane in self._lanes.values():
+            lane.close(wait=wait)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "only members of a group send in it"
+    return work

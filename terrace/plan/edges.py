@@ -1,0 +1,61 @@
+"""What stages of a pipeline send one another, in closed form.
+
+At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements
+of the compute dtype, T = micro_batch x sequence tokens of hidden size H. Of the tensor axis, R rows x C columns, every
+rank sends to its own place in the other stage
+
+    with sequence parallelism    the part that it has:  T'/R x H/C, T' being T padded for the rows to divide
+    without                      a part of what all rows have, T H / C / R, which the receivers gather over the rows
+                                 (scatter/gather, Narayanan et al. 2104.04473, section 4.1)
+
+A block that two stages hold, a tied embedding, has its accumulated gradient shards exchanged once a step.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec
+from terrace.plan.flats import FlatSpec
+from terrace.plan.grid import Grid, edge_tier
+from terrace.plan.stage import Stage
+from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, hidden_size
+from terrace.plan.wire import FORMATS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """An activation between two stages: its `shape` on a rank, and the elements that the rank sends of it.
+
+    `gathers` is what receivers do to have all of it again, None where they have it.
+    """
+
+    shape: tuple[int, ...]
+    numel: int
+    gathers: TensorMessage | None
+
+
+def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec], sequence: int) -> Edge:
+    """Return what crosses every edge of a pipeline; raises `PlanError` where its size is not known."""
+    if sequence < 1:
+        raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
+    rows, features = tensor.rows.data_degree, hidden_size(blocks) // tensor.columns.data_degree
+    if tensor.splits_tokens:
+        shape: tuple[int, ...] = (tensor.padded_tokens // rows, features)
+        return Edge(shape=shape, numel=shape[0] * shape[1], gathers=None)
+    shape = (tensor.plan.micro_batch, sequence, features)
+    padded = tensor.rows.padded(tensor.tokens * features)
+    gathers = TensorMessage(Leg.GATHER, tensor.rows.axes, padded) if rows > 1 else None
+    return Edge(shape=shape, numel=padded // rows, gathers=gathers)
+
+
+def stage_sends(stage: Stage, grid: Grid, edge: Edge, compute: str) -> Iterator[tuple[int, int]]:
+    """Yield (tier index, bytes) of each message that a micro-batch makes a rank of `stage` send to other stages."""
+    for peer, _ in stage.sends():
+        yield edge_tier(grid, stage.index, peer), edge.numel * FORMATS[compute].element_bytes
+
+
+def tie_bytes(flats: Sequence[FlatSpec], master: str) -> int:
+    """Return the bytes that a rank sends to sum up the gradient of a block that two stages hold."""
+    shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
+    return sum(shards) * FORMATS[master].element_bytes

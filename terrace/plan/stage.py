@@ -1,0 +1,143 @@
+"""A stage: what one rank of the pipeline axis holds, and in which order micro-batches pass it.
+
+The model is cut into consecutive *chunks* of blocks. A stage holds one or more of them; in a *group* several
+micro-batches pass a chunk one after the other in the same direction, and one gather of its parameters serves them all.
+Without a pipeline there is one stage, each of whose chunks is one block.
+
+Groups are made of the orders of a schedule (terrace.program). What a rank sends, what it gathers and the memory it
+needs follow from them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+from terrace.model.spec import BlockSpec
+
+
+class Kind(IntEnum):
+    """How micro-batches pass. A backward is whole, or its two halves run apart (Qi et al. 2401.10241, section 2)."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+
+    @property
+    def letter(self) -> str:
+        """One letter: F, B (whole), I (input), W (weight)."""
+        return "FBIW"[self]
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the gradient of the micro-batch is complete after it."""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Micro-batches that pass a chunk one after the other; each of them passes all blocks of the chunk."""
+
+    kind: Kind
+    chunk: int
+    micros: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What one pipeline rank holds and does.
+
+    Of every chunk: its blocks, and the stages that its output and the gradient of its input go to, None where they stay
+    here or there is nothing to send. `ties` maps a block that another stage holds a copy of, or that is held here as a
+    copy, to that stage; copies are in `copies` as well.
+    """
+
+    index: int = 0
+    num_stages: int = 1
+    num_micros: int
+    chunks: tuple[range, ...]
+    groups: tuple[Group, ...]
+    onward: tuple[int | None, ...]
+    back: tuple[int | None, ...]
+    ties: tuple[tuple[int, int], ...] = ()
+    copies: tuple[int, ...] = ()
+
+    @cached_property
+    def own(self) -> tuple[int, ...]:
+        """The blocks that run here, in model order."""
+        return tuple(sorted(block for chunk in self.chunks for block in chunk))
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The blocks whose states are here: those that run here and copies of others that these borrow from."""
+        return tuple(sorted((*self.own, *self.copies)))
+
+    def passes(self) -> Iterator[tuple[Group, int, int]]:
+        """Yield (group, micro-batch, block) in the order of the step."""
+        for group in self.groups:
+            order = self.traversal(group)
+            for micro in group.micros:
+                for block in order:
+                    yield group, micro, block
+
+    def traversal(self, group: Group) -> range:
+        """Return the blocks of a group in the order in which a micro-batch passes them."""
+        blocks = self.chunks[group.chunk]
+        return blocks if group.kind is Kind.FORWARD else blocks[::-1]
+
+    @property
+    def num_received(self) -> int:
+        """Number of messages that a micro-batch makes this rank receive: one for each chunk edge on another stage."""
+        return sum(peer is not None for peer in (*self.onward, *self.back))
+
+    def sends(self) -> Iterator[tuple[int, bool]]:
+        """Yield (stage, whether it is a gradient) for each message that a micro-batch makes this rank send."""
+        yield from ((peer, False) for peer in self.onward if peer is not None)
+        yield from ((peer, True) for peer in self.back if peer is not None)
+
+
+def whole_stage(num_blocks: int, num_micros: int, unit: int) -> Stage:
+    """Return the stage of a plan without a pipeline: units of micro-batches pass block after block, then back."""
+    groups = []
+    for micros in units(num_micros, unit):
+        groups += [Group(Kind.FORWARD, block, micros) for block in range(num_blocks)]
+        groups += [Group(Kind.BACKWARD, block, micros) for block in reversed(range(num_blocks))]
+    return Stage(
+        num_micros=num_micros,
+        chunks=tuple(range(block, block + 1) for block in range(num_blocks)),
+        groups=tuple(groups),
+        onward=(None,) * num_blocks,
+        back=(None,) * num_blocks,
+    )
+
+
+def units(num_micros: int, unit: int) -> list[range]:
+    """Return the micro-batches of every unit; the last may hold fewer."""
+    return [range(first, min(first + unit, num_micros)) for first in range(0, num_micros, unit)]
+
+
+def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> dict[int, list[int]]:
+    """Return after which passes (numbers in `Stage.passes`) the gradient of each block held here is reduced.
+
+    That is after every `unit` micro-batches whose gradient is complete, and after all of them; the last time only when
+    no block that borrows from it has anything to add any more. A copy takes the turns of the first that borrows it.
+    """
+    borrower = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
+    finished: dict[int, list[int]] = {block: [] for block in stage.held}
+    latest: dict[int, int] = dict.fromkeys(stage.held, -1)
+    for number, (group, _, block) in enumerate(stage.passes()):
+        if group.kind.finishes:
+            finished[block].append(number)
+            for lender in blocks[block].borrows:
+                latest[lender] = number
+                if lender in stage.copies and borrower[lender] == block:
+                    finished[lender].append(number)
+    points = {}
+    for block, numbers in finished.items():
+        turns = numbers[unit - 1 :: unit]
+        if len(numbers) % unit:
+            turns.append(numbers[-1])
+        turns[-1] = max(turns[-1], latest[block])
+        points[block] = turns
+    return points

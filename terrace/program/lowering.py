@@ -1,0 +1,216 @@
+"""Lowering: from a plan to the instructions of a stage.
+
+Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the order of its schedule, each task as
+
+    RECV        what it reads, if another stage makes it; issued one task ahead
+    GATHER      `prefetch` visits before the first block that reads it (terrace.plan.residency)
+    FORWARD, BACKWARD, or one half of a backward, of each block
+    FREE        after the last visit that reads it
+    REDUCE      once a unit of micro-batches whose gradient is complete
+    SYNC        right after the last REDUCE of a block, so that the outer tiers work while others still compute
+    SEND        the result, if another stage reads it
+
+A plan without a pipeline is the same with one stage, each of whose chunks is a block: for every unit of micro-batches
+forward through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that
+two stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
+block by block, in forward order, update and refresh: the next step can start on block 0 while later blocks are still
+being refreshed.
+
+Messages between two ranks in one direction arrive in the order in which they were sent, so a RECV stands before that of
+everything sent later.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from terrace.base.errors import PlanError
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan, validate
+from terrace.plan.grid import Grid
+from terrace.plan.layout import DEVICE
+from terrace.plan.residency import Residency, residencies
+from terrace.plan.slices import slice_blocks
+from terrace.plan.stage import Group, Kind, Stage, reduction_points, whole_stage
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+from terrace.program.schedules import Orders
+from terrace.program.stages import make_stages
+
+_LARGEST_STEP = 2_000_000  # a program is a list: what one process builds in seconds
+
+_OPS = {
+    Kind.FORWARD: Op.FORWARD,
+    Kind.BACKWARD: Op.BACKWARD,
+    Kind.BACKWARD_INPUT: Op.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT: Op.BACKWARD_WEIGHT,
+}
+
+
+def build(
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_micros: int,
+    sequence: int = 0,
+    stage: int = 0,
+    orders: Orders | None = None,
+) -> Program:
+    """Return the program of every rank of a stage for a step of `num_micros` micro-batches.
+
+    `blocks` is the whole model; the program's are what one tensor rank holds of it. `sequence` is the tokens of a
+    sequence, `orders` what a pipeline runs in place of the plan's schedule. Raises `PlanError` when the plan cannot
+    run. Cost and size do not depend on the number of data ranks.
+    """
+    return build_stages(cluster, plan, blocks, num_micros, sequence, orders, only=stage)[0]
+
+
+def build_stages(
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_micros: int,
+    sequence: int = 0,
+    orders: Orders | None = None,
+    only: int | None = None,
+) -> list[Program]:
+    """Return the programs of all stages, or of one; arguments and errors as of `build`."""
+    layout = validate(cluster, plan, blocks)
+    if num_micros < 1:
+        raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
+    if num_micros * len(blocks) > _LARGEST_STEP:
+        raise PlanError(
+            f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
+            "that a program may have: give a smaller batch or a larger plan.micro_batch"
+        )
+    grid = Grid.of(cluster, plan)
+    num_stages = grid.total("pipeline")
+    if num_stages > 1:
+        stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders)
+    else:
+        stages = (whole_stage(len(blocks), num_micros, plan.unit),)
+    sliced = slice_blocks(blocks, grid)
+    programs = []
+    for each in stages if only is None else [stages[only]]:
+        frame = Program(
+            cluster=cluster,
+            plan=plan,
+            layout=layout,
+            blocks=sliced,
+            stage=each,
+            instructions=(),
+            sequence=sequence,
+        )
+        if frame.tensor.degree > 1 and sequence < 1:
+            raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+        if num_stages > 1:
+            _ = frame.edge  # raises where the size of its messages is not known
+        programs.append(replace(frame, instructions=(*_passes(frame, stages), *_end(frame))))
+    return programs
+
+
+def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
+    stage, blocks, plan = frame.stage, frame.blocks, frame.plan
+    stays = residencies(stage, blocks, plan.prefetch) if frame.layout.params != DEVICE else []
+    issued, freed = defaultdict(list), defaultdict(list)
+    for stay in stays:
+        issued[stay.issue].append(stay)
+        freed[stay.last].append(stay)
+    reduced = defaultdict(list)
+    for block, numbers in reduction_points(stage, blocks, plan.unit).items():
+        for number in numbers:
+            reduced[number].append((block, number == numbers[-1]))
+    received = _received(stage, stages)
+    visit = number = task = 0
+    for group in stage.groups:
+        order = stage.traversal(group)
+        reads = group.kind is not Kind.BACKWARD_WEIGHT
+        for micro in group.micros:
+            yield from received[task]
+            task += 1
+            for offset, block in enumerate(order):
+                if reads and micro == group.micros[0]:
+                    yield from (_gather(frame, stay) for stay in issued[visit + offset])
+                yield Instruction(_OPS[group.kind], block, micro)
+                for other, is_last in reduced[number]:
+                    yield from _reduce(frame, other, micro, is_last)
+                number += 1
+                if reads and micro == group.micros[-1]:
+                    yield from (Instruction(Op.FREE, stay.block) for stay in freed[visit + offset])
+            yield from _sent(stage, group, micro)
+        visit += len(order) if reads else 0
+
+
+def _gather(frame: Program, stay: Residency) -> Instruction:
+    secondary = frame.has_secondary and not stay.opening
+    return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
+
+
+def _reduce(frame: Program, block: int, micro: int, is_last: bool) -> Iterator[Instruction]:
+    if frame.blocks[block].num_trainable:
+        yield Instruction(Op.REDUCE, block, micro)
+        if is_last and block not in dict(frame.stage.ties):
+            yield Instruction(Op.SYNC, block)
+
+
+def _end(frame: Program) -> Iterator[Instruction]:
+    stage = frame.stage
+    for block, peer in stage.ties:
+        if frame.blocks[block].num_trainable:
+            yield Instruction(Op.TIE, block, peer=peer)
+            yield Instruction(Op.SYNC, block)
+    yield Instruction(Op.CLIP)
+    for block in stage.held:
+        if frame.blocks[block].num_trainable:
+            yield Instruction(Op.UPDATE, block)
+            yield Instruction(Op.REFRESH, block)
+
+
+def _sent(stage: Stage, group: Group, micro: int) -> Iterator[Instruction]:
+    """Yield the message that a task sends; the weight half of a backward has none."""
+    blocks = stage.chunks[group.chunk]
+    if group.kind is Kind.FORWARD:
+        peer, block = stage.onward[group.chunk], blocks[-1]
+    else:
+        peer, block = stage.back[group.chunk], blocks[0]
+    if peer is not None and group.kind is not Kind.BACKWARD_WEIGHT:
+        yield Instruction(Op.SEND, block, micro, backward=group.kind is not Kind.FORWARD, peer=peer)
+
+
+def _read(stage: Stage, group: Group, micro: int) -> Instruction | None:
+    """Return what a task receives, if anything."""
+    blocks = stage.chunks[group.chunk]
+    if group.kind is Kind.FORWARD:
+        peer, block = stage.back[group.chunk], blocks[0] - 1
+    else:
+        peer, block = stage.onward[group.chunk], blocks[-1] + 1
+    if peer is None or group.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    return Instruction(Op.RECV, block, micro, backward=group.kind is not Kind.FORWARD, peer=peer)
+
+
+def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instruction]]:
+    """Return the RECVs that stand before each task: one task before the one that reads, or earlier to keep order."""
+    needed = {}
+    tasks = ((group, micro) for group in stage.groups for micro in group.micros)
+    for number, (group, micro) in enumerate(tasks):
+        read = _read(stage, group, micro)
+        if read is not None:
+            needed[read] = number
+    before: dict[int, list[Instruction]] = defaultdict(list)
+    for peer in {*stage.onward, *stage.back} - {None}:
+        assert peer is not None
+        channel = [replace(sent, op=Op.RECV, peer=peer) for sent in _channel(stages[peer], stage.index)]
+        latest = len(needed) + sum(len(group.micros) for group in stage.groups)
+        for read in reversed(channel):
+            latest = min(latest, max(0, needed[read] - 1))
+            before[latest].insert(0, read)
+    return before
+
+
+def _channel(sender: Stage, receiver: int) -> Iterator[Instruction]:
+    """Yield the messages from one stage to another, in the order in which they are sent."""
+    for group in sender.groups:
+        for micro in group.micros:
+            yield from (sent for sent in _sent(sender, group, micro) if sent.peer == receiver)

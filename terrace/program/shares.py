@@ -1,0 +1,104 @@
+"""How the blocks of a model are shared among virtual stages, where the plan does not say it.
+
+By modelled time: what a block costs is its products, counted per token and forward,
+
+    the elements of its matrices, those that it borrows included, and S H for causal attention over S tokens
+
+(2 FLOPs an element, and 4 S H / 2 of scores and values). A table that is looked up costs nothing. The slowest virtual
+stage is as fast as it can be; among the ways to reach that, the sum of squares decides, so that the rest is even.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.slices import CUT_BY
+from terrace.plan.tensor_traffic import hidden_size
+
+
+class Cost(NamedTuple):
+    """Multiplications per token of a block's forward: of weights, and of attention's scores and values."""
+
+    products: int
+    scores: int
+
+
+def block_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[Cost]:
+    """Return the cost of every block."""
+    hidden = hidden_size(blocks)
+    return [_cost(blocks, index, sequence * hidden) for index in range(len(blocks))]
+
+
+def virtual_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[int]:
+    """Return what every block weighs when they are shared."""
+    return [sum(cost) for cost in block_costs(blocks, sequence)]
+
+
+def share(costs: Sequence[int], num_parts: int) -> list[range]:
+    """Return `num_parts` neighbouring ranges of blocks, none empty, as even in cost as they can be.
+
+    Quadratic in the number of blocks at worst.
+    """
+    starts = [0]
+    for cost in costs:
+        starts.append(starts[-1] + cost)
+    limit = _least_limit(starts, num_parts)
+    best: list[float] = [0.0] + [math.inf] * len(costs)  # sum of squares of the parts that end at each block
+    cuts: list[list[int]] = []
+    for part in range(num_parts):
+        ends, before = [math.inf] * (len(costs) + 1), [0] * (len(costs) + 1)
+        for stop in range(part + 1, len(costs) - (num_parts - part - 1) + 1):
+            for start in range(stop - 1, part - 1, -1):
+                size = starts[stop] - starts[start]
+                if size > limit:
+                    break
+                found = best[start] + float(size) ** 2
+                if found < ends[stop]:
+                    ends[stop], before[stop] = found, start
+        best = ends
+        cuts.append(before)
+    parts, stop = [], len(costs)
+    for before in reversed(cuts):
+        parts.append(range(before[stop], stop))
+        stop = before[stop]
+    return parts[::-1]
+
+
+def _least_limit(starts: Sequence[int], num_parts: int) -> int:
+    """Return the smallest cost of the largest part, over all ways to make `num_parts` that are not empty."""
+    low, high = max(stop - start for start, stop in pairwise(starts)), starts[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _parts_needed(starts, middle) <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _parts_needed(starts: Sequence[int], limit: int) -> int:
+    parts, begin = 1, 0
+    for stop in range(1, len(starts)):
+        if starts[stop] - starts[begin] > limit:
+            parts, begin = parts + 1, stop - 1
+    return parts
+
+
+def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> Cost:
+    block = blocks[index]
+    products = sum(param.numel for param in block.params if _is_product(param, index, len(blocks)))
+    for lender in block.borrows:
+        products += sum(param.numel for param in blocks[lender].params if _is_table(param))
+    attends = any(CUT_BY.get(name) == ("rows",) for param in block.params for name, _ in param.dims)
+    return Cost(products, scores if attends else 0)
+
+
+def _is_product(param: ParamSpec, index: int, num_blocks: int) -> bool:
+    looked_up = _is_table(param) and index < num_blocks - 1
+    return len(param.shape) == 2 and not looked_up and (not param.dims or param.dims[0][0] != "positions")
+
+
+def _is_table(param: ParamSpec) -> bool:
+    return len(param.dims) == 2 and param.dims[0][0] == "vocab"

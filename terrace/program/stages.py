@@ -1,0 +1,173 @@
+"""From a plan to the stages of its pipeline: which blocks each holds, and the orders of its schedule as groups."""
+
+from collections.abc import Sequence
+
+from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan
+from terrace.plan.stage import Group, Kind, Stage
+from terrace.program.schedules import Orders, TaskSeconds, orders_for, schedule_names, takes
+from terrace.program.shares import block_costs, share, virtual_costs
+
+DEFAULT_SCHEDULE = "1f1b"
+_WEIGHT_SHARE = 32 / 34  # M_W / M_B of a layer without the scores of attention (Qi et al. 2401.10241, Table 1)
+
+
+def make_stages(
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_stages: int,
+    num_micros: int,
+    sequence: int,
+    orders: Orders | None = None,
+) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline; `orders` stands in for those of the plan's schedule.
+
+    The union of what they run is exactly the model. Raises `PlanError` for more virtual stages than blocks, and for
+    numbers that the schedule cannot honour.
+    """
+    if orders is None:
+        orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
+    if (orders.num_stages, orders.num_micros) != (num_stages, num_micros):
+        raise PlanError(
+            f"orders for {orders.num_stages} stages and {orders.num_micros} micro-batches: the plan has {num_stages} "
+            f"stages and {num_micros} micro-batches a step"
+        )
+    chunks = _cut(plan, blocks, orders.num_virtual, sequence)
+    holders = [stage for stage, _ in orders.holders()]
+    runs_on = {block: holders[virtual] for virtual, chunk in enumerate(chunks) for block in chunk}
+    ties = _ties(blocks, runs_on)
+    return tuple(_stage(plan, orders, stage, chunks, holders, ties) for stage in range(num_stages))
+
+
+def plan_orders(plan: Plan, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int, sequence: int) -> Orders:
+    """Return the orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
+    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    wanted = takes(name)
+    numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
+    if "num_chunks" in wanted:
+        numbers["num_chunks"] = _chunks(plan, number)
+    elif "memory_limit" in wanted:
+        numbers["memory_limit"] = _limit(plan, number)
+    elif number is not None and number != "1":
+        raise PlanError(f"schedule = {plan.schedule!r}: {name} has one chunk a stage; write {name!r}")
+    if "unit" in wanted:
+        numbers["unit"] = plan.unit
+    if "seconds" in wanted:
+        bounds = _cut(plan, blocks, num_stages, sequence)
+        numbers |= {"seconds": _seconds(blocks, bounds, sequence), "weight_share": _WEIGHT_SHARE}
+    return orders_for(name, **numbers)
+
+
+def parse_schedule(text: str) -> tuple[str, str | None]:
+    """Return (name, number or None) of a schedule such as "1f1b" or "interleaved:3"; raises `PlanError`."""
+    name, colon, number = text.partition(":")
+    if name not in schedule_names():
+        takes(name)  # raises, and says which name may be meant
+    return name, number if colon else None
+
+
+def _chunks(plan: Plan, number: str | None) -> int:
+    if number is None:
+        return 2
+    if not number.isdecimal() or not 0 < int(number) < 1000:
+        raise PlanError(f"schedule = {plan.schedule!r}: {number!r} is no number of chunks a stage; write 1 or more")
+    return int(number)
+
+
+def _limit(plan: Plan, number: str | None) -> float:
+    try:
+        limit = float(number or "")
+    except ValueError:
+        limit = 0.0
+    if not 1 <= limit < 1e6:
+        raise PlanError(
+            f"schedule = {plan.schedule!r} needs the micro-batches whose activations a stage may keep, 1 or more: "
+            "write 'zb-auto:4' for four"
+        )
+    return limit
+
+
+def _cut(plan: Plan, blocks: Sequence[BlockSpec], num_virtual: int, sequence: int) -> list[range]:
+    """Return the blocks of every virtual stage: as the plan says, or shared by modelled time."""
+    if num_virtual > len(blocks):
+        raise PlanError(
+            f"{num_virtual} virtual stages (stages x chunks) of a model of {len(blocks)} blocks: each needs at least "
+            f"one; use at most {len(blocks)}"
+        )
+    if not plan.stages:
+        return share(virtual_costs(blocks, sequence), num_virtual)
+    if len(plan.stages) != num_virtual or sum(plan.stages) != len(blocks) or min(plan.stages) < 1:
+        raise PlanError(
+            f"stages = {list(plan.stages)}: give the number of blocks of each of the {num_virtual} virtual stages, at "
+            f"least 1 each, {len(blocks)} together (embedding and head are blocks), or leave it out"
+        )
+    stops = [sum(plan.stages[: index + 1]) for index in range(num_virtual)]
+    return [range(stop - num, stop) for stop, num in zip(stops, plan.stages, strict=True)]
+
+
+def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int) -> TaskSeconds:
+    """Return the seconds of every virtual stage's tasks, in a unit of its own; messages take none."""
+    costs = block_costs(blocks, sequence)
+    products = tuple(sum(costs[block].products for block in chunk) for chunk in chunks)
+    scores = tuple(sum(costs[block].scores for block in chunk) for chunk in chunks)
+    forward = tuple(product + score for product, score in zip(products, scores, strict=True))
+    inputs = tuple(product + 2 * score for product, score in zip(products, scores, strict=True))
+    whole = tuple(first + second for first, second in zip(inputs, products, strict=True))
+    return TaskSeconds(
+        forward_s=forward, backward_s=whole, input_s=inputs, weight_s=products, edge_s=(0.0,) * (len(chunks) - 1)
+    )
+
+
+def _ties(blocks: Sequence[BlockSpec], runs_on: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """Return the stages (of the owner, of the copy) of every block that is borrowed on another stage."""
+    ties: dict[int, tuple[int, int]] = {}
+    for index, block in enumerate(blocks):
+        for lender in block.borrows:
+            pair = runs_on[lender], runs_on[index]
+            if pair[0] == pair[1]:
+                continue
+            if ties.setdefault(lender, pair) != pair:
+                raise PlanError(
+                    f"blocks of two other stages borrow from {blocks[lender].name}: let `stages` put them on one"
+                )
+    return ties
+
+
+def _stage(
+    plan: Plan,
+    orders: Orders,
+    stage: int,
+    chunks: Sequence[range],
+    holders: Sequence[int],
+    ties: dict[int, tuple[int, int]],
+) -> Stage:
+    row, last = orders.placement[stage], orders.num_virtual - 1
+
+    def neighbour(virtual: int) -> int | None:
+        return holders[virtual] if 0 <= virtual <= last and holders[virtual] != stage else None
+
+    return Stage(
+        index=stage,
+        num_stages=orders.num_stages,
+        num_micros=orders.num_micros,
+        chunks=tuple(chunks[virtual] for virtual in row),
+        groups=tuple(_groups(orders, stage, plan.unit)),
+        onward=tuple(neighbour(virtual + 1) for virtual in row),
+        back=tuple(neighbour(virtual - 1) for virtual in row),
+        ties=tuple(
+            (block, other) for block, pair in ties.items() for here, other in (pair, pair[::-1]) if here == stage
+        ),
+        copies=tuple(block for block, (_, there) in ties.items() if there == stage),
+    )
+
+
+def _groups(orders: Orders, stage: int, unit: int) -> list[Group]:
+    """Join tasks that follow one another on the same chunk, in the same direction and unit."""
+    joined: list[tuple[int, int, list[int]]] = []
+    for kind, chunk, micro in orders.tasks[stage]:
+        if joined and joined[-1][:2] == (kind, chunk) and joined[-1][2][-1] // unit == micro // unit:
+            joined[-1][2].append(micro)
+        else:
+            joined.append((kind, chunk, [micro]))
+    return [Group(Kind(kind), chunk, tuple(micros)) for kind, chunk, micros in joined]
