@@ -12,7 +12,7 @@ import pytest
 
 from terrace.cli.main import main
 from terrace.cluster import load_cluster
-from terrace.plan import PRESETS, Plan
+from terrace.plan import PRESETS, Layout, Plan
 from terrace.planner.explain import size_words
 from terrace.program import build
 from terrace.report.plot import round_ticks
@@ -85,7 +85,7 @@ def test_plan_prints_why_and_writes_what_train_reads(here: Here) -> None:
     run = resolve(None, flags, overrides)
     assert run.plan.name == "planned"
     assert run.plan.compute == "bf16"
-    assert run.plan.micro_batch * run.num_micros() * 8 == 16
+    assert run.plan.micro_batch * run.num_micros() * Layout.of(run.cluster, run.plan).data_degree == 16
 
 
 def test_plan_refuses_to_overwrite(here: Here) -> None:
@@ -97,9 +97,9 @@ def test_plan_refuses_to_overwrite(here: Here) -> None:
 
 
 def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(here: Here) -> None:
-    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2")
+    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2", "--pin", "pipeline=1")
     assert code == 0
-    assert "(2 x 2)" in out
+    assert "tensor 4 (2 x" in out
     assert "wait tensor" in out
     flags = {"model": str(here.model), "cluster": "frontier", "plan": "plan.toml"}
     overrides = {"cluster": {"tiers": {"system": {"size": 1}}}, "train": {"batch": 16, "sequence": 256}}
@@ -176,7 +176,7 @@ def test_scale_prints_curves_and_draws_them(here: Here) -> None:
 
 
 def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Here) -> None:
-    assert here.say("plan", "--nodes", "2", "--output", "best.toml", batch=32)[0] == 0
+    assert here.say("plan", "--nodes", "2", "--axes", "data", "--output", "best.toml", batch=32)[0] == 0
     code, out, _ = here.say("scale", "--nodes", "2", "--plan", "best.toml", batch=32)
     assert code == 0
     assert "plan planned: params" in out
@@ -311,7 +311,8 @@ def test_no_output_replaces_what_is_read(here: Here) -> None:
 
 
 def test_a_pinned_axis_that_is_not_searched_is_named(here: Here) -> None:
-    assert "add --axes data,tensor,pipeline" in here.refused("plan", "--nodes", "1", "--pin", "pipeline=2")
+    said = here.refused("plan", "--nodes", "1", "--pin", "context=2")
+    assert "add --axes data,tensor,pipeline,context" in said
 
 
 def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Here) -> None:

@@ -76,8 +76,8 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(mapping={"node": {"data": 2}}), ("mapping.node", "multiply to 2", "joins 3", "make them multiply to 3")),
     (zero3(mapping={"node": {}}), ("multiply to 1", "leave the row out")),
     (
-        zero3(mapping={"node": {"pipeline": 3}}),
-        ("mapping.node.pipeline = 3", "data and the tensor axis only", "{data = 3}"),
+        zero3(mapping={"node": {"context": 3}}),
+        ("mapping.node.context = 3", "data, tensor, pipeline only", "{data = 3}"),
     ),
     (zero3(grads="node"), ("params = 'system' lies outside grads = 'node'", "device <= package <= node <= system")),
     (zero3(params="device", grads="system", optimizer="node"), ("grads = 'system' lies outside optimizer = 'node'",)),

@@ -110,8 +110,8 @@ def test_a_plan_with_other_axes_ignores_no_key(refused: Refused, words: tuple[st
 
 
 def test_what_excludes_every_plan_is_named(refused: Refused) -> None:
-    assert "satisfies pipeline=2 with 16 sequences" in (line := refused(*planning("--pin", "pipeline=2")))
-    assert "add --axes data,tensor,pipeline" in line
+    assert "satisfies context=2 with 16 sequences" in (line := refused(*planning("--pin", "context=2")))
+    assert "add --axes data,tensor,pipeline,context" in line
     seven = refused(*planning("--axes", "all", "--nodes", "7"))
     assert "pin" not in seven
     assert "another --nodes" in seven

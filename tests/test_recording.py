@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
@@ -230,12 +231,13 @@ def test_activations_are_kept_from_forward_to_backward() -> None:
 
 def test_a_stage_of_a_pipeline_is_refused() -> None:
     cluster = cluster_with((2,))
-    program = build(cluster, preset("ddp", cluster), BLOCKS, 1)
-    costs = price(program)
-    program = replace(program, instructions=(*program.instructions, Instruction(Op.SEND, 0, 0, peer=1)))
+    dims = (("hidden", 64), ("intermediate", 64))
+    blocks = tuple(replace(block, params=(replace(block.params[0], dims=dims),)) for block in BLOCKS)
+    plan = replace(preset("ddp", cluster), mapping={cluster.tiers[0].name: {"pipeline": 2}})
+    program = build(cluster, plan, blocks, 1, sequence=4)
     for play in (simulate, record):
-        with pytest.raises(ProgramError, match="SEND activation b0 m0 to rank 1: the simulation of one rank"):
-            play(program, costs)
+        with pytest.raises(ProgramError, match="the program of stage 0 talks to other stages: simulate all 2"):
+            play(program, price(program))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -115,7 +115,7 @@ BAD = [
     (PlanError, ("--plan.params", "nod"), "did you mean 'node'?"),
     (PlanError, ("--plan.params", "system"), "'system' lies outside grads = 'node'"),
     (PlanError, ("--plan.mapping.node.data", "3"), "multiply to 3, but tier 'node' joins 2"),
-    (PlanError, ("--plan.mapping.node.pipeline", "2"), "this version runs the data and the tensor axis only"),
+    (PlanError, ("--plan.mapping.node.context", "2"), "this version runs the axes data, tensor, pipeline only"),
     (PlanError, ("--plan.wire.gather.node", "int3"), "is not a wire format"),
     (PlanError, ("--train.batch", "20"), "batch = 20 is not a multiple of micro_batch x data ranks"),
     (ConfigError, ("--cluster.tiers.sytem.size", "4"), "did you mean 'system'?"),

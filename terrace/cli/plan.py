@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_t
 from terrace.plan import AXES, Layout
 from terrace.planner import (
     Estimate,
+    Evaluator,
     Found,
     Pins,
     Space,
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not found.best:
         raise PlanError(_nothing(task, found, pins, axes, options.pin))
     best, console = found.best[0], Terminal()
-    outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
+    outcome = _write(task, best, evaluator, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(task)}\n")
     console.print(plans_table(task, found.best, f"the best plans with the {_axes(axes)}"))
     print(f"{_how(found)}\n")
@@ -195,7 +197,7 @@ def _how(found: Found) -> str:
     return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
 
 
-def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
+def _write(task: Task, best: Estimate, evaluator: Evaluator, options: argparse.Namespace) -> str:
     """Write the plan with what it was made for; returns what was done, and what can be done with it."""
     refused = runs_today(task, best.choice)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
@@ -204,7 +206,10 @@ def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
         f"{name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
         f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
-    table = dump(plan_of(task, best.choice))
+    plan = plan_of(task, best.choice)
+    if plan.schedule is not None:  # so that what runs has the stages that were priced
+        plan = replace(plan, stages=evaluator.shares(best.choice))
+    table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_output(options.output, head + tomli_w.dumps(table))
     look = f"to look at its step: terrace simulate {options.output}"

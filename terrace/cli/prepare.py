@@ -9,9 +9,9 @@ from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import write_atomic
+from terrace.cli.programs import checked_programs
 from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
-from terrace.program import build, verify
 from terrace.report.tables import quantity
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
 from terrace.train.config import RunConfig, run_toml
@@ -26,7 +26,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
 
     Raises the `TerraceError` of whatever cannot work; no run folder is made then.
     """
-    verify(build(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence))
+    checked_programs(config)
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
     tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))

@@ -1,4 +1,4 @@
-"""`terrace simulate` of a plan with a tensor, context or pipeline axis, which has no program of its own yet.
+"""`terrace simulate` of a plan with a context or pipeline axis.
 
 A plan with a pipeline is played as orders (terrace.planner.staged). One without is the program of the data ranks of one
 tensor and context coordinate, with the messages of the other axes inside its blocks. Both are the evaluation of
@@ -69,6 +69,7 @@ def play_axes(table: Mapping[str, Any], cluster: Cluster, plan: Plan) -> Played:
     choice = choice_of(task, plan)
     evaluator = Evaluator(Bounds(Estimator(task)))
     estimate = evaluator.evaluate(choice)
+    evaluator.check_shares(choice, plan)
     if estimate.needed_bytes > cluster.device.memory_bytes:
         raise PlanError(
             f"plan {plan.name!r} {lack(task, estimate)}: take a smaller micro_batch or shard states further"
@@ -203,6 +204,5 @@ def _with_inner(
 
 
 def other_axes(plan: Plan) -> bool:
-    """Tell whether a plan has an axis that this version's runtime does not take."""
-    run = runnable_axes()
-    return any(axis not in run and degree != 1 for row in plan.mapping.values() for axis, degree in row.items())
+    """Tell whether a plan has an axis for which the program of one rank does not stand for all."""
+    return any(row.get(axis, 1) != 1 for row in plan.mapping.values() for axis in ("context", "pipeline"))

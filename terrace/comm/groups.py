@@ -70,7 +70,7 @@ class TierGroups:
         for line in lines:
             for tier in range(len(line.tiers)):
                 self._add(INSIDE, line, tier, rank, timeout)
-        if world is not None and world.axes != layout.axes:
+        if world is not None and stages:
             crossed = message_tiers(world, MessageClass.CONTROL)
             self.lanes = sorted({*self.lanes, max(crossed)})
             for tier in crossed:

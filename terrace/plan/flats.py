@@ -42,7 +42,8 @@ def everyone(cluster: Cluster, plan: Plan) -> Layout:
 
 def world(cluster: Cluster, plan: Plan) -> Layout:
     """Return the layout of all ranks, of every stage: what control messages cross."""
-    return Layout.of(cluster, plan, (*TENSOR, "pipeline"))
+    pipelined = any(plan.degree(tier.name, "pipeline", tier.size) > 1 for tier in cluster.tiers)
+    return Layout.of(cluster, plan, (*TENSOR, "pipeline") if pipelined else TENSOR)
 
 
 def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatSpec, ...], ...]:

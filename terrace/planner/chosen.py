@@ -42,7 +42,9 @@ def choice_of(task: Task, plan: Plan) -> Choice:
         # What is left of a plan is that of the data ranks of one tensor, context and pipeline coordinate.
         _check_tensor_wire(task, plan, shape)
         wire = {message: row for message, row in plan.wire.items() if message != MessageClass.TENSOR.value}
-        own = replace(plan, mapping={}, wire=wire, schedule=plan.schedule if shape.pipeline == 1 else None)
+        own = replace(plan, mapping={}, wire=wire)
+        if shape.pipeline > 1:
+            own = replace(own, schedule=None, stages=())
         validate(data_cluster(task.cluster, shape.state), own, task.blocks)
     if plan.sequence_parallel is not task.software.sequence_parallel and shape.tensor > shape.columns:
         raise PlanError(

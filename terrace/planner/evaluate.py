@@ -17,10 +17,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from terrace.plan import AXES, MessageClass, step_bytes
+from terrace.base.errors import PlanError
+from terrace.plan import AXES, MessageClass, Plan, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
-from terrace.planner.pipelines import Pipeline
+from terrace.planner.pipelines import Pipeline, virtual_blocks
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
@@ -115,6 +116,19 @@ class Evaluator:
         key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
+
+    def shares(self, choice: Choice) -> tuple[int, ...]:
+        """Return the number of blocks of every virtual stage of a choice with a pipeline, in model order."""
+        pipeline = self.stages(choice)[0]
+        return virtual_blocks(pipeline.parts, pipeline.orders.placement)
+
+    def check_shares(self, choice: Choice, plan: Plan) -> None:
+        """Raise `PlanError` for a plan that shares blocks among its stages in another way than the evaluation does."""
+        if plan.stages and plan.stages != (shares := self.shares(choice)):
+            raise PlanError(
+                f"stages = {list(plan.stages)}: plans are priced with the shares that are even in time here, "
+                f"{list(shares)}; leave it out (terrace explain prices any)"
+            )
 
     def _pipelined(self, choice: Choice, micros: int) -> Estimate:
         pipeline, played = self.stages(choice)

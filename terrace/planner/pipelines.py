@@ -105,6 +105,16 @@ def parts_of(counts: Sequence[int], placement: Placement) -> tuple[Part, ...]:
     return tuple(Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in placement)
 
 
+def virtual_blocks(parts: Sequence[Part], placement: Placement) -> tuple[int, ...]:
+    """Return the number of blocks of every virtual stage, in model order: the way back from `parts_of`."""
+    counts: dict[int, int] = {}
+    for row, part in zip(placement, parts, strict=True):
+        counts |= dict(zip(row, part.layers, strict=True))
+    counts[0] += 1  # the embedding
+    counts[len(counts) - 1] += 1  # the head
+    return tuple(counts[virtual] for virtual in range(len(counts)))
+
+
 def block_work(estimator: Estimator, kind: int, shape: Shape, micro_batch: int, recompute: int) -> Work:
     """Return what a block does of a micro-batch; only layers are recomputed."""
     block = estimator.block(kind, shape.rows, micro_batch)

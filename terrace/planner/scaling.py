@@ -62,7 +62,9 @@ def evaluate_plan(task: Task, plan: Plan) -> Estimate:
     validate(task.cluster, plan, task.blocks)
     software = replace(task.software, sequence_parallel=plan.sequence_parallel)
     own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master, software=software)
-    return Evaluator(Bounds(Estimator(own))).evaluate(choice_of(own, plan))
+    evaluator, choice = Evaluator(Bounds(Estimator(own))), choice_of(own, plan)
+    evaluator.check_shares(choice, plan)
+    return evaluator.evaluate(choice)
 
 
 def _point(task: Task, plan: Plan, size: int, scaling: Scaling) -> Point:

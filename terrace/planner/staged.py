@@ -298,13 +298,19 @@ def inner_words(choice: Choice) -> list[str]:
 
 
 def played_words(step: StagedStep) -> Sequence[str]:
-    """Return what of the step is played, and how: this version has no program for these axes."""
+    """Return what of the step is played, and how."""
     lines = [
-        "Played as orders, not as the runtime's program: this version runs the "
-        f"{' and '.join(runnable_axes())} axes only, so this step cannot be trained yet. The orders of schedule "
-        f"{step.choice.schedule} are played with the seconds of its stages; a message between stages costs the stages "
-        "no time of their own."
+        f"Played are the orders of schedule {step.choice.schedule}, which the runtime executes, with the seconds of "
+        "its stages; a message between stages costs the stages no time of their own. The programs themselves, with "
+        "every gather and reduction in its place, are what terrace explain prices."
     ]
+    if step.choice.degree(CONTEXT) > 1:
+        lines = [
+            "Played as orders, not as the runtime's program: this version runs the axes "
+            f"{', '.join(runnable_axes())} only, so this step cannot be trained yet. The orders of schedule "
+            f"{step.choice.schedule} are played with the seconds of its stages; a message between stages costs the "
+            "stages no time of their own."
+        ]
     if step.stretch > 1.0005:
         lines.append(
             "What stages wait for their data ranks comes from playing the program of those, and makes every task "

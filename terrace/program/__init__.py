@@ -6,7 +6,7 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.text import program_text
 from terrace.program.verify import verify
-from terrace.program.verify_ranks import verify_ranks
+from terrace.program.verify_ranks import verify_ranks, verify_stages
 
 __all__ = [
     "COLLECTIVES",
@@ -20,4 +20,5 @@ __all__ = [
     "program_text",
     "verify",
     "verify_ranks",
+    "verify_stages",
 ]

@@ -13,6 +13,7 @@ from terrace.plan.flats import FlatSpec, block_flats, everyone, world
 from terrace.plan.grid import Grid, edge_tier, rank_at
 from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
 from terrace.plan.layout import message_lane, message_tiers
+from terrace.plan.memory import model_state_bytes
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
@@ -119,6 +120,11 @@ class Program:
             yield tier, tie_bytes(self.flats[instruction.block], self.plan.master)
         elif instruction.op is not Op.RECV:
             yield from ((tier, num_bytes) for tier, _, num_bytes in self.hops(instruction))
+
+    @cached_property
+    def state_bytes(self) -> dict[str, int]:
+        """Peak bytes of each category of model state on a rank (terrace.plan.memory)."""
+        return model_state_bytes(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence, self.stage)
 
     @property
     def edge_bytes(self) -> int:

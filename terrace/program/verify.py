@@ -7,9 +7,10 @@ instruction and the rule; terrace.program.verify_ranks compares ranks. The rules
     two halves, in dependency order; what another stage makes is received before, and what it reads is sent after;
  2. a block's parameters, and those it borrows, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
- 4. every gradient is reduced as often as there are units of micro-batches, each time after at least a unit more of
-    complete backwards, the last time after all that add to it; then added to that of the other stage which holds the
-    block, if one does; synchronised once; CLIP once, after every SYNC; UPDATE then REFRESH once for each block;
+ 4. every gradient is reduced as often as there are units of micro-batches, each time after a unit more of complete
+    backwards and before the next one is, the last time after all that add to it; then added to that of the other
+    stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; UPDATE then REFRESH once
+    for each block;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks than the
     memory formula counts, and the model state fits the device.
@@ -22,7 +23,6 @@ from functools import cached_property
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass, step_bytes
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.stage import units
 from terrace.plan.wire import FORMATS
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
@@ -36,9 +36,7 @@ def verify(program: Program, rank: int = 0) -> None:
         walker.step(position, instruction)
     walker.finish()
     _check_bytes(program, rank)
-    memory = model_state_bytes(
-        program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage
-    )
+    memory = program.state_bytes
     held = walker.peak_resident * FORMATS[program.plan.compute].element_bytes
     if held > memory["gathered"]:
         raise ProgramError(
@@ -102,6 +100,7 @@ class _Walker:
     read: set[tuple[bool, int, int]] = field(default_factory=set)  # what of it was read
     sent: set[tuple[bool, int, int]] = field(default_factory=set)
     finished: Counter[int] = field(default_factory=Counter)  # block -> backwards complete since its last reduction
+    newest: dict[int, int] = field(default_factory=dict)  # block -> micro-batch that was completed last
     reductions: Counter[int] = field(default_factory=Counter)  # block -> how often it was reduced
     stale: set[int] = field(default_factory=set)  # blocks with something to reduce
     tied: set[int] = field(default_factory=set)
@@ -293,10 +292,13 @@ class _Walker:
                 self.stale.add(block)
 
     def _completes(self, now: Instruction) -> None:
-        self.finished[now.block] += 1
-        for block in self.program.blocks[now.block].borrows:
-            if block in self.program.stage.copies:
-                self.finished[block] += 1
+        borrowed = self.program.blocks[now.block].borrows
+        for block in (now.block, *borrowed):
+            self.newest[block] = now.micro
+        for block in (now.block, *(block for block in borrowed if block in self.program.stage.copies)):
+            if self.finished[block] >= self.program.plan.unit and self.program.blocks[block].num_trainable:
+                self._fail(f"a unit of {self.program.plan.unit} micro-batches of block {block} is not reduced yet")
+            self.finished[block] += 1
 
     def _reduce(self, now: Instruction) -> None:
         self._micro()
@@ -308,6 +310,8 @@ class _Walker:
         needed = min(self.program.plan.unit, left)
         if self.finished[now.block] < needed:
             self._fail(f"it needs {needed} more complete backwards of its block, there are {self.finished[now.block]}")
+        if now.micro != self.newest[now.block]:
+            self._fail(f"the newest micro-batch whose gradient is complete is {self.newest[now.block]}: say so")
         self.finished[now.block] -= needed
         self.stale.discard(now.block)
 

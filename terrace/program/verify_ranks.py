@@ -12,11 +12,12 @@ Ranks that share one Program object agree by construction; a world of one class 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import ProgramError
 from terrace.plan import Layout
+from terrace.plan.grid import rank_at
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify import verify
@@ -218,3 +219,11 @@ def _check_messages(programs: Mapping[int, Program]) -> None:
     for (sender, receiver), queue in channels.items():
         if queue:
             raise ProgramError(f"rank {sender}: `{queue[0]}` is never received by rank {receiver}")
+
+
+def verify_stages(programs: Sequence[Program]) -> None:
+    """Check the programs of all stages, in order, and what must agree between them; raises `ProgramError`.
+
+    One rank of each stands for all: the ranks of a stage run the same program.
+    """
+    verify_ranks({rank_at(program.grid, 0, stage): program for stage, program in enumerate(programs)})

@@ -89,16 +89,7 @@ class Engine:
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
-        self.program = program or build(
-            cluster, plan, specs, num_micros, sequence, stage_of(Grid.of(cluster, plan), rank)
-        )
-        asked = (cluster, plan, slice_blocks(specs, Grid.of(cluster, plan)), num_micros)
-        if (self.program.cluster, self.program.plan, self.program.blocks, self.program.num_micros) != asked:
-            raise ProgramError("the program was built for another cluster, plan, model or number of micro-batches")
-        if self.program.stage.index != stage_of(self.program.grid, rank):
-            raise ProgramError(
-                f"the program is that of stage {self.program.stage.index}: rank {rank} is of another one"
-            )
+        self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)
         verify(self.program, rank)
         self.rank = rank
         self.device = torch.device(device)
@@ -272,3 +263,23 @@ class Engine:
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)
+
+
+def _checked(
+    program: Program | None,
+    rank: int,
+    cluster: Cluster,
+    plan: Plan,
+    specs: Sequence[BlockSpec],
+    num_micros: int,
+    sequence: int,
+) -> Program:
+    """Return the program of a rank: the one that is given, if it is for what is asked, or a new one."""
+    grid = Grid.of(cluster, plan)
+    stage = stage_of(grid, rank)
+    if program is None:
+        return build(cluster, plan, specs, num_micros, sequence, stage)
+    asked = (cluster, plan, slice_blocks(specs, grid), num_micros, stage)
+    if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != asked:
+        raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
+    return program

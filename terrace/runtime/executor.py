@@ -26,14 +26,16 @@ from torch import Tensor
 
 from terrace.comm import Between, Collectives, Lane, Ticket
 from terrace.comm.collectives import DTYPES
-from terrace.plan import Layout, MessageClass
+from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients, WeightQueue
+from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.tensor import TensorAxis
+from terrace.runtime.waiters import Waiters
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 Batch = tuple[Tensor, Tensor]  # inputs and labels of one micro-batch
@@ -112,7 +114,7 @@ class Executor:
         self._clip_norm = clip
         self._progress = progress
         self._again = recomputed(program.plan, program.blocks)
-        self._waiters = _Waiters(program, rank)
+        self._waiters = Waiters(program, rank)
         self._last = len(program.blocks) - 1
         # Whose losses and tokens count: the stage that has the head, where all tensor ranks have the same.
         self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(rank))
@@ -210,11 +212,11 @@ class Executor:
         inputs, labels = self._batches[now.micro]
         if now.block > 0:
             inputs = self._take(False, now.block - 1, now.micro).detach().requires_grad_()
-        random_state = _random_state(inputs.device) if now.block in self._again else None
-        with torch.set_grad_enabled(random_state is None):
+        state = random_state(inputs.device) if now.block in self._again else None
+        with torch.set_grad_enabled(state is None):
             output = self._run_block(now.block, inputs, labels)
-        kept = output if random_state is None else None
-        self._kept[now.block, now.micro] = _Kept(inputs, kept, random_state)
+        kept = output if state is None else None
+        self._kept[now.block, now.micro] = _Kept(inputs, kept, state)
         if now.block == self._last:
             self._loss += output.detach()
         else:
@@ -246,7 +248,7 @@ class Executor:
         output = kept.output
         if output is None:
             labels = self._batches[now.micro][1]
-            with _restored(kept.random_state, kept.inputs.device):
+            with restored(kept.random_state, kept.inputs.device):
                 output = self._run_block(now.block, kept.inputs, labels)
         # None at the last block: the loss has gradient one.
         gradient = None if now.block == self._last else self._take(True, now.block + 1, now.micro)
@@ -373,26 +375,6 @@ class Executor:
         self._refreshes[now.block] = self._submit(lambda: state.refresh(self._collectives))
 
 
-class _Waiters:
-    """The ranks that take part in a message, computed when somebody waits for it."""
-
-    def __init__(self, program: Program, rank: int) -> None:
-        self._program = program
-        self._rank = rank
-        self._known: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
-
-    def __call__(self, instruction: Instruction) -> tuple[int, ...]:
-        if instruction.peer >= 0:
-            return tuple(sorted((self._rank, self._program.peer(self._rank, instruction))))
-        among, tiers = self._program.among(instruction), self._program.crossed(instruction)
-        if (among, tiers) not in self._known:
-            ranks = [self._rank]
-            for tier in tiers:
-                ranks = [peer for rank in ranks for peer in among.peers(rank, tier)]
-            self._known[among, tiers] = tuple(sorted(ranks))
-        return self._known[among, tiers]
-
-
 def squared_norm(values: Tensor) -> Tensor:
     """Return the sum of squares of a 1-D tensor as an fp64 scalar.
 
@@ -405,29 +387,3 @@ def squared_norm(values: Tensor) -> Tensor:
     if cut:
         total = total + torch.linalg.vector_norm(rows, dim=1).double().square().sum()
     return total
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-class _restored:  # noqa: N801  (reads as a statement)
-    """Run the body with an earlier random state, so that a recomputed dropout drops the same elements."""
-
-    def __init__(self, state: Tensor | None, device: torch.device) -> None:
-        self._state = state
-        self._device = device
-
-    def __enter__(self) -> None:
-        assert self._state is not None, "only a recomputed block has a random state"
-        self._now = _random_state(self._device)
-        self._set(self._state)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(self._now)
-
-    def _set(self, state: Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
-            torch.set_rng_state(state)

@@ -6,6 +6,7 @@ from terrace.simulate.critical import CriticalPath, critical_path, critical_word
 from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.recording import Recording, Span, record
+from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.work import Work
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "MemoryCurve",
     "Recording",
     "Span",
+    "StagesStep",
     "Work",
     "best_change",
     "changes",
@@ -24,5 +26,6 @@ __all__ = [
     "memory_curve",
     "record",
     "simulate",
+    "simulate_stages",
     "step_costs",
 ]

@@ -13,7 +13,6 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster, Tier
 from terrace.plan import Layout, Plan
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.slices import whole_blocks
 from terrace.plan.wire import PLACEABLE, MessageClass
 from terrace.program import Program, build
@@ -38,7 +37,7 @@ class Change:
 
 def model_state_fits(program: Program) -> bool:
     """Return whether the model state alone fits the device."""
-    needed = model_state_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence)
+    needed = program.state_bytes
     return sum(needed.values()) <= program.cluster.device.memory_bytes
 
 

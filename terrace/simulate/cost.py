@@ -27,7 +27,7 @@ from terrace.program import Instruction, Op, Program
 from terrace.simulate.inside import waits
 from terrace.simulate.kernels import fresh_s
 from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import hop_s
+from terrace.simulate.links import hop_s, send_s
 from terrace.simulate.work import Work
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
@@ -60,6 +60,14 @@ class Costs:
             total_s += seconds
             slowed_s += seconds * (device.overlap_penalty if here is None else here)
         return slowed_s / total_s if total_s else 0.0
+
+    def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
+        """Return the seconds of a message to another stage, and how much computing slows beside it."""
+        cluster = self.program.cluster
+        ((tier, num_bytes),) = self.program.sends(instruction)
+        here = cluster.tiers[tier].overlap_penalty
+        penalty = cluster.device.overlap_penalty if here is None else here
+        return send_s(cluster, tier, num_bytes), penalty
 
     def _own_s(self, instruction: Instruction) -> float:
         """Return the seconds of a collective that pass inside the rank: coding, and the memory of the whole block."""

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import accumulates_in_place, model_state_bytes
+from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
-from terrace.program import COLLECTIVES, Instruction, Op, Program, StepReport
+from terrace.program import COLLECTIVES, PASSES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.inside import WAIT_TENSOR
 
@@ -35,15 +35,25 @@ from terrace.simulate.inside import WAIT_TENSOR
 def simulate(program: Program, costs: Costs) -> StepReport:
     """Return the predicted report of a steady step. Linear in the number of instructions.
 
-    Raises `ProgramError` for an instruction that one rank alone cannot be simulated with.
+    Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
     """
+    check_alone(program)
     plays, counts = price(program, costs)
     return report(program, _time(program, plays), counts)
 
 
 def step_seconds(program: Program, costs: Costs) -> dict[str, float]:
     """Return the seconds by category alone, for who asks for many steps; raises as `simulate` does."""
+    check_alone(program)
     return _time(program, price(program, costs)[0])
+
+
+def check_alone(program: Program) -> None:
+    """Raise `ProgramError` for a program that talks to other stages."""
+    if program.stage.num_stages > 1:
+        raise ProgramError(
+            f"the program of stage {program.stage.index} talks to other stages: simulate all {program.stage.num_stages}"
+        )
 
 
 def _time(program: Program, plays: list["Play"]) -> dict[str, float]:
@@ -60,20 +70,18 @@ def report(program: Program, time_s: dict[str, float], counts: dict[Instruction,
     """Return the report of a step that took `time_s` and ran every distinct instruction so many times."""
     sent_bytes: dict[tuple[MessageClass, str], int] = defaultdict(int)
     for instruction, count in counts.items():
-        if instruction.op in COLLECTIVES:
+        if instruction.op in (*COLLECTIVES, Op.SEND, Op.TIE):
             message = program.message(instruction)
             for tier, num_bytes in program.sends(instruction):
                 sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
-        elif instruction.op in (Op.FORWARD, Op.BACKWARD):
+        elif instruction.op in (*PASSES, Op.RECV):
             for inside in program.inside(instruction):
                 for tier, num_bytes in program.tensor.sends(inside):
                     sent_bytes[MessageClass.TENSOR, program.layout.tiers[tier]] += count * num_bytes
     return StepReport(
         time_s=dict(time_s),
         sent_bytes=dict(sent_bytes),
-        memory_bytes=model_state_bytes(
-            program.cluster, program.plan, program.blocks, program.num_micros, program.sequence
-        ),
+        memory_bytes=program.state_bytes,
     )
 
 
@@ -93,6 +101,7 @@ class Event:
 
 
 Play = tuple[Callable[["Rank", Event], None], Event]
+_Alike = tuple[Op, int, bool, bool, int]
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 
 
@@ -102,12 +111,12 @@ def price(program: Program, costs: Costs) -> tuple[list[Play], dict[Instruction,
     Instructions that differ in nothing but their micro-batch are one event.
     """
     pricing = _Pricing(program, costs)
-    known: dict[tuple[Op, int, bool, bool], Play] = {}
-    counts: dict[tuple[Op, int, bool, bool], int] = defaultdict(int)
-    samples: dict[tuple[Op, int, bool, bool], Instruction] = {}
+    known: dict[_Alike, Play] = {}
+    counts: dict[_Alike, int] = defaultdict(int)
+    samples: dict[_Alike, Instruction] = {}
     plays = []
     for instruction in program.instructions:
-        key = (instruction.op, instruction.block, instruction.backward, instruction.secondary)
+        key = (instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer)
         counts[key] += 1
         play = known.get(key)
         if play is None:
@@ -129,17 +138,16 @@ class _Pricing:
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
-        if op in (Op.FORWARD, Op.BACKWARD):
+        if op in PASSES:
             return self._pass(instruction)
         if op is Op.UPDATE:
             return Rank.update, Event(op, block, self.costs.update_s[block], -1, "update")
-        if op is Op.FREE or (op is Op.REDUCE and not self._buffered[block]):
+        if op in (Op.FREE, Op.RECV) or (op is Op.REDUCE and not self._buffered[block]):
             return Rank.nothing, Event(op, block, 0.0, -1, "")
-        if op not in _COLLECTIVE:
-            raise ProgramError(
-                f"{instruction}: the simulation of one rank has no {op.value}; "
-                "a program that talks to other stages is simulated with all of them"
-            )
+        if op in (Op.SEND, Op.TIE):
+            category = f"wait {self.program.message(instruction).value}"
+            seconds, penalty = self.costs.point_to_point(instruction)
+            return Rank.nothing, Event(op, block, seconds, Rank.SENDING, category, penalty=penalty)
         # Blocks that are alike send the same messages. CLIP has no block.
         alike = id(self.program.flats[block]) if block >= 0 else -1
         key = (op, instruction.backward, instruction.secondary, alike)
@@ -162,11 +170,14 @@ class _Pricing:
         inside_s = self._inside_s(instruction)
         if op is Op.FORWARD:
             return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs, inside_s=inside_s)
-        again_s = self.costs.forward_s[index] if index in self._again else 0.0
         opens = any(self._buffered[needed] for needed in needs)
-        return act, Event(
-            op, index, self.costs.backward_s[index] + again_s, -1, "backward", needs, opens, inside_s=inside_s
-        )
+        weight_s = self.costs.weight_s[index] if self.costs.weight_s else 0.0
+        if op is Op.BACKWARD_WEIGHT:  # reads no parameters
+            return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
+        seconds = self.costs.backward_s[index] + (self.costs.forward_s[index] if index in self._again else 0.0)
+        if op is Op.BACKWARD_INPUT:
+            seconds -= weight_s
+        return act, Event(op, index, seconds, -1, "backward", needs, opens, inside_s=inside_s)
 
     def _inside_s(self, instruction: Instruction) -> float:
         if self.program.tensor.degree == 1:
@@ -190,6 +201,8 @@ def has_gradient_buffer(program: Program, block: int) -> bool:
 class Rank:
     """The clocks of one rank and the moments at which communication under way will be done."""
 
+    SENDING = -1  # the lane of messages to other stages, behind those of the tiers
+
     __slots__ = (
         "begins_s",
         "busy_s",
@@ -208,9 +221,10 @@ class Rank:
     def __init__(self, program: Program) -> None:
         self.now_s = 0.0
         self.mutual = program.cluster.device.backend == "cpu"  # whether messages slow down beside computing, too
-        self.lanes_s = [0.0] * len(program.layout.tiers)  # when each lane is free
-        self.begins_s = [0.0] * len(program.layout.tiers)  # since when each lane has been busy without a pause
-        self.penalties = [0.0] * len(program.layout.tiers)  # of the newest message of each lane
+        num_lanes = len(program.layout.tiers) + (program.stage.num_stages > 1)
+        self.lanes_s = [0.0] * num_lanes  # when each lane is free
+        self.begins_s = [0.0] * num_lanes  # since when each lane has been busy without a pause
+        self.penalties = [0.0] * num_lanes  # of the newest message of each lane
         self.busy_s = 0.0  # when all are
         self.time_s: dict[str, float] = defaultdict(float)
         self.gathers: dict[int, tuple[Moment, str]] = {}
@@ -265,13 +279,17 @@ class Rank:
 
     def clip(self, event: Event) -> None:
         """CLIP waits for every gradient, then for its own message."""
+        self.settle()
+        self.wait(self.issue(event, _START), event.category)
+
+    def settle(self) -> None:
+        """Wait for every gradient."""
         for moment in self.reductions:
             self.wait(moment, "wait reduce")
         for moment in self.syncs:
             self.wait(moment, "wait sync")
         self.reductions.clear()
         self.syncs.clear()
-        self.wait(self.issue(event, _START), event.category)
 
     def update(self, event: Event) -> None:
         """UPDATE reads what CLIP waited for."""

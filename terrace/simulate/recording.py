@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from terrace.program import COLLECTIVES, Instruction, Program, StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Event, Moment, Rank, price, report
+from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
 from terrace.simulate.inside import WAIT_TENSOR
 
 COMPUTE = -1  # the lane of the compute stream; the others are tier indexes
@@ -88,8 +88,9 @@ class Recording:
 def record(program: Program, costs: Costs) -> Recording:
     """Return the recording of a steady step; its report is that of `simulate`.
 
-    Raises `ProgramError` for an instruction that one rank alone cannot be simulated with.
+    Raises `ProgramError` for a program that talks to other stages.
     """
+    check_alone(program)
     plays, counts = price(program, costs)
     rank = _Recorder(program)
     first, origin = 0, 0.0

@@ -21,12 +21,12 @@ from terrace.comm import Pacer
 from terrace.model.config import forward_flops, num_params, to_table
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
-from terrace.program import StepReport, build
+from terrace.program import StepReport, build_stages
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
-from terrace.simulate import simulate, step_costs
+from terrace.simulate import Work, simulate, simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
@@ -100,7 +100,7 @@ class _Run:
         if not cluster.is_measured or self.engine.pacer is not None:  # what was probed knows nothing of the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
-        predicted = predict(self.run, cluster)
+        predicted = predict(self.run, cluster, self.engine.program.stage.index)
         self.observer.started(predicted, cluster, first_step)
         summary = self._steps(first_step)
         folder = latest(self.job.folder)
@@ -217,18 +217,21 @@ def device_of() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
 
 
-def predict(run: RunConfig, cluster: Cluster) -> StepReport:
-    """Return the predicted report of a steady step of this run on `cluster`.
+def predict(run: RunConfig, cluster: Cluster, stage: int = 0) -> StepReport:
+    """Return the predicted report of a steady step of this run on `cluster`, for a rank of a stage.
 
     The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
     run measured, which is the FLOP/s of a layer.
     """
-    program = build(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    if cluster is run.cluster:
-        return simulate(program, step_costs(program, work_of(cluster, run.plan, run.model, run.train.sequence)))
+    programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
     sizes = (run.plan.micro_batch, run.train.sequence)
-    flops = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
-    return simulate(program, step_costs(program, flops))
+    work: Work | list[int] = work_of(cluster, run.plan, run.model, run.train.sequence)
+    if cluster is not run.cluster:
+        work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
+    costs = [step_costs(program, work) for program in programs]
+    if len(programs) == 1:
+        return simulate(programs[0], costs[0])
+    return simulate_stages(programs, costs).reports[stage]
 
 
 def _check_finite(result: StepResult, step: int) -> None:

@@ -1,0 +1,37 @@
+"""The programs of a run, checked: what every command that trains or explains begins with."""
+
+from terrace.base.errors import PlanError
+from terrace.program import Program, build_stages, verify_stages
+from terrace.report.tables import quantity
+from terrace.simulate.activations import activations_by_block
+from terrace.simulate.footprint import work_of
+from terrace.simulate.stages import activation_bytes
+from terrace.train.config import RunConfig
+
+
+def checked_programs(config: RunConfig) -> list[Program]:
+    """Return the program of every stage of a run.
+
+    Raises `ProgramError` for one that breaks a rule or does not fit, and `PlanError` for a pipeline whose schedule
+    keeps more activations than a device has room for.
+    """
+    programs = build_stages(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence)
+    verify_stages(programs)
+    if len(programs) > 1:
+        for program in programs:
+            _check_activations(config, program)
+    return programs
+
+
+def _check_activations(config: RunConfig, program: Program) -> None:
+    device = config.cluster.device
+    work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
+    by_block = activations_by_block(work, config.plan, program.blocks, device.backend)
+    kept, states = activation_bytes(program, by_block), sum(program.state_bytes.values())
+    if kept + states > device.memory_bytes:
+        raise PlanError(
+            f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "
+            f"model state, and the device has {quantity(device.memory_bytes, 'B')}: take a schedule that keeps fewer "
+            "micro-batches ('1f1b' keeps one a stage ahead), recompute layers (recompute = ['layers.*']), or lower "
+            "micro_batch"
+        )

@@ -1,0 +1,31 @@
+"""The random state of a device, kept and brought back, so that a recomputed dropout drops the same elements."""
+
+import torch
+from torch import Tensor
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the generator of `device`."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class restored:  # noqa: N801  (reads as a statement)
+    """Run the body with an earlier random state."""
+
+    def __init__(self, state: Tensor | None, device: torch.device) -> None:
+        self._state = state
+        self._device = device
+
+    def __enter__(self) -> None:
+        assert self._state is not None, "only a recomputed block has a random state"
+        self._now = random_state(self._device)
+        self._set(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self._now)
+
+    def _set(self, state: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state, self._device)
+        else:
+            torch.set_rng_state(state)

@@ -1,0 +1,177 @@
+"""Event simulation of a pipeline: the programs of all stages, played together.
+
+Each stage is a rank with the clocks of terrace.simulate.events, one of its data and tensor ranks standing for all: they
+run the same program at the same time. Between stages
+
+    a message leaves when its SEND comes, after those that the rank sent before, and a pass that reads it waits for it;
+    TIE is left by both stages together, CLIP by all;
+
+and waiting is `wait pipeline`, `wait tie` or `wait control`. Two steps are played and the second is reported.
+"""
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+from terrace.base.errors import ProgramError
+from terrace.plan import MessageClass
+from terrace.plan.stage import Kind
+from terrace.program import PASSES, Instruction, Op, Program, StepReport
+from terrace.simulate.cost import Costs
+from terrace.simulate.events import Rank, price, report
+
+WAIT_PIPELINE = f"wait {MessageClass.PIPELINE.value}"
+
+_Key = tuple[int, int, bool, int, int]  # sender, receiver, whether a gradient, block, micro-batch
+
+
+class Passed(NamedTuple):
+    """A pass of a stage's step: when it began and ended, seconds from the step's start."""
+
+    instruction: Instruction
+    start_s: float
+    end_s: float
+
+
+class StagesStep(NamedTuple):
+    """A steady step of every stage: its report, and its passes in order."""
+
+    reports: list[StepReport]
+    passes: list[list[Passed]]
+
+
+def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> StagesStep:
+    """Return the predicted step of a pipeline, from the program and the costs of every stage.
+
+    Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
+    """
+    return _Pipeline(programs, costs).run()
+
+
+def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> int:
+    """Return the most that a rank's forwards keep, with what the running block takes beyond.
+
+    `by_block` has (what a forward keeps, what a backward takes on top) for each block and one micro-batch. Half a
+    backward is taken to keep all: the inputs and output gradients of linear layers are most of it.
+    """
+    now = most = 0
+    for group, _, block in program.stage.passes():
+        kept, on_top = by_block[block]
+        if group.kind is Kind.FORWARD:
+            now += kept
+        most = max(most, now + on_top)
+        if group.kind.finishes:
+            now -= kept
+    return most
+
+
+class _Clock(NamedTuple):
+    """What a stage has left behind when others wait for it."""
+
+    arrived_s: dict[_Key, float]
+    met_s: dict[tuple[object, ...], dict[int, float]]  # where stages meet: when each of them came
+
+
+class _Pipeline:
+    def __init__(self, programs: Sequence[Program], costs: Sequence[Costs]) -> None:
+        self.programs = programs
+        priced = [price(program, cost) for program, cost in zip(programs, costs, strict=True)]
+        self.plays = [plays for plays, _ in priced]
+        self.counts = [counts for _, counts in priced]
+        self.ranks = [Rank(program) for program in programs]
+        self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
+        self.passes: list[list[Passed]] = [[] for _ in programs]
+
+    def run(self) -> StagesStep:
+        for _ in range(2):
+            for index, rank in enumerate(self.ranks):
+                self.begun_s[index] += sum(rank.time_s.values())
+                rank.time_s = defaultdict(float)
+                self.passes[index] = []
+            self._step()
+        first_s = min(self.begun_s)
+        passes = [
+            [Passed(each.instruction, each.start_s - first_s, each.end_s - first_s) for each in passed]
+            for passed in self.passes
+        ]
+        stages = zip(self.programs, self.ranks, self.counts, strict=True)
+        return StagesStep([report(program, rank.time_s, counts) for program, rank, counts in stages], passes)
+
+    def _step(self) -> None:
+        clock = _Clock({}, defaultdict(dict))
+        running = {index: self._stage(index, clock) for index in range(len(self.programs))}
+        waiting: dict[int, object] = {}
+        while running:
+            before = dict(waiting)
+            for index in list(running):
+                if index in waiting and not self._is_there(waiting[index], clock):
+                    continue
+                waiting.pop(index, None)
+                reason = next(running[index], None)
+                if reason is None:
+                    running.pop(index)
+                else:
+                    waiting[index] = reason
+            if waiting == before and running:
+                raise ProgramError(
+                    f"stages {sorted(running)} wait for one another: {sorted(map(str, waiting.values()))}"
+                )
+
+    def _is_there(self, reason: object, clock: _Clock) -> bool:
+        assert isinstance(reason, tuple), "a stage waits for a message or for others"
+        if reason[0] == "meet":
+            return bool(len(clock.met_s[reason[1]]) == reason[2])
+        return reason in clock.arrived_s
+
+    def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
+        """Play one stage; yields what it has to wait for."""
+        rank, program, read = self.ranks[index], self.programs[index], dict[tuple[bool, int, int], int]()
+        for instruction, (act, event) in zip(program.instructions, self.plays[index], strict=True):
+            op = instruction.op
+            if op is Op.RECV:
+                read[instruction.backward, instruction.block, instruction.micro] = instruction.peer
+            elif op in PASSES:
+                backward = op is not Op.FORWARD
+                key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
+                peer = None if op is Op.BACKWARD_WEIGHT else read.pop(key, None)
+                if peer is not None:
+                    message = (peer, index, *key)
+                    if message not in clock.arrived_s:
+                        yield message
+                    self._wait_until(index, clock.arrived_s[message], WAIT_PIPELINE)
+                start_s = self._now_s(index)
+                act(rank, event)
+                self.passes[index].append(Passed(instruction, start_s, self._now_s(index)))
+            elif op is Op.SEND:
+                done_s, _ = rank.issue(event, (0.0, -1))
+                key = (instruction.backward, instruction.block, instruction.micro)
+                clock.arrived_s[index, instruction.peer, *key] = self._now_s(index) + done_s - rank.now_s
+            elif op is Op.TIE:
+                rank.settle()
+                pair = ("tie", instruction.block)
+                yield from self._meet(index, clock, pair, 2, event.category)
+                rank.wait((rank.now_s + event.seconds, -1), event.category)
+            elif op is Op.CLIP:
+                rank.settle()
+                yield from self._meet(index, clock, ("clip",), len(self.programs), event.category)
+                act(rank, event)
+            else:
+                act(rank, event)
+
+    def _meet(
+        self, index: int, clock: _Clock, place: tuple[object, ...], number: int, category: str
+    ) -> Generator[object, None, None]:
+        """Wait until `number` stages have come to a place, and for the last of them."""
+        clock.met_s[place][index] = self._now_s(index)
+        if len(clock.met_s[place]) < number:
+            yield ("meet", place, number)
+        self._wait_until(index, max(clock.met_s[place].values()), category)
+
+    def _now_s(self, index: int) -> float:
+        """Return the wall's time, which a rank's own clock is not on a CPU."""
+        return self.begun_s[index] + sum(self.ranks[index].time_s.values())
+
+    def _wait_until(self, index: int, moment_s: float, category: str) -> None:
+        rank, left_s = self.ranks[index], moment_s - self._now_s(index)
+        if left_s > 0.0:
+            rank.wait((rank.now_s + left_s, -1), category)
