@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster, Tier, load_cluster
-from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import PRESETS, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
