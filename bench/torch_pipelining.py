@@ -9,7 +9,8 @@ sharded by FSDP2 (`fully_shard` on each block and on the stage). Both average ov
 up for: it is divided by the tokens of all of them and multiplied by their number. Gradients are summed over
 micro-batches and not scaled after.
 
-Neither goes with `zbv`, whose backward is split: with torch 2.13 gradients are then not those of one process.
+With torch 2.13 some of this gives wrong gradients without a word, where a backward is split (`zbv`): DDP always, and
+FSDP2 when it reshards after a forward. `Trainer` refuses the first; the second is never asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,6 +75,8 @@ class Trainer:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], pipeline: Pipeline, num_micros: int) -> None:
+        replicated = pipeline.num_data_ranks > 1 and not pipeline.sharded
+        assert not (pipeline.schedule == "zbv" and replicated), "zbv under DDP gives wrong gradients"
         self._pipeline = pipeline
         mesh = init_device_mesh(
             "cpu", (pipeline.num_stage_ranks, pipeline.num_data_ranks), mesh_dim_names=("pipeline", "data")
