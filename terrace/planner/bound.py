@@ -57,6 +57,7 @@ class Core(NamedTuple):
     span_s: float
     stages: tuple[tuple[int, int], ...]
     played: bool
+    unit: int = 0  # of a schedule that passes chunks in units, whose order depends on it; `stages` then count it
 
     @property
     def bound_s(self) -> float:
@@ -64,9 +65,17 @@ class Core(NamedTuple):
         return self.span_s * _SLACK
 
     @property
-    def key(self) -> tuple[int, str, int, int, Shape]:
+    def key(self) -> tuple[int, str, int, int, Shape, int]:
         """What orders cores of one bound."""
-        return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape
+        return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape, self.unit
+
+    def passing(self, unit: int) -> "Core":
+        """Return the core with units of so many micro-batches, all of which a stage keeps before its first backward.
+
+        Its messages are those of whole chunks, of which a bound by blocks says nothing: they are fewer and larger.
+        """
+        stages = tuple((numel, unit * kept) for numel, kept in self.stages)
+        return self._replace(unit=unit, stages=stages, heavy=None)
 
     def choice(self, placement: Placement, unit: int) -> Choice:
         """Return the whole choice; a root stands for its simplest schedule."""
@@ -201,7 +210,7 @@ class Bounds:
     def staged(self, core: Core) -> Core:
         """Return a core that knows what its stages hold and keep; raises `PlanError` as the schedule does."""
         shape = core.shape
-        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros)
+        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros, core.unit or 1)
         works = self._works(shape, core.micro_batch, core.recompute)
         counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
         parts = parts_of(counts, placement)
@@ -215,20 +224,23 @@ class Bounds:
             for part, waiting in zip(parts, most, strict=True)
         }
         heavy = _heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
-        return core._replace(heavy=heavy, stages=tuple(sorted(stages)))
+        return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(stages)))
 
     def play(self, core: Core) -> Core:
         """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
-        pipeline = self.pipeline(core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks)
+        numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
+        pipeline = self.pipeline(core.shape, *numbers)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
 
-    def pipeline(self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int) -> Pipeline:
+    def pipeline(
+        self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1
+    ) -> Pipeline:
         """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""
-        key = (shape, micro_batch, recompute, schedule, chunks)
+        key = (shape, micro_batch, recompute, schedule, chunks, unit)
         if key not in self._pipelines:
             micros = self.task.batch // (shape.data * micro_batch)
             self._pipelines[key] = build_pipeline(
-                self.estimator, shape, micro_batch, recompute, schedule, chunks, micros
+                self.estimator, shape, micro_batch, recompute, schedule, chunks, micros, unit
             )
         return self._pipelines[key]
 
@@ -309,7 +321,8 @@ class Bounds:
         gathered = (
             self.estimator.own_numels(core.shape)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
         )
-        least = max(numel * states + unit * kept for numel, kept in core.stages) + gathered
+        times = 1 if core.unit else unit
+        least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * _SLACK
 
     def _works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:
