@@ -72,7 +72,7 @@ class Core(NamedTuple):
     def passing(self, unit: int) -> "Core":
         """Return the core with units of so many micro-batches, all of which a stage keeps before its first backward.
 
-        Its messages are those of whole chunks, of which a bound by blocks says nothing: they are fewer and larger.
+        Its messages are those of whole chunks (`Bounds._chunks_excess_s`), so what a stage holds tells nothing.
         """
         stages = tuple((numel, unit * kept) for numel, kept in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)
@@ -258,6 +258,8 @@ class Bounds:
 
         The chain of the module's docstring ends where it is longest: at the first or the last block of some kind.
         """
+        if core.unit:
+            return self._chunks_excess_s(core, placement)
         counts = core.heavy
         if counts is None:
             return 0.0
@@ -293,6 +295,37 @@ class Bounds:
         )
         busiest_s = max(self._lanes_s(counts, messages, core.num_micros // unit).values())
         return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
+
+    def _chunks_excess_s(self, core: Core, placement: Placement) -> float:
+        """Return the same where units pass whole chunks, as if every chunk were as small as the smallest.
+
+        Nothing hides the messages of the first chunk around the update; and no lane is shorter than what it carries,
+        where neither the chunk at which the passes turn round nor the one between two units is gathered again.
+        """
+        shape, estimator, chunks = core.shape, self.estimator, core.chunks
+        works = self._works(shape, core.micro_batch, core.recompute)
+        counts = share_layers(self.num_layers, shape.pipeline * chunks, head_layers(works))
+        least = min(counts) * estimator.own_numels(shape)[LAYER]
+        messages = self.mail.messages(shape.state, (least, least, least), placement)
+        update_s = estimator.update_s(shape.state, placement, chunks * least)
+        ends = (messages.gather, messages.reduce, messages.sync)
+        once_s = update_s + sum(lane.seconds[LAYER] for lane in ends) + messages.control_s
+        lanes: defaultdict[int, float] = defaultdict(float)
+        units = core.num_micros // core.unit
+        for (lane, seconds), times in (
+            (messages.refresh, chunks),
+            (messages.sync, chunks),
+            (messages.reduce, chunks * units),
+            (messages.gather, chunks),
+            (messages.further, (chunks - 1) * (units - 1)),
+            (messages.backward, (chunks - 1) * units),
+        ):
+            lanes[lane] += times * seconds[LAYER]
+        embedding_s, layer_s, head_s = (work[0] + work[1] for work in works)
+        own = [sum(counts[stage :: shape.pipeline]) * layer_s for stage in range(shape.pipeline)]
+        own[0] += embedding_s
+        own[-1] += head_s
+        return max(once_s, max(lanes.values()) - core.num_micros * min(own))
 
     def _lanes_s(self, counts: Counts, messages: Messages, units: int) -> dict[int, float]:
         """Return the seconds of what every lane carries in a step of a stage.

@@ -170,7 +170,7 @@ class Search:
 
         They are those of the root, for all its cores whose busiest stages hold the same.
         """
-        key = (core.shape, core.micro_batch, core.recompute, core.heavy, core.unit)
+        key = (core.shape, core.micro_batch, core.recompute, core.heavy, core.unit, core.chunks if core.unit else 0)
         found = self._excesses.get(key)
         if found is None:
             root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
