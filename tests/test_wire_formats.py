@@ -1,6 +1,6 @@
 """Block formats through the whole runtime: replicas, bytes, bounds, error feedback, inf and nan, the measured error."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -24,12 +24,6 @@ Sizes = tuple[int, ...]
 LOSS_BOUND = {"int8": 0.02, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15, "int4": 0.4}
 
 pytestmark = pytest.mark.timeout(360)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
 
 
 def rounded(name: str, sizes: Sizes, wire: str) -> Plan:
