@@ -61,11 +61,12 @@ WORLDS: list[tuple[str, Sizes, tuple[str, ...]]] = [
 def test_replicas_are_identical_and_close_in_every_format(
     pool: LocalPool, name: str, sizes: Sizes, wires: tuple[str, ...]
 ) -> None:
-    cases = [Case(rounded(name, sizes, wire), num_micros=2) for wire in wires]
-    for wire, outcomes in zip(wires, run(pool, sizes, cases), strict=True):
+    """The first format of a world also adds up two micro-batches."""
+    cases = [Case(rounded(name, sizes, wire), num_micros=2 if wire == wires[0] else 1) for wire in wires]
+    for wire, case, outcomes in zip(wires, cases, run(pool, sizes, cases), strict=True):
         assert num_distinct(outcomes) == 1, wire
         assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
-        found = deviation(outcomes, serial("toy", 2 * len(outcomes)))
+        found = deviation(outcomes, serial("toy", case.num_micros * len(outcomes)))
         assert 0 < found["loss"] < LOSS_BOUND[wire], (wire, found)
 
 
