@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LocalPool]:
-    with LocalPool(4, grace_s=10.0) as pool:
+    with LocalPool(4, grace_s=6.0) as pool:
         yield pool
 
 
@@ -46,7 +46,7 @@ def struck(world: World, case: Case, sizes: tuple[int, ...], victim: int, where:
                 os.kill(os.getpid(), signal.Signals[how])
 
         engine = engine_of(world, cluster_of(*sizes), case, progress, timeout=timedelta(seconds=2 * TIMEOUT_S))
-        for step in range(1000):  # noqa: B007  (`progress` reads it)
+        for step in range(1000):
             engine.step(batches_of(engine, world, step), 1e-3)
 
 

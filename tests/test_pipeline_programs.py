@@ -318,7 +318,7 @@ BAD: list[tuple[dict[str, Any], int, str, int, tuple[str, ...]]] = [
         4,
         "deep llama tied",
         6,
-        ("'interleaved:0'", "'0' is no number", "write 1 or more"),
+        ("'interleaved:0'", "'0' is no number", "1 or more"),
     ),
     ({"schedule": "zeropp:-2"}, 4, "deep llama tied", 6, ("'-2' is no number of chunks", "write 1 or more")),
     ({"schedule": "1f1b:2"}, 4, "deep llama tied", 6, ("'1f1b:2'", "one chunk a stage", "write '1f1b'")),
