@@ -115,6 +115,27 @@ def test_one_lane_a_rank_is_enough(pool: LocalPool) -> None:
     check(pool, OUTER.sizes, [Case(plan, num_micros=3, model="llama tied", lane="eager") for plan in plans])
 
 
+@pytest.mark.parametrize(
+    ("fault", "schedule", "seen"),
+    [
+        ("skipped_weight_half", "zb-h1", ("norm", "parameters")),
+        ("swapped_arrivals", "gpipe", ("loss", "norm", "parameters")),
+    ],
+)
+def test_comparison_sees_a_fault(pool: LocalPool, fault: str, schedule: str, seen: tuple[str, ...]) -> None:
+    case = Case(pipelined("zero2", OUTER, schedule), num_micros=3, model="llama tied", sabotage=fault)
+    outcomes = pool.run(4, train, cluster_of(*OUTER.sizes), [case], timeout_s=60.0)
+    found = deviation([outcome for (outcome,) in outcomes], serial(case.model, 6))
+    assert all(found[quantity] > 100 * TOLERANCE for quantity in seen), found
+
+
+def test_comparison_sees_copies_that_differ(pool: LocalPool) -> None:
+    """Both stages that hold the table would train their own."""
+    case = Case(pipelined("zero2", OUTER), num_micros=3, model="llama tied", sabotage="skipped_tie")
+    with pytest.raises(RuntimeError, match=r"AssertionError: \('block.0', 'weight', 2\)"):
+        pool.run(4, train, cluster_of(*OUTER.sizes), [case], timeout_s=60.0)
+
+
 WHOLE, LATE = 34, 32  # M_B and M_W: of a micro-batch's activations, what waits for the weight half
 
 
