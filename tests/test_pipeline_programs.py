@@ -105,7 +105,12 @@ def edited(program: Program, *edits: Edit) -> Program:
 
 # Four micro-batches in units of two, through blocks 0-3 on ranks 0 and 1, then 4-7 on ranks 2 and 3.
 DAMAGES: list[tuple[int, Edit, str, str]] = [
-    (2, drop("RECV activation b3 m1 from stage 0"), "FORWARD b4 m1", "it needs `FORWARD b3 m1` before it"),
+    (
+        2,
+        drop("RECV activation b3 m1 from stage 0"),
+        "FORWARD b4 m1",
+        "it needs what block 3 made, which is on another stage: RECV it",
+    ),
     (0, drop("SEND activation b3 m1 to stage 1"), "", "the output of block 3, micro-batch 1, is never sent"),
     (0, drop("REDUCE b1 m3"), "SYNC b1", "it comes after the last of the block's 2 reductions"),
     (1, move("TIE b0 with stage 1", "REDUCE b0 m3"), "TIE b0 with stage 1", "it comes after the last of the block's 2"),

@@ -62,6 +62,11 @@ class Between:
         peer = rank_at(self._grid, self._rank, stage)
         return _WorkTicket(_work(dist.irecv(values, peer, group=self._groups.between(stage, self._stage))))
 
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be sent."""
+        return any(lane.failed for lane in self._lanes.values())
+
     def close(self, wait: bool = True) -> None:
         """Stop what runs beside."""
         for lane in self._lanes.values():
