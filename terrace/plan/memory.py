@@ -68,19 +68,13 @@ def model_state_bytes(
     """
     if stage is None:  # the second unit repeats for all further ones, so three show every overlap
         stage = whole_stage(len(blocks), min(num_micros, 3 * plan.unit), plan.unit)
-    compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    compute = FORMATS[plan.compute].element_bytes
     flats = block_flats(cluster, plan, blocks)
     total: dict[str, int] = defaultdict(int)
     held = [flats[index] for index in stage.held]
     for flat in chain(*held):
-        layout, padded = flat.layout, flat.padded
-        total["params"] += padded // layout.span(layout.params) * compute
-        total["secondary"] += padded // layout.span(layout.params_backward) * compute if layout.has_secondary else 0
-        if flat.trainable:
-            total["grads"] += padded // layout.span(layout.grads) * master
-            kept = 3 if keeps_master(plan, layout) else 2
-            total["optimizer"] += padded // layout.span(layout.optimizer) * master * kept
-            total["feedback"] += sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
+        for category, size in _steady(plan, flat).items():
+            total[category] += size
     whole = [sum(flat.padded for flat in parts) for parts in flats]
     buffered = [
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
@@ -94,6 +88,26 @@ def model_state_bytes(
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
     total["buffers"] += max((tie_bytes(flats[index], plan.master) for index, _ in stage.ties), default=0)
     return {category: total[category] for category in CATEGORIES}
+
+
+def steady_bytes(plan: Plan, parts: Sequence[FlatSpec]) -> list[int]:
+    """Return what a rank keeps all the time of the flat buffers of a block, one number for each category and buffer."""
+    return [size for flat in parts for size in _steady(plan, flat).values()]
+
+
+def _steady(plan: Plan, flat: FlatSpec) -> dict[str, int]:
+    """Return the bytes by category that are there throughout the step, of one flat buffer."""
+    compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    layout, padded = flat.layout, flat.padded
+    found = {"params": padded // layout.span(layout.params) * compute}
+    if layout.has_secondary:
+        found["secondary"] = padded // layout.span(layout.params_backward) * compute
+    if flat.trainable:
+        found["grads"] = padded // layout.span(layout.grads) * master
+        kept = 3 if keeps_master(plan, layout) else 2
+        found["optimizer"] = padded // layout.span(layout.optimizer) * master * kept
+        found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
+    return found
 
 
 def _crossed(layout: Layout) -> list[int]:

@@ -28,8 +28,10 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
+from terrace.plan.flats import block_flats
 from terrace.plan.grid import Grid
 from terrace.plan.layout import DEVICE
+from terrace.plan.memory import steady_bytes
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Group, Kind, Stage, reduction_points, whole_stage
@@ -85,12 +87,14 @@ def build_stages(
             "that a program may have: give a smaller batch or a larger plan.micro_batch"
         )
     grid = Grid.of(cluster, plan)
+    sliced = slice_blocks(blocks, grid)
     num_stages = grid.total("pipeline")
     if num_stages > 1:
-        stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders)
+        sizes = [sum(steady_bytes(plan, flat)) for flat in block_flats(cluster, plan, sliced)]
+        memory_bytes = cluster.device.memory_bytes
+        stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders, sizes, memory_bytes)
     else:
         stages = (whole_stage(len(blocks), num_micros, plan.unit),)
-    sliced = slice_blocks(blocks, grid)
     programs = []
     for each in stages if only is None else [stages[only]]:
         frame = Program(

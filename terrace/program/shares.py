@@ -5,12 +5,14 @@ By modelled time: what a block costs is its products, counted per token and forw
     the elements of its matrices, those that it borrows included, and S H for causal attention over S tokens
 
 (2 FLOPs an element, and 4 S H / 2 of scores and values). A table that is looked up costs nothing. The slowest virtual
-stage is as fast as it can be; among the ways to reach that, the sum of squares decides, so that the rest is even.
+stage is as fast as it can be while every one keeps within its part of a device's memory with its model state; among the
+ways to reach that, the sum of squares decides, so that the rest is even. Where nothing fits memory is left to the check
+of the program, which says what lacks.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec, ParamSpec
@@ -36,15 +38,17 @@ def virtual_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[int]:
     return [sum(cost) for cost in block_costs(blocks, sequence)]
 
 
-def share(costs: Sequence[int], num_parts: int) -> list[range]:
+def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room: float = math.inf) -> list[range]:
     """Return `num_parts` neighbouring ranges of blocks, none empty, as even in cost as they can be.
 
-    Quadratic in the number of blocks at worst.
+    None has more than `room` of `sizes` where that is possible. Quadratic in the number of blocks at worst, for each of
+    some dozens of limits.
     """
-    starts = [0]
-    for cost in costs:
-        starts.append(starts[-1] + cost)
-    limit = _least_limit(starts, num_parts)
+    starts = [0, *accumulate(costs)]
+    held = [0, *accumulate(sizes or [0] * len(costs))]
+    if _parts_needed(starts, held, starts[-1], room) > num_parts:
+        room = math.inf
+    limit = _least_limit(starts, held, room, num_parts)
     best: list[float] = [0.0] + [math.inf] * len(costs)  # sum of squares of the parts that end at each block
     cuts: list[list[int]] = []
     for part in range(num_parts):
@@ -52,7 +56,7 @@ def share(costs: Sequence[int], num_parts: int) -> list[range]:
         for stop in range(part + 1, len(costs) - (num_parts - part - 1) + 1):
             for start in range(stop - 1, part - 1, -1):
                 size = starts[stop] - starts[start]
-                if size > limit:
+                if size > limit or held[stop] - held[start] > room:
                     break
                 found = best[start] + float(size) ** 2
                 if found < ends[stop]:
@@ -66,22 +70,24 @@ def share(costs: Sequence[int], num_parts: int) -> list[range]:
     return parts[::-1]
 
 
-def _least_limit(starts: Sequence[int], num_parts: int) -> int:
+def _least_limit(starts: Sequence[int], held: Sequence[int], room: float, num_parts: int) -> int:
     """Return the smallest cost of the largest part, over all ways to make `num_parts` that are not empty."""
     low, high = max(stop - start for start, stop in pairwise(starts)), starts[-1]
     while low < high:
         middle = (low + high) // 2
-        if _parts_needed(starts, middle) <= num_parts:
+        if _parts_needed(starts, held, middle, room) <= num_parts:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _parts_needed(starts: Sequence[int], limit: int) -> int:
+def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: float) -> float:
     parts, begin = 1, 0
     for stop in range(1, len(starts)):
-        if starts[stop] - starts[begin] > limit:
+        if held[stop] - held[stop - 1] > room:
+            return math.inf
+        if starts[stop] - starts[begin] > limit or held[stop] - held[begin] > room:
             parts, begin = parts + 1, stop - 1
     return parts
 

@@ -1,5 +1,6 @@
 """From a plan to the stages of its pipeline: which blocks each holds, and the orders of its schedule as groups."""
 
+import math
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError
@@ -20,27 +21,39 @@ def make_stages(
     num_micros: int,
     sequence: int,
     orders: Orders | None = None,
+    sizes: Sequence[int] = (),
+    memory_bytes: float = math.inf,
 ) -> tuple[Stage, ...]:
     """Return the stages of a pipeline; `orders` stands in for those of the plan's schedule.
 
+    `sizes` is the bytes of model state of every block on a rank, of which a stage gets at most `memory_bytes` where the
+    plan leaves the sharing open.
     The union of what they run is exactly the model. Raises `PlanError` for more virtual stages than blocks, and for
     numbers that the schedule cannot honour.
     """
     if orders is None:
-        orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
+        orders = plan_orders(plan, blocks, num_stages, num_micros, sequence, sizes, memory_bytes)
     if (orders.num_stages, orders.num_micros) != (num_stages, num_micros):
         raise PlanError(
             f"orders for {orders.num_stages} stages and {orders.num_micros} micro-batches: the plan has {num_stages} "
             f"stages and {num_micros} micro-batches a step"
         )
-    chunks = _cut(plan, blocks, orders.num_virtual, sequence)
+    chunks = _cut(plan, blocks, orders.num_virtual, sequence, sizes, memory_bytes / orders.num_chunks)
     holders = [stage for stage, _ in orders.holders()]
     runs_on = {block: holders[virtual] for virtual, chunk in enumerate(chunks) for block in chunk}
     ties = _ties(blocks, runs_on)
     return tuple(_stage(plan, orders, stage, chunks, holders, ties) for stage in range(num_stages))
 
 
-def plan_orders(plan: Plan, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int, sequence: int) -> Orders:
+def plan_orders(
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    num_stages: int,
+    num_micros: int,
+    sequence: int,
+    sizes: Sequence[int] = (),
+    memory_bytes: float = math.inf,
+) -> Orders:
     """Return the orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
     name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
     wanted = takes(name)
@@ -54,7 +67,7 @@ def plan_orders(plan: Plan, blocks: Sequence[BlockSpec], num_stages: int, num_mi
     if "unit" in wanted:
         numbers["unit"] = plan.unit
     if "seconds" in wanted:
-        bounds = _cut(plan, blocks, num_stages, sequence)
+        bounds = _cut(plan, blocks, num_stages, sequence, sizes, memory_bytes)
         numbers |= {"seconds": _seconds(blocks, bounds, sequence), "weight_share": _WEIGHT_SHARE}
     return orders_for(name, **numbers)
 
@@ -88,15 +101,17 @@ def _limit(plan: Plan, number: str | None) -> float:
     return limit
 
 
-def _cut(plan: Plan, blocks: Sequence[BlockSpec], num_virtual: int, sequence: int) -> list[range]:
-    """Return the blocks of every virtual stage: as the plan says, or shared by modelled time."""
+def _cut(
+    plan: Plan, blocks: Sequence[BlockSpec], num_virtual: int, sequence: int, sizes: Sequence[int], room: float
+) -> list[range]:
+    """Return the blocks of every virtual stage: as the plan says, or shared by modelled time and memory."""
     if num_virtual > len(blocks):
         raise PlanError(
             f"{num_virtual} virtual stages (stages x chunks) of a model of {len(blocks)} blocks: each needs at least "
             f"one; use at most {len(blocks)}"
         )
     if not plan.stages:
-        return share(virtual_costs(blocks, sequence), num_virtual)
+        return share(virtual_costs(blocks, sequence), num_virtual, sizes, room)
     if len(plan.stages) != num_virtual or sum(plan.stages) != len(blocks) or min(plan.stages) < 1:
         raise PlanError(
             f"stages = {list(plan.stages)}: give the number of blocks of each of the {num_virtual} virtual stages, at "
