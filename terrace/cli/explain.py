@@ -9,7 +9,7 @@ from terrace.base.errors import ConfigError
 from terrace.cli.files import check_not_read, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
-from terrace.cli.programs import checked_programs
+from terrace.cli.programs import checked_programs, kept_activations
 from terrace.program import Program, program_text
 from terrace.program.schedules import Orders, to_csv
 from terrace.program.stages import plan_orders
@@ -23,9 +23,7 @@ from terrace.report.stage_tables import (
     stages_table,
 )
 from terrace.simulate import simulate, simulate_stages, step_costs
-from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
-from terrace.simulate.stages import activation_bytes
 from terrace.simulate.timeline_picture import passes_picture
 from terrace.train.config import RunConfig
 
@@ -109,8 +107,7 @@ def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, 
     """Print the stages and their schedule, as the programs of all stages play it; write the schedule."""
     console, device = Terminal(), config.cluster.device
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
-    by_block = activations_by_block(work, config.plan, programs[0].blocks, device.backend)
-    kept = [activation_bytes(program, by_block) for program in programs]
+    kept = [kept_activations(config, program) for program in programs]
     step = simulate_stages(programs, [step_costs(program, work) for program in programs])
     orders = run_orders(config, len(programs))
     console.print(plan_table(config.cluster, config.plan))

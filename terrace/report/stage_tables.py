@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass
 from terrace.program import Program, StepReport
 from terrace.program.schedules import Orders, to_csv
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import equal_bytes, new_table, quantity, seconds
 
 # What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
 ON_STAGES = tuple(
@@ -19,6 +20,11 @@ ON_STAGES = tuple(
 def idle_s(report: StepReport) -> float:
     """Return the seconds of a step in which a stage waits for other stages."""
     return sum(report.time_s.get(name, 0.0) for name in ON_STAGES)
+
+
+def others_s(report: StepReport) -> float:
+    """Return the seconds of a step in which a stage waits for its data and tensor ranks."""
+    return report.step_s - computing_s(report) - idle_s(report)
 
 
 def computing_s(report: StepReport) -> float:
@@ -84,19 +90,16 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
     return "\n".join(lines) + "\n"
 
 
-def stage_memory_table(programs: Sequence[Program], activations: Sequence[int] | None, capacity_bytes: float) -> Table:
+def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], capacity_bytes: float) -> Table:
     """Return the model state of a rank of every stage by category, and the activations that it keeps at most."""
-    of = "model state and activations" if activations else "model state"
-    table = new_table(f"{of} of one rank of each stage, at most (the device has {quantity(capacity_bytes, 'B')})")
+    capacity = quantity(capacity_bytes, "B")
+    table = new_table(f"model state and activations of one rank of each stage, at most (the device has {capacity})")
     names = [name for name in programs[0].state_bytes if any(program.state_bytes[name] for program in programs)]
-    table.add_column("stage", justify="right")
-    for name in (*names, "model state", *(("activations", "together") if activations else ())):
-        table.add_column(name, justify="right")
-    for index, program in enumerate(programs):
+    for heading in ("stage", *names, "model state", "activations", "together"):
+        table.add_column(heading, justify="right")
+    for index, (program, kept) in enumerate(zip(programs, activations, strict=True)):
         state = sum(program.state_bytes.values())
-        sizes = [*(program.state_bytes[name] for name in names), state]
-        if activations:
-            sizes += [activations[index], state + activations[index]]
+        sizes = (*(program.state_bytes[name] for name in names), state, kept, state + kept)
         table.add_row(str(index), *(quantity(size, "B") if size else "-" for size in sizes))
     return table
 
@@ -127,13 +130,39 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
         pipeline = time_s.get(ON_STAGES[0], 0.0)
         shown = [time_s.get(name, 0.0) for name in names]
         rest = computing_s(report) - sum(shown)
-        others = report.step_s - computing_s(report) - idle
-        spent = [*shown, rest, pipeline, idle - pipeline, others, report.step_s]
+        spent = [*shown, rest, pipeline, idle - pipeline, others_s(report), report.step_s]
         cells = (seconds(value) if value > 0 else "-" for value in spent)
         table.add_row(str(index), *cells, f"{idle / report.step_s:.1%}")
     table.add_section()
     table.add_row("all", *[""] * (len(headings) - 2), f"{bubble(reports):.1%}")
     return table
+
+
+def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
+    """Return (predicted, measured) of one rank of each stage side by side."""
+    table = new_table("every stage, predicted / measured (mean)")
+    for heading in ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes equal"):
+        table.add_column(heading, justify="right")
+    for index, (predicted, measured) in enumerate(stages):
+        sides = (predicted, measured)
+        step, *spent = (
+            _pair(*(seconds(of(report)) for report in sides)) for of in (_step_s, computing_s, idle_s, others_s)
+        )
+        error = f"{100 * (predicted.step_s - measured.step_s) / measured.step_s:+.0f} %" if measured.step_s else ""
+        state = _pair(*(quantity(sum(report.memory_bytes.values()), "B") for report in sides))
+        same = Text("yes") if equal_bytes(predicted, measured) else Text("NO", style="bold red")
+        table.add_row(str(index), step, error, *spent, state, same)
+    return table
+
+
+def _step_s(report: StepReport) -> float:
+    return report.step_s
+
+
+def _pair(predicted: str, measured: str) -> str:
+    """Return two quantities with their unit once, where it is the same."""
+    (first, one), (_, other) = predicted.split(" "), measured.split(" ")
+    return f"{first if one == other else predicted} / {measured}"
 
 
 def order_text(orders: Orders, width: int = 100) -> str:
