@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,9 +15,13 @@ from rich.table import Table
 from terrace.cli.explain import run_orders
 from terrace.cli.main import main
 from terrace.cli.programs import checked_programs, kept_activations
-from terrace.plan import MessageClass
-from terrace.program import Program, StepReport
-from terrace.program.schedules import from_csv, orders_for, to_csv
+from terrace.cluster import Cluster, load_cluster
+from terrace.model.config import block_specs, parse_model
+from terrace.model.spec import BlockSpec
+from terrace.plan import MessageClass, Plan
+from terrace.program import Op, Program, StepReport, build_stages
+from terrace.program.schedules import even_seconds, from_csv, orders_for, schedule_names, to_csv
+from terrace.program.stages import plan_orders
 from terrace.report.stage_tables import (
     block_words,
     bubble,
@@ -29,6 +35,7 @@ from terrace.report.tables import quantity, seconds, stage_band_words
 from terrace.simulate import simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.simulate.stages import StagesStep
+from terrace.simulate.timeline import play
 from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig, resolve
 
@@ -255,6 +262,58 @@ def test_a_schedule_is_cut_to_the_width_and_says_what_is_left() -> None:
             assert len(line) <= width
             cells = line.split()[2:]
             assert cells[_num_shown(cells) :] == ["...", str(40 - _num_shown(cells)), "more"]
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+_ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+ %[^|]*) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.M)
+
+
+def _two(values: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(values))
+
+
+def _figures(schedule: str, blocks: Sequence[BlockSpec], cluster: Cluster) -> list[str]:
+    """Return bubble, activations kept, gathers and reductions of a layer, for 4 stages and 8 micro-batches."""
+    bubbles, peaks, gathers, reductions = [], [], [], []
+    for unit in (1, 4):
+        plan = Plan(
+            params="package",
+            grads="package",
+            optimizer="package",
+            mapping={"node": {"pipeline": 4}},
+            schedule=schedule,
+            unit=unit,
+        )
+        orders = plan_orders(plan, blocks, 4, 8, 64)
+        plan = replace(plan, stages=(len(blocks) // orders.num_virtual,) * orders.num_virtual)
+        played = play(orders, even_seconds(orders.num_virtual, forward_s=1.0, input_s=1.0, weight_s=1.0))
+        bubbles.append(f"{1 - sum(played.busy_s) / 4 / played.makespan_s:.0%}".replace("%", " %"))
+        peaks.append(f"{max(played.peak_bytes([1.0] * orders.num_virtual)) / orders.num_chunks:g}")
+        ops = Counter(
+            each.op
+            for program in build_stages(cluster, plan, blocks, 8, 64)
+            for each in program.instructions
+            if 0 < each.block < len(blocks) - 1
+        )
+        gathers.append(f"{ops[Op.GATHER] / (len(blocks) - 2):.1f}")
+        reductions.append(f"{ops[Op.REDUCE] / (len(blocks) - 2):g}")
+    return [_two(bubbles), _two(peaks), *gathers, _two(reductions)]
+
+
+def test_the_table_of_schedules_in_the_docs_is_what_the_programs_do() -> None:
+    rows = _ROW.findall((DOCS / "pipelines.md").read_text())
+    assert {name.partition(":")[0] for name, *_ in rows} == set(schedule_names())
+    blocks = block_specs(parse_model(GPT | {"n_layer": 22}))
+    local = load_cluster("local")
+    cluster = replace(local, tiers=(local.tiers[0], replace(local.tiers[1], size=4)))
+    for name, *figures in rows:
+        assert figures == _figures(name, blocks, cluster), name
+
+
+def test_the_python_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "pipelines.md").read_text(), re.S)
+    exec(compile(snippet, "pipelines.md", "exec"), {})
+    assert re.fullmatch(r"\d+ instructions of stage 1\n", capsys.readouterr().out)
 
 
 def _report(scale: float, sent: int = 5, state: int = 100) -> StepReport:
