@@ -141,7 +141,7 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
 def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
     """Return (predicted, measured) of one rank of each stage side by side."""
     table = new_table("every stage, predicted / measured (mean)")
-    for heading in ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes equal"):
+    for heading in ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal"):
         table.add_column(heading, justify="right")
     for index, (predicted, measured) in enumerate(stages):
         sides = (predicted, measured)
