@@ -38,6 +38,8 @@ from bench.common import (
     local_cluster,
     loss_difference,
     micro_batches,
+    norm_difference,
+    over_ranks,
     print_table,
     ratio,
     real_blocks,
@@ -164,7 +166,7 @@ def contest(
                 steps[name] = _step(job, partial(_figures, engines[name]), results[name])
     timings = alternate(steps, job.rounds, warmup=2, before=turn)
     for name, result in results.items():
-        result.timing = _over_ranks(timings[name])
+        result.timing = over_ranks(timings[name])
         if name in engines:
             engines[name].check_bytes()
             result.sent_bytes = sum(engines[name].report({}).sent_bytes.values())
@@ -195,21 +197,6 @@ def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
     return result.loss, result.grad_norm
 
 
-def _over_ranks(timing: Timing) -> Timing:
-    """Wall time of the slowest rank; processor time and faults of all."""
-    wall, cpu = torch.tensor(timing.wall_s), torch.tensor(timing.cpu_s)
-    faults = torch.tensor(timing.faults)
-    dist.all_reduce(wall, dist.ReduceOp.MAX)
-    dist.all_reduce(cpu)
-    dist.all_reduce(faults)
-    return Timing(wall.tolist(), cpu.tolist(), timing.losses, faults.tolist())
-
-
-def norm_difference(first: Result, second: Result) -> float:
-    """Return the largest relative difference of two contestants' gradient norms of the same step."""
-    return max(abs(a - b) / max(a, b) for a, b in zip(first.norms, second.norms, strict=True))
-
-
 def rows(num_ranks: int, job: Job, results: dict[str, Result]) -> list[list[str]]:
     """Return the table's rows."""
     found = []
@@ -224,7 +211,7 @@ def rows(num_ranks: int, job: Job, results: dict[str, Result]) -> list[list[str]
             low, high = spread(timing.wall_s, other.timing.wall_s)
             row += [f"{ratio(timing.wall_s, other.timing.wall_s):.3f} ({low:.3f} - {high:.3f})"]
             row += [f"{ratio(timing.cpu_s, other.timing.cpu_s):.3f}"]
-            row += [f"{loss_difference(timing, other.timing):.0e}", f"{norm_difference(result, other):.0e}"]
+            row += [f"{loss_difference(timing, other.timing):.0e}", f"{norm_difference(result.norms, other.norms):.0e}"]
         found.append(row + [""] * (len(HEADER) - len(row)))
     return found
 
@@ -239,7 +226,7 @@ def failures(job: Job, results: dict[str, Result]) -> list[str]:
         found = ratio(ours.timing.wall_s, theirs.timing.wall_s)
         if found > TARGET:
             missed.append(f"{form}: {found:.3f} of torch's time")
-        difference = max(loss_difference(ours.timing, theirs.timing), norm_difference(ours, theirs))
+        difference = max(loss_difference(ours.timing, theirs.timing), norm_difference(ours.norms, theirs.norms))
         if difference > LIMITS[job.dtype]:
             missed.append(f"{form}: losses or norms differ by {difference:.0e}")
     return missed

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrace.cluster import Cluster, Device, Tier
@@ -142,6 +143,21 @@ def spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[fl
 def loss_difference(first: Timing, second: Timing) -> float:
     """Return the largest difference of two contestants' losses of the same step."""
     return max(abs(a - b) for a, b in zip(first.losses, second.losses, strict=True))
+
+
+def norm_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the largest relative difference of two contestants' gradient norms of the same step."""
+    return max(abs(a - b) / max(a, b) for a, b in zip(first, second, strict=True))
+
+
+def over_ranks(timing: Timing) -> Timing:
+    """Return the wall time of the slowest rank, and processor time and faults of all. Every rank calls this."""
+    wall, cpu = torch.tensor(timing.wall_s), torch.tensor(timing.cpu_s)
+    faults = torch.tensor(timing.faults)
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    dist.all_reduce(faults)
+    return Timing(wall.tolist(), cpu.tolist(), timing.losses, faults.tolist())
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,8 +4,24 @@ Property tests draw the same examples in every run, so that a change is judged b
 `pytest --hypothesis-profile=explore` draws new ones.
 """
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from terrace.runtime.launch import LocalPool
 
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="session")
+def pool() -> "Iterator[LocalPool]":
+    """Eight processes that stay for the whole suite; those of a call that fails are replaced."""
+    from terrace.runtime.launch import LocalPool
+
+    with LocalPool(8) as pool:
+        yield pool

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from terrace.comm import Meter
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
+from terrace.plan.grid import stage_of
 from terrace.plan.slices import rank_slices
-from terrace.program import Program, build
+from terrace.program import Program, build_stages
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.flat import Flat
 from terrace.runtime.settings import AdamWConfig
@@ -29,37 +30,48 @@ Blocks = tuple[BlockSpec, ...]
 
 @dataclass(frozen=True)
 class Spread:
-    """A plan: (data, rows, columns) of each tier, and the tiers of params and of optimizer, -1 for the device."""
+    """A plan: (data, rows, columns) of each tier, and the tiers of params and of optimizer, -1 for the device.
+
+    A pipeline of `stages` has one more tier, the outermost.
+    """
 
     tiers: tuple[tuple[int, int, int], ...]
     params: int = -1
     optimizer: int = -1
+    stages: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * math.prod(map(math.prod, self.tiers))
 
     def total(self, axis: int) -> int:
         return math.prod(tier[axis] for tier in self.tiers)
 
-    def program(self, blocks: Blocks) -> Program:
-        cluster = cluster_of(*(math.prod(tier) for tier in self.tiers))
+    def programs(self, blocks: Blocks) -> list[Program]:
+        """The program of every rank."""
+        cluster = cluster_of(*(math.prod(tier) for tier in self.tiers), *([self.stages] if self.stages > 1 else []))
         mapping: dict[str, dict[str, int | Mapping[str, int]]] = {
             name: {"data": data, "tensor": {"rows": rows, "columns": columns}}
             for name, (data, rows, columns) in zip(TIER_NAMES, self.tiers, strict=False)
         }
+        if self.stages > 1:
+            mapping[TIER_NAMES[len(self.tiers)]] = {"pipeline": self.stages}
         places = ("device", *(tier.name for tier in cluster.tiers))
         params, optimizer = places[self.params + 1], places[self.optimizer + 1]
         plan = Plan(params=params, grads=params, optimizer=optimizer, mapping=mapping)
         # A scalar declares no dims, which plans with a tensor axis refuse: here all of that axis' ranks hold it.
         scalars = {param.name for block in blocks for param in block.params if not param.shape}
-        sliced = build(
+        stages = build_stages(
             cluster,
             plan,
             [replace(block, params=tuple(p for p in block.params if p.name not in scalars)) for block in blocks],
             num_micros=1,
             sequence=8,
         )
-        tensor = tuple(axis for axis, degree in sliced.tensor.degrees.items() if degree > 1)
-        return replace(
-            sliced, blocks=tuple(with_scalars(*pair, tensor) for pair in zip(sliced.blocks, blocks, strict=True))
-        )
+        tensor = tuple(axis for axis, degree in stages[0].tensor.degrees.items() if degree > 1)
+        whole = tuple(with_scalars(*pair, tensor) for pair in zip(stages[0].blocks, blocks, strict=True))
+        ranked = [replace(program, blocks=whole) for program in stages]
+        return [ranked[stage_of(ranked[0].grid, rank)] for rank in range(cluster.world_size)]
 
 
 def with_scalars(sliced: BlockSpec, whole: BlockSpec, shared: tuple[str, ...]) -> BlockSpec:
@@ -105,8 +117,9 @@ class Truth:
 def shards_of(program: Program, rank: int) -> list[Shard]:
     """The shards of a rank, made as the engine makes them, with -1 in every element."""
     shards = []
-    for spec, flats in zip(program.blocks, program.flats, strict=True):
-        state = BlockState(spec, nn.Module(), flats, rank, program.plan, torch.device("cpu"), Meter())
+    for index in program.stage.held:
+        spec, flats, is_copy = program.blocks[index], program.flats[index], index in program.stage.copies
+        state = BlockState(spec, nn.Module(), flats, rank, program.plan, torch.device("cpu"), Meter(), is_copy)
         state.initialise(lambda param: -torch.ones(param.shape), AdamWConfig())
         for shard in state.shards:
             if shard.optimizer is not None:
@@ -118,9 +131,8 @@ def shards_of(program: Program, rank: int) -> list[Shard]:
 
 def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoint:
     """Write a checkpoint of all simulated ranks."""
-    program = spread.program(blocks)
     files: Files = {}
-    for rank in range(program.cluster.world_size):
+    for rank, program in enumerate(spread.programs(blocks)):
         shards = shards_of(program, rank)
         for shard in shards:
             for _, kept, values in truth.of(program, rank, shard):

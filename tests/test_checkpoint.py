@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,6 @@ BATCH = 24  # divides by every world size here
 ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
 
 pytestmark = pytest.mark.timeout(360)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
 
 
 def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0) -> Engine:

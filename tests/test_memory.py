@@ -5,7 +5,6 @@ How many gathered blocks and unreduced gradients are held at once depends on whe
 the formula states the worst case, which the eager lane reaches for gathers and the lazy lane for gradients.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,12 +27,6 @@ STEADY = ("params", "secondary", "grads", "optimizer", "feedback", "buffers")
 SIZES = (1, 2, 2)  # ZeRO++ needs a tier outside the node; every tier of more than one rank is crossed
 
 pytestmark = pytest.mark.timeout(360)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
 
 
 def compare(held: Held, wanted: dict[str, int], exact: tuple[str, ...]) -> None:

@@ -42,12 +42,6 @@ def text(value: object) -> str | None:
     return "x".join(map(str, value)) if isinstance(value, tuple) else None
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
-
-
 def run(pool: LocalPool, sizes: Sizes, cases: list[Case]) -> list[list[Outcome]]:
     """The outcomes of every case, each in rank order."""
     cluster = cluster_of(*sizes)
@@ -65,8 +59,10 @@ def check(pool: LocalPool, sizes: Sizes, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(("name", "sizes"), list(rows(FACTORINGS)), ids=text)
 def test_every_preset_equals_one_process(pool: LocalPool, name: str, sizes: Sizes) -> None:
+    """Of three micro-batches one is neither the first nor the last; eight ranks, which take long, have two."""
     cluster = cluster_of(*sizes)
-    check(pool, sizes, [Case(exact(name, cluster)), Case(exact(name, cluster, recompute=("*",)), num_micros=4)])
+    several = 2 if cluster.world_size == 8 else 3
+    check(pool, sizes, [Case(exact(name, cluster)), Case(exact(name, cluster, recompute=("*",)), num_micros=several)])
 
 
 def test_every_preset_is_run_somewhere() -> None:
@@ -75,19 +71,22 @@ def test_every_preset_is_run_somewhere() -> None:
     assert replace(preset("mics", cluster), name="hsdp") == preset("hsdp", cluster)
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero++", "three-level"])
-def test_schedule_options_change_no_number(pool: LocalPool, name: str) -> None:
-    cluster = cluster_of(2, 2, 2)
+OPTIONED: list[tuple[str, Sizes]] = [("zero3", (2, 2)), ("zero++", (1, 2, 2)), ("three-level", (2, 2, 2))]
+
+
+@pytest.mark.parametrize(("name", "sizes"), OPTIONED, ids=text)
+def test_schedule_options_change_no_number(pool: LocalPool, name: str, sizes: Sizes) -> None:
+    cluster = cluster_of(*sizes)
     some = ("block.1", "*.4")
     check(
         pool,
-        (2, 2, 2),
+        sizes,
         [
             Case(exact(name, cluster, prefetch=0), num_micros=2),
             Case(exact(name, cluster, prefetch=3, recompute=some), num_micros=2),
             Case(exact(name, cluster, prefetch=3)),
-            Case(exact(name, cluster, prefetch=1, recompute=some), num_micros=4),
-            Case(exact(name, cluster, unit=4), num_micros=4),
+            Case(exact(name, cluster, prefetch=1, recompute=some), num_micros=2),
+            Case(exact(name, cluster, unit=4), num_micros=2),
             Case(exact(name, cluster, unit=2, recompute=some, prefetch=0), num_micros=3),
         ],
     )

@@ -1,6 +1,6 @@
 """The tensor axis: the same numbers as one process, and the bytes that its formula declares."""
 
-from collections.abc import Iterator
+import math
 from dataclasses import replace
 from threading import current_thread
 from typing import Any
@@ -23,12 +23,6 @@ TOLERANCE = 1e-10
 ROUNDED_AT_ALL = 1e-5  # fp32 alone, without rounded messages, stays below this
 
 pytestmark = pytest.mark.timeout(360)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
 
 
 def tensor(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object) -> Plan:
@@ -69,19 +63,26 @@ def factorings(total: int) -> list[tuple[int, int, int]]:
 FAMILIES = ("wide llama, 1 kv head", "wide llama, 2 kv heads", "wide llama, 8 kv heads", "wide gpt2", "wide gpt_neox")
 
 
-@pytest.mark.parametrize(
-    ("total", "model"),
-    [*((4, model) for model in FAMILIES), *((8, model) for model in FAMILIES[1::2]), (8, FAMILIES[4])],
-)
-def test_every_factoring_equals_one_process(pool: LocalPool, total: int, model: str) -> None:
-    cluster = cluster_of(total)
-    cases = []
-    for index, (rows, columns, depth) in enumerate(factorings(total)):
-        row = {"package": {"tensor": {"rows": rows, "columns": columns, "depth": depth}}}
-        splits = (index + FAMILIES.index(model)) % 2 == 0  # the other families have the other form of a factoring
-        plan = tensor(cluster, "zero3", row, sequence_parallel=splits)
-        cases.append(Case(plan, num_micros=2, model=model))
-    check(pool, (total,), cases)
+def factored(factoring: tuple[int, int, int], model: str, splits: bool, num_micros: int) -> Case:
+    axes = dict(zip(("rows", "columns", "depth"), factoring, strict=True))
+    cluster = cluster_of(math.prod(factoring))
+    plan = tensor(cluster, "zero3", {"package": {"tensor": axes}}, sequence_parallel=splits)
+    return Case(plan, num_micros=num_micros, model=model)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_factoring_of_four_equals_one_process(pool: LocalPool, model: str) -> None:
+    """Every family, whose neighbours in the list have the other form of a factoring."""
+    first = FAMILIES.index(model)
+    check(pool, (4,), [factored(one, model, (first + i) % 2 == 0, 2) for i, one in enumerate(factorings(4))])
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_every_factoring_of_eight_equals_one_process(pool: LocalPool, splits: bool) -> None:
+    """Both forms of each, with two families each: every family comes up in both forms."""
+    families = [FAMILIES[(2 * i + splits) % len(FAMILIES)] for i in range(len(factorings(8)))]
+    assert {*families} == {*FAMILIES}
+    check(pool, (8,), [factored(*pair, splits, 1) for pair in zip(factorings(8), families, strict=True)])
 
 
 PLACEMENTS = ["ddp", "zero2", "zero3", "zero++", "three-level"]
@@ -96,25 +97,26 @@ MAPPINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("rows", MAPPINGS, ids=str)
 def test_every_placement_of_states_beside_it(pool: LocalPool, rows: dict[str, Any]) -> None:
-    """Every other combination has another family, the other form, and recomputation."""
+    """Every other combination has another family, the other form, recomputation, and one micro-batch."""
     cluster, cases = cluster_of(2, 2, 2), []
     for index, name in enumerate(PLACEMENTS, start=MAPPINGS.index(rows)):
         if index % 2:
-            cases.append(Case(tensor(cluster, name, rows), num_micros=3, model="wide llama, 2 kv heads"))
+            cases.append(Case(tensor(cluster, name, rows), num_micros=2, model="wide llama, 2 kv heads"))
         else:
             plan = tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False)
-            cases.append(Case(plan, num_micros=2, model="wide gpt2"))
+            cases.append(Case(plan, model="wide gpt2"))
     check(pool, (2, 2, 2), cases)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 100])
 def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> None:
-    """Six tokens on two rows and on four: parts that are not equal, and padding."""
-    cases = []
-    for row in ({"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}):
-        for model in ("wide llama, 1 kv head", "wide gpt_neox"):
-            plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks)
-            cases += [Case(plan, num_micros=2, model=model), Case(replace(plan, recompute=("block.1",)), model=model)]
+    """Six tokens on two rows and on four: parts that are not equal, and padding; every other case recomputes."""
+    models, cases = ("wide llama, 1 kv head", "wide gpt_neox"), []
+    for place, row in enumerate([{"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}]):
+        for index, model in enumerate(models, start=place + chunks % 2):
+            again = ("block.1",) if index % 2 else ()
+            plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks, recompute=again)
+            cases.append(Case(plan, num_micros=2, model=model))
     check(pool, (2, 2), cases)
 
 

@@ -152,9 +152,9 @@ def test_a_run_under_another_plan_and_world_resumes(trained: tuple[Path, str], t
     assert {"loss.svg", "report.json", "sample.txt"} <= set(os.listdir(run))
 
 
-def torchrun(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "terrace", "train", "--config", "run.toml", "--folder", "run", *words]
+def torchrun(folder: Path, num_ranks: int) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["-m", "terrace", "train", "--config", "run.toml", "--folder", "run"]
     return subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=450, check=False
     )
@@ -162,7 +162,7 @@ def torchrun(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
 
 def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> None:
     write_run(tmp_path, 2, 2, steps=12)
-    done = torchrun(tmp_path)
+    done = torchrun(tmp_path, 4)
     assert done.returncode == 0, done.stderr
     assert "4 ranks under torchrun, backend " in done.stdout
     assert done.stdout.count("final loss") == done.stdout.count("predicted beside measured") == 1
@@ -172,11 +172,11 @@ def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> 
 
 def test_torchrun_with_another_number_of_ranks_is_told_once(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 4)
-    done = torchrun(tmp_path)
+    done = torchrun(tmp_path, 2)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "terrace: error:" in line]
     assert len(said) == 1, done.stderr
-    assert "4 ranks were started, but cluster 'test' has 8: start 8, or resize a tier" in said[0]
+    assert "2 ranks were started, but cluster 'test' has 8: start 8, or resize a tier" in said[0]
     assert "Traceback (most recent call last):\n  File" not in done.stderr.split("terrace: error:")[0]
     assert not (tmp_path / "run").exists()
 
@@ -274,23 +274,12 @@ def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) ->
     assert "OUTSIDE its band of 20 %" in done.stdout
 
 
-def test_a_paced_run_takes_as_long_as_its_links_say(tmp_path: Path) -> None:
-    """What one rank sends in a step over the slowed tier, at its rate, is a bound from below of every step."""
+def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(tmp_path: Path) -> None:
+    """What one rank sends in a step over the slowed tier, at its rate, is a bound from below of every step.
+
+    The file says what was probed, which is twice what the pace lets through.
+    """
     write_run(tmp_path, 1, 2, plan="ddp", steps=3)
-    rate = 2e5
-    words = ("--cluster.tiers.node.bandwidth_bytes_per_s", str(rate / 0.5), "--cluster.tiers.node.latency_s", "0")
-    train = ("terrace", "train", "--config", "run.toml", "--folder", "run", *words)
-    done = terrace("rehearse", "run", "--paced", "--scale", "0.5", "--", *train, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    least_s = report["measured"]["sent_bytes"]["sync.node"] / rate
-    assert least_s > 0.1, "the links are slow enough to tell"
-    assert all(record.step_s > least_s for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
-
-
-def test_a_paced_run_on_a_probed_cluster_is_predicted_with_its_pace(tmp_path: Path) -> None:
-    """The file says what was probed, which is twice what the pace lets through."""
-    write_run(tmp_path, 1, 2, plan="ddp", steps=2)
     cluster, rate = tmp_path / "cluster.toml", 2e5
     table = tomllib.loads(cluster.read_text())
     table["device"] |= {"source": "a probe", "marks": {"kernels.gemm": "fitted"}}
@@ -303,6 +292,7 @@ def test_a_paced_run_on_a_probed_cluster_is_predicted_with_its_pace(tmp_path: Pa
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     least_s = report["measured"]["sent_bytes"]["sync.node"] / rate
     assert least_s > 0.1, "the links are slow enough to tell"
+    assert all(record.step_s > least_s for record in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert sum(report["predicted"]["time_s"].values()) > least_s
 
 

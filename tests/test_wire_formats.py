@@ -1,6 +1,6 @@
 """Block formats through the whole runtime: replicas, bytes, bounds, error feedback, inf and nan, the measured error."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -24,12 +24,6 @@ Sizes = tuple[int, ...]
 LOSS_BOUND = {"int8": 0.02, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15, "int4": 0.4}
 
 pytestmark = pytest.mark.timeout(360)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
 
 
 def rounded(name: str, sizes: Sizes, wire: str) -> Plan:
@@ -67,11 +61,12 @@ WORLDS: list[tuple[str, Sizes, tuple[str, ...]]] = [
 def test_replicas_are_identical_and_close_in_every_format(
     pool: LocalPool, name: str, sizes: Sizes, wires: tuple[str, ...]
 ) -> None:
-    cases = [Case(rounded(name, sizes, wire), num_micros=2) for wire in wires]
-    for wire, outcomes in zip(wires, run(pool, sizes, cases), strict=True):
+    """The first format of a world also adds up two micro-batches."""
+    cases = [Case(rounded(name, sizes, wire), num_micros=2 if wire == wires[0] else 1) for wire in wires]
+    for wire, case, outcomes in zip(wires, cases, run(pool, sizes, cases), strict=True):
         assert num_distinct(outcomes) == 1, wire
         assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
-        found = deviation(outcomes, serial("toy", 2 * len(outcomes)))
+        found = deviation(outcomes, serial("toy", case.num_micros * len(outcomes)))
         assert 0 < found["loss"] < LOSS_BOUND[wire], (wire, found)
 
 

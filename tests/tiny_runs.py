@@ -15,6 +15,7 @@ from typing import Any
 import tomli_w
 
 from terrace.base.schema import dump
+from tests import warm
 from tests.toys import cluster_of
 
 MODEL: dict[str, Any] = {
@@ -50,11 +51,8 @@ def write_run(folder: Path, *sizes: int, plan: str = "three-level", **train: Any
 
 
 def terrace(*words: str | Path, cwd: Path, timeout_s: float = 330.0) -> "subprocess.CompletedProcess[str]":
-    """Run `terrace` with these arguments in `cwd` to its end."""
-    command = [sys.executable, "-m", "terrace", *map(str, words)]
-    return subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    """Run `terrace` with these arguments in `cwd` to its end, in a process of its own that starts warm."""
+    return warm.run([*map(str, words)], cwd, environment(), timeout_s)
 
 
 @contextmanager

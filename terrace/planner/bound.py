@@ -57,6 +57,7 @@ class Core(NamedTuple):
     span_s: float
     stages: tuple[tuple[int, int], ...]
     played: bool
+    unit: int = 0  # of a schedule that passes chunks in units, whose order depends on it; `stages` then count it
 
     @property
     def bound_s(self) -> float:
@@ -64,9 +65,17 @@ class Core(NamedTuple):
         return self.span_s * _SLACK
 
     @property
-    def key(self) -> tuple[int, str, int, int, Shape]:
+    def key(self) -> tuple[int, str, int, int, Shape, int]:
         """What orders cores of one bound."""
-        return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape
+        return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape, self.unit
+
+    def passing(self, unit: int) -> "Core":
+        """Return the core with units of so many micro-batches, all of which a stage keeps before its first backward.
+
+        Its messages are those of whole chunks (`Bounds._chunks_excess_s`), so what a stage holds tells nothing.
+        """
+        stages = tuple((numel, unit * kept) for numel, kept in self.stages)
+        return self._replace(unit=unit, stages=stages, heavy=None)
 
     def choice(self, placement: Placement, unit: int) -> Choice:
         """Return the whole choice; a root stands for its simplest schedule."""
@@ -201,7 +210,7 @@ class Bounds:
     def staged(self, core: Core) -> Core:
         """Return a core that knows what its stages hold and keep; raises `PlanError` as the schedule does."""
         shape = core.shape
-        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros)
+        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros, core.unit or 1)
         works = self._works(shape, core.micro_batch, core.recompute)
         counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
         parts = parts_of(counts, placement)
@@ -215,20 +224,23 @@ class Bounds:
             for part, waiting in zip(parts, most, strict=True)
         }
         heavy = _heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
-        return core._replace(heavy=heavy, stages=tuple(sorted(stages)))
+        return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(stages)))
 
     def play(self, core: Core) -> Core:
         """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
-        pipeline = self.pipeline(core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks)
+        numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
+        pipeline = self.pipeline(core.shape, *numbers)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
 
-    def pipeline(self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int) -> Pipeline:
+    def pipeline(
+        self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1
+    ) -> Pipeline:
         """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""
-        key = (shape, micro_batch, recompute, schedule, chunks)
+        key = (shape, micro_batch, recompute, schedule, chunks, unit)
         if key not in self._pipelines:
             micros = self.task.batch // (shape.data * micro_batch)
             self._pipelines[key] = build_pipeline(
-                self.estimator, shape, micro_batch, recompute, schedule, chunks, micros
+                self.estimator, shape, micro_batch, recompute, schedule, chunks, micros, unit
             )
         return self._pipelines[key]
 
@@ -246,6 +258,8 @@ class Bounds:
 
         The chain of the module's docstring ends where it is longest: at the first or the last block of some kind.
         """
+        if core.unit:
+            return self._chunks_excess_s(core, placement)
         counts = core.heavy
         if counts is None:
             return 0.0
@@ -282,6 +296,37 @@ class Bounds:
         busiest_s = max(self._lanes_s(counts, messages, core.num_micros // unit).values())
         return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
 
+    def _chunks_excess_s(self, core: Core, placement: Placement) -> float:
+        """Return the same where units pass whole chunks, as if every chunk were as small as the smallest.
+
+        Nothing hides the messages of the first chunk around the update; and no lane is shorter than what it carries,
+        where neither the chunk at which the passes turn round nor the one between two units is gathered again.
+        """
+        shape, estimator, chunks = core.shape, self.estimator, core.chunks
+        works = self._works(shape, core.micro_batch, core.recompute)
+        counts = share_layers(self.num_layers, shape.pipeline * chunks, head_layers(works))
+        least = min(counts) * estimator.own_numels(shape)[LAYER]
+        messages = self.mail.messages(shape.state, (least, least, least), placement)
+        update_s = estimator.update_s(shape.state, placement, chunks * least)
+        ends = (messages.gather, messages.reduce, messages.sync)
+        once_s = update_s + sum(lane.seconds[LAYER] for lane in ends) + messages.control_s
+        lanes: defaultdict[int, float] = defaultdict(float)
+        units = core.num_micros // core.unit
+        for (lane, seconds), times in (
+            (messages.refresh, chunks),
+            (messages.sync, chunks),
+            (messages.reduce, chunks * units),
+            (messages.gather, chunks),
+            (messages.further, (chunks - 1) * (units - 1)),
+            (messages.backward, (chunks - 1) * units),
+        ):
+            lanes[lane] += times * seconds[LAYER]
+        embedding_s, layer_s, head_s = (work[0] + work[1] for work in works)
+        own = [sum(counts[stage :: shape.pipeline]) * layer_s for stage in range(shape.pipeline)]
+        own[0] += embedding_s
+        own[-1] += head_s
+        return max(once_s, max(lanes.values()) - core.num_micros * min(own))
+
     def _lanes_s(self, counts: Counts, messages: Messages, units: int) -> dict[int, float]:
         """Return the seconds of what every lane carries in a step of a stage.
 
@@ -309,7 +354,8 @@ class Bounds:
         gathered = (
             self.estimator.own_numels(core.shape)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
         )
-        least = max(numel * states + unit * kept for numel, kept in core.stages) + gathered
+        times = 1 if core.unit else unit
+        least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * _SLACK
 
     def _works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:

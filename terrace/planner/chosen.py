@@ -17,6 +17,7 @@ from terrace.planner.explain import placement_of
 from terrace.planner.space import Shape, shape_of
 from terrace.planner.stages import SERIAL, SIMPLEST, traits
 from terrace.planner.task import TENSOR, Choice, Row, Task, schedule_text
+from terrace.program.schedules import takes_unit
 
 
 def choice_of(task: Task, plan: Plan) -> Choice:
@@ -54,7 +55,7 @@ def choice_of(task: Task, plan: Plan) -> Choice:
     micros = num_micro_batches(plan, Layout.of(task.cluster, plan), task.batch)
     if micros % plan.unit:
         raise PlanError(f"unit = {plan.unit} does not divide the {micros} micro-batches of a rank: use a divisor")
-    if plan.unit > 1 and shape.pipeline > 1:
+    if plan.unit > 1 and shape.pipeline > 1 and not takes_unit(schedule):
         raise PlanError(f"unit = {plan.unit}: a pipeline's schedule says what passes a stage when; write unit = 1")
     again = int(bool(plan.recompute))
     return Choice(again, plan.unit, schedule, chunks, plan.micro_batch, placement_of(task, plan), shape.rows)

@@ -9,15 +9,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice, pairwise
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, Plan
-from terrace.plan.memory import keeps_master
+from terrace.plan.layout import DEVICE
+from terrace.plan.memory import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, InnerSeconds, axis_group
 from terrace.planner.space import Rows, Shape, shape_of
 from terrace.planner.task import DATA, EMBEDDING, HEAD, LAYER, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
+from terrace.program.schedules import takes_unit
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
@@ -63,6 +66,14 @@ class Part:
     def kinds(self) -> list[int]:
         """The kind of every block in order."""
         return [EMBEDDING] * self.embedding + [LAYER] * sum(self.layers) + [HEAD] * self.head
+
+    @property
+    def chunk_kinds(self) -> list[list[int]]:
+        """The kind of every block in every chunk, of chunks that lie in model order."""
+        found = [[LAYER] * count for count in self.layers]
+        found[0] = [EMBEDDING] * self.embedding + found[0]
+        found[-1] = found[-1] + [HEAD] * self.head
+        return found
 
 
 class Estimator:
@@ -248,6 +259,26 @@ class Estimator:
             for kind, name, size in zip(kinds, names, sizes, strict=True)
         )
 
+    def chunk_numels(self, part: Part, shape: Shape) -> list[int]:
+        """Return the parameters that a tensor rank holds of every chunk of a stage."""
+        sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, shape)])
+        return [sum(islice(sizes, len(kinds))) for kinds in part.chunk_kinds]
+
+    def _whole_chunks(self, choice: Choice, part: Part) -> tuple[int, int] | None:
+        """Return the bytes of parameters and of gradients that are whole at once, where units pass whole chunks.
+
+        They are those of two neighbours: one that a unit passes, and the next, which is gathered meanwhile; or the one
+        before, which is being reduced. None where blocks pass one by one.
+        """
+        if not takes_unit(choice.schedule):
+            return None
+        shape, plan = shape_of(choice.rows), self._plan(choice)
+        sizes = self.chunk_numels(part, shape)
+        layout = state_layout(self.task.cluster, plan)
+        num_bytes = self.item * max(map(sum, pairwise([*sizes, 0])))
+        in_place = accumulates_in_place(plan, layout)
+        return num_bytes if layout.params > DEVICE else 0, 0 if in_place else num_bytes
+
     def memory_bytes(self, choice: Choice, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
         """Return the bytes by category of a rank on a stage that holds `part`, where `waiting[chunk]` wait at most."""
         task, shape = self.task, shape_of(choice.rows)
@@ -264,6 +295,7 @@ class Estimator:
             stage=stage,
             in_flight=max(1.0, held),
             layers=range(layers),
+            whole=self._whole_chunks(choice, part),
         )
         if part.head and part.embedding and shape.pipeline > 1:
             # Both ends of the pipeline meet on one stage; the formula knows the head's end of it.

@@ -11,6 +11,10 @@ Orders are played with the stages' computing alone, c_r a unit. What stages wait
 stretches the played span as a whole, by the stage that waits most; what a step does once follows it:
 
     step = max_r(u_r / c_r) span + max_r tail_r
+
+Where the schedule passes its chunks in units of micro-batches (ZeroPP, 2402.03791), the stage's own program has its
+chunks for blocks: a chunk is gathered for a whole unit, the next one while the unit passes it, and its gradients are
+reduced once a unit. Weight gradients that the schedule puts off are played where their chunk's backward is.
 """
 
 import math
@@ -18,14 +22,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import AXES, MessageClass, Plan, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
-from terrace.planner.pipelines import Pipeline, virtual_blocks
+from terrace.planner.pipelines import Pipeline, block_work, virtual_blocks
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build
+from terrace.program.schedules import takes_unit
 from terrace.simulate import Costs
 from terrace.simulate.cost import update_seconds
 from terrace.simulate.events import step_seconds
@@ -113,7 +119,7 @@ class Evaluator:
 
     def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
         """Return the pipeline of a choice and the step of every stage by itself."""
-        key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks)
+        key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
 
@@ -132,10 +138,10 @@ class Evaluator:
 
     def _pipelined(self, choice: Choice, micros: int) -> Estimate:
         pipeline, played = self.stages(choice)
-        alone_s, lines = pipeline.stages_s, self.lines(choice)
+        alone_s, lines, units = pipeline.stages_s, self.lines(choice), micros // choice.unit
         totals = [math.fsum(line.values()) for line in lines]
-        stretch = max(stage.unit_s / own_s for stage, own_s in zip(played, alone_s, strict=True))
-        tail_s = max(total - micros * stage.unit_s for total, stage in zip(totals, played, strict=True))
+        stretch = max(stage.unit_s / (choice.unit * own_s) for stage, own_s in zip(played, alone_s, strict=True))
+        tail_s = max(total - units * stage.unit_s for total, stage in zip(totals, played, strict=True))
         slowest = max(range(len(lines)), key=totals.__getitem__)
         time_s = dict(lines[slowest])
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
@@ -145,8 +151,8 @@ class Evaluator:
     def lines(self, choice: Choice) -> list[dict[str, float]]:
         """Return the seconds by category of every stage's step by itself."""
         pipeline, played = self.stages(choice)
-        micros = num_micros(self.task, choice)
-        known = {part: stage.report(micros) for part, stage in zip(pipeline.parts, played, strict=True)}
+        units = num_micros(self.task, choice) // choice.unit
+        known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         if self.task.software.late_sync:
             known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
         return [known[part] for part in pipeline.parts]
@@ -171,7 +177,8 @@ class Evaluator:
         """Return a stage's step; a step without a pipeline that is short enough is played as it is."""
         units = micros // choice.unit
         lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
-        key = (part.counts, choice._replace(schedule="", chunks=1), lengths)
+        whole_chunks = takes_unit(choice.schedule)
+        key = (part if whole_chunks else part.counts, whole_chunks, choice._replace(schedule="", chunks=1), lengths)
         if key not in self._played:
             self._played[key] = self._play(part, choice, lengths)
         return self._played[key]
@@ -191,13 +198,33 @@ class Evaluator:
         estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
         if choice.schedule == SERIAL and shape.tensor > 1 and shape.context == 1:
             return self._whole_program(part, choice, micros)
-        blocks = estimator.stage_blocks(part.kinds, shape)
         plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
+        if takes_unit(choice.schedule):
+            return self._chunks_program(part, choice, replace(plan, recompute=()), micros)
+        blocks = estimator.stage_blocks(part.kinds, shape)
         program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
         seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),
+            update_s=update_seconds(program),
+            program=program,
+        )
+        return program, costs
+
+    def _chunks_program(self, part: Part, choice: Choice, plan: Plan, micros: int) -> tuple[Program, Costs]:
+        """Return the program of the data ranks of a stage whose blocks are its chunks; recomputing is in backwards."""
+        shape = shape_of(choice.rows)
+        sizes = self.estimator.chunk_numels(part, shape)
+        blocks = [
+            BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
+            for index, size in enumerate(sizes)
+        ]
+        program = build(data_cluster(self.task.cluster, shape.state), plan, blocks, micros)
+        alone = [block_work(self.estimator, kind, shape, choice.micro_batch, choice.recompute) for kind in KINDS]
+        costs = Costs(
+            forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds) for kinds in part.chunk_kinds),
+            backward_s=tuple(math.fsum(alone[kind][1] for kind in kinds) for kinds in part.chunk_kinds),
             update_s=update_seconds(program),
             program=program,
         )

@@ -12,9 +12,10 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import attempt, find
-from terrace.planner.space import Space, divisors, micro_batches, placements, shape_of, units
+from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, shape_of, units
 from terrace.planner.stages import SERIAL, traits
-from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of, schedule_text
+from terrace.planner.task import PIPELINE, Choice, Placement, Task, num_micros, plan_of, schedule_text
+from terrace.program.schedules import takes_unit
 from terrace.simulate.changes import Change, cluster_changes
 
 
@@ -115,7 +116,11 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
         found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
     word = "none" if choice.recompute else "layers.*"
     found.append((f"recompute = {word}", choice._replace(recompute=1 - choice.recompute)))
-    options = units(free, num_micros(task, choice), choice.placement, choice.schedule != SERIAL)
+    micros = num_micros(task, choice)
+    if takes_unit(choice.schedule):
+        options = passing_units(free, micros)
+    else:
+        options = units(free, micros, choice.placement, choice.schedule != SERIAL)
     at = options.index(choice.unit) if choice.unit in options else 0
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         found.append((f"unit = {unit}", choice._replace(unit=unit)))
@@ -160,10 +165,18 @@ def _schedules(evaluator: Evaluator, choice: Choice) -> list[Verdict]:
     for name, trait in traits().items():
         for chunks in trait.chunks:
             if (name, chunks) != (choice.schedule, choice.chunks):
-                estimate = attempt(evaluator, choice._replace(schedule=name, chunks=chunks))
+                unit = _unit(evaluator.task, choice) if takes_unit(name) else 1
+                estimate = attempt(evaluator, choice._replace(schedule=name, chunks=chunks, unit=unit))
                 if estimate is not None:
                     fits = estimate.needed_bytes <= evaluator.task.cluster.device.memory_bytes
                     reason = "" if fits else lack(evaluator.task, estimate)
                     words = f'schedule = "{schedule_text(name, chunks)}"'
                     found.append(Verdict(what=words, estimate=estimate, reason=reason))
     return found
+
+
+def _unit(task: Task, choice: Choice) -> int:
+    """Return the unit of another schedule: the choice's, or the shortest that keeps all its stages busy."""
+    options = passing_units(Space(task=task), num_micros(task, choice))
+    enough = [unit for unit in options if unit >= choice.degree(PIPELINE)]
+    return choice.unit if choice.unit > 1 else min(enough, default=options[-1])

@@ -79,10 +79,17 @@ class Pipeline:
 
 
 def build_pipeline(
-    estimator: Estimator, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, num_micros: int
+    estimator: Estimator,
+    shape: Shape,
+    micro_batch: int,
+    recompute: int,
+    schedule: str,
+    chunks: int,
+    num_micros: int,
+    unit: int = 1,
 ) -> Pipeline:
     """Return a pipeline; raises `PlanError` for numbers that the schedule cannot honour."""
-    orders, waiting = pipeline(schedule, shape.pipeline, chunks, num_micros)
+    orders, waiting = pipeline(schedule, shape.pipeline, chunks, num_micros, unit)
     alone = [block_work(estimator, kind, shape, micro_batch, recompute) for kind in (EMBEDDING, LAYER, HEAD)]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1

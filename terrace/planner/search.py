@@ -16,7 +16,7 @@ import gc
 import heapq
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -29,9 +29,10 @@ from terrace.planner.bound import Bounds, Core
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.ranking import Window, ranked, window
-from terrace.planner.space import Shape, Space, micro_batches, placements, shapes, units
+from terrace.planner.space import Shape, Space, micro_batches, passing_units, placements, shapes, units
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 from terrace.planner.task import Choice, Placement, Task, plan_of
+from terrace.program.schedules import takes_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +140,9 @@ class Search:
             stages = core.shape.pipeline
             if stages not in self._schedules:
                 self._schedules[stages] = schedules(self.space, stages)
-            for further in self.bounds.cores(core, self._schedules[stages]):
-                yield further.bound_s, Level.CORE, further.key, further, _NOWHERE, 0
+            for open_core in self.bounds.cores(core, self._schedules[stages]):
+                for further in in_units(self.space, open_core):
+                    yield further.bound_s, Level.CORE, further.key, further, _NOWHERE, 0
         elif level is Level.CORE and not core.played:
             for excess_s, _, _ in self._placed(core)[:1]:
                 at_least_s = self.bounds.least_s(core, excess_s)
@@ -168,15 +170,14 @@ class Search:
 
         They are those of the root, for all its cores whose busiest stages hold the same.
         """
-        key = (core.shape, core.micro_batch, core.recompute, core.heavy)
+        key = (core.shape, core.micro_batch, core.recompute, core.heavy, core.unit, core.chunks if core.unit else 0)
         found = self._excesses.get(key)
         if found is None:
-            pipelined = core.shape.pipeline > 1
             root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
             found = self._excesses[key] = sorted(
                 (self.bounds.excess_s(core, placement, unit), placement, unit)
                 for placement in placements(self.space, core.shape)
-                for unit in units(self.space, core.num_micros, placement, pipelined)
+                for unit in units_of(self.space, core, placement)
                 if self._fits(root, placement, unit)
             )
         return found
@@ -200,7 +201,19 @@ def cores_of(space: Space, bounds: Bounds, shape: Shape) -> Iterator[Core]:
             for schedule, chunks in schedules(space, shape.pipeline):
                 core = bounds.core(root, schedule, chunks)
                 if core is not None:
-                    yield core
+                    yield from in_units(space, core)
+
+
+def in_units(space: Space, core: Core) -> Iterable[Core]:
+    """Return a core, or where its schedule passes chunks in units, what it is with each unit that is allowed."""
+    if not takes_unit(core.schedule):
+        return (core,)
+    return [core.passing(unit) for unit in passing_units(space, core.num_micros)]
+
+
+def units_of(space: Space, core: Core, placement: Placement) -> tuple[int, ...]:
+    """Return the units of a core at a placement."""
+    return (core.unit,) if core.unit else units(space, core.num_micros, placement, core.shape.pipeline > 1)
 
 
 def roots_of(space: Space, bounds: Bounds, shape: Shape, micro_batch: int) -> list[Core]:
@@ -232,7 +245,7 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
     found = []
     for core in (core for shape in shapes(space) for core in cores_of(space, evaluator.bounds, shape)):
         for placement in placements(space, core.shape):
-            for unit in units(space, core.num_micros, placement, core.schedule != SERIAL):
+            for unit in units_of(space, core, placement):
                 estimate = attempt(evaluator, core.choice(placement, unit))
                 if estimate is not None and estimate.needed_bytes <= capacity_bytes:
                     found.append(estimate)

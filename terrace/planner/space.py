@@ -9,7 +9,8 @@ Degrees are chosen tier by tier, so that every choice is a mapping table. Three 
 - context follows tensor in the same way; pipeline and data share what is left in any order;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
-`unit` counts only where a gather or a reduction is made per unit, and chunks only where there is a pipeline.
+`unit` counts only where a gather or a reduction is made per unit, or where a pipeline's schedule passes its chunks in
+units; chunks count only where there is a pipeline.
 """
 
 import math
@@ -183,7 +184,14 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
 def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) -> tuple[int, ...]:
     """Return how many micro-batches may pass a block together; a divisor of their number."""
     repeats = placement.params > DEVICE or placement.grads > DEVICE
-    options = divisors(num_micros) if repeats and not pipelined else (1,)
+    if repeats and not pipelined:
+        return passing_units(space, num_micros)
+    return (1,) if space.pins.allows("unit", 1) else ()
+
+
+def passing_units(space: Space, num_micros: int) -> tuple[int, ...]:
+    """Return the units that divide so many micro-batches and that the pins allow."""
+    options = divisors(num_micros)
     return tuple(unit for unit in options if unit <= LONGEST_ROUNDED_UNIT and space.pins.allows("unit", unit))
 
 

@@ -92,10 +92,11 @@ def stage_steps(evaluator: Evaluator, choice: Choice) -> StagedStep:
     estimate = evaluator.evaluate(choice)
     pipeline, played = evaluator.stages(choice)
     lines = evaluator.lines(choice)
-    further = [{name: micros * add for name, add in stage.further_s.items()} for stage in played]
-    tails = [_tail(line, units) for line, units in zip(lines, further, strict=True)]
+    units = micros // choice.unit
+    further = [{name: units * add for name, add in stage.further_s.items()} for stage in played]
+    tails = [_tail(line, repeated) for line, repeated in zip(lines, further, strict=True)]
     tail_s = max(
-        math.fsum(line.values()) - math.fsum(units.values()) for line, units in zip(lines, further, strict=True)
+        math.fsum(line.values()) - math.fsum(repeated.values()) for line, repeated in zip(lines, further, strict=True)
     )
     stretch = (estimate.step_s - tail_s) / pipeline.span_s
     timeline = play(pipeline.orders, pipeline.seconds([1.0] * pipeline.orders.num_stages))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules import Kind, Orders, Placement, looped, orders_for, schedule_names, v_shaped
+from terrace.program.schedules import Kind, Orders, Placement, looped, orders_for, schedule_names, takes_unit, v_shaped
 
 SERIAL = "serial"  # the name of having no pipeline
 SIMPLEST = "1f1b"
@@ -38,8 +38,9 @@ def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple
     return (*([few] * (others - more)), *([few + 1] * more), last)
 
 
-# As fast as 1F1B and larger: searched only where a pin asks for it.
-ONLY_PINNED = ("gpipe",)
+# Searched only where a pin asks for it: GPipe is as fast as 1F1B and larger, and every unit of ZeroPP is an order of
+# its own, which would make each search several times as long.
+ONLY_PINNED = ("gpipe", "zeropp")
 
 
 class Trait(NamedTuple):
@@ -57,18 +58,20 @@ def traits() -> dict[str, Trait]:
     found = {}
     for name in schedule_names():
         accepted: list[Orders] = []
+        numbers = {"num_stages": 2, "num_micros": 8} | ({"unit": 4} if takes_unit(name) else {})
         for chunks in range(1, MOST_CHUNKS + 1):
             try:  # a schedule of one chunk accepts the number 1
-                accepted.append(orders_for(name, num_stages=2, num_micros=8, num_chunks=chunks))
+                accepted.append(orders_for(name, num_chunks=chunks, **numbers))
             except PlanError:
                 continue
         if accepted:
             # With one chunk, what takes several is 1F1B or GPipe under another name.
             split = any(task.kind is Kind.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
-            numbers = tuple(orders.num_chunks for orders in accepted)
+            all_chunks = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
             is_folded = all(orders.placement == v_shaped(2) for orders in accepted)
-            found[name] = Trait(numbers[1:] if len(numbers) > 1 else numbers, split, is_looped, is_folded)
+            chunks_taken = all_chunks[1:] if len(all_chunks) > 1 else all_chunks
+            found[name] = Trait(chunks_taken, split, is_looped, is_folded)
     return found
 
 
@@ -76,7 +79,7 @@ Waiting = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=256)
-def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> tuple[Orders, Waiting]:
+def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Orders, Waiting]:
     """Return the orders of a schedule, and of every stage what waits in each of its chunks when most do.
 
     Raises `PlanError` for numbers that the schedule cannot honour, and for more passes than are searched.
@@ -86,14 +89,15 @@ def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -
             f"{num_micros} micro-batches through {num_stages * num_chunks} virtual stages are more than the "
             f"{MOST_PASSES:,} passes of a pipeline that is searched: use larger micro-batches"
         )
-    orders = orders_for(schedule, num_stages=num_stages, num_micros=num_micros, num_chunks=num_chunks)
+    numbers = {"unit": unit} if takes_unit(schedule) or unit > 1 else {}
+    orders = orders_for(schedule, num_stages=num_stages, num_micros=num_micros, num_chunks=num_chunks, **numbers)
     return orders, most_waiting(orders)
 
 
 @lru_cache(maxsize=65536)
-def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int) -> tuple[Placement, Waiting]:
+def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Placement, Waiting]:
     """Return of `pipeline` what stays small: the placement and what waits, so that many can be remembered."""
-    orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros)
+    orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros, unit)
     return orders.placement, waiting
 
 

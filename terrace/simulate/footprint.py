@@ -69,6 +69,7 @@ def footprint(
     stage: int = 0,
     in_flight: float | None = None,
     layers: range | None = None,
+    whole: tuple[int, int] | None = None,
     backend: Backend | None = None,
     context_bytes: int | None = None,
     allocator_factor: float | None = None,
@@ -78,8 +79,9 @@ def footprint(
 
     `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
     one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
-    those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly. `backend`, by
-    default the device's, decides what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
+    those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly; `whole` the bytes
+    of parameters and of gradients that are whole at once, where not block after block passes. `backend`, by default
+    the device's, decides what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
     Raises `PlanError` for a stage, a backend or a number in flight that cannot be, and `ClusterError` for an unknown
     tier.
     """
@@ -108,12 +110,14 @@ def footprint(
     for moment in _moments(work, held, plan.recompute, backend, in_flight, num_stages > 1):
         if phase in (None, moment.phase):
             running = {
-                "gathered": states.gathered[moment.kind],
+                "gathered": whole[0] if whole else states.gathered[moment.kind],
                 "grads_full": states.gradients[moment.kind] if moment.phase == "backward" else pending,
                 "activations": moment.activations,
                 "logits": moment.logits,
                 "working": moment.working,
             }
+            if whole:
+                running["grads_full"] = whole[1]
             candidates.append(steady | running)
     worst = max(candidates, key=lambda categories: sum(categories.values()))
     factor = (CUDA_ALLOCATOR_FACTOR if backend == "cuda" else 1.0) if allocator_factor is None else allocator_factor

@@ -10,7 +10,7 @@ and waiting is `wait pipeline`, `wait tie` or `wait control`. Two steps are play
 """
 
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.base.errors import ProgramError
@@ -113,9 +113,7 @@ class _Pipeline:
                 else:
                     waiting[index] = reason
             if waiting == before and running:
-                raise ProgramError(
-                    f"stages {sorted(running)} wait for one another: {sorted(map(str, waiting.values()))}"
-                )
+                raise ProgramError(f"the stages wait in a circle: {'; '.join(_words(waiting))}")
 
     def _is_there(self, reason: object, clock: _Clock) -> bool:
         assert isinstance(reason, tuple), "a stage waits for a message or for others"
@@ -175,3 +173,14 @@ class _Pipeline:
         rank, left_s = self.ranks[index], moment_s - self._now_s(index)
         if left_s > 0.0:
             rank.wait((rank.now_s + left_s, -1), category)
+
+
+def _words(waiting: Mapping[int, object]) -> Iterator[str]:
+    for stage, reason in waiting.items():
+        assert isinstance(reason, tuple), "a stage waits for a message or for others"
+        if reason[0] == "meet":
+            yield f"stage {stage} in {reason[1][0]} for {reason[2]} stages to come"
+        else:
+            sender, _, is_gradient, block, micro = reason
+            what = "gradient" if is_gradient else "output"
+            yield f"stage {stage} for the {what} of b{block}, micro-batch {micro}, from stage {sender}"

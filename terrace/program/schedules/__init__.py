@@ -4,7 +4,7 @@ from terrace.plan.stage import Kind
 from terrace.program.schedules.counts import num_gathers, peak_activation_bytes
 from terrace.program.schedules.csv_form import from_csv, to_csv
 from terrace.program.schedules.orders import Orders, Placement, Task, looped, v_shaped, verify_orders
-from terrace.program.schedules.registry import orders_for, schedule_names, takes
+from terrace.program.schedules.registry import orders_for, schedule_names, takes, takes_unit
 from terrace.program.schedules.seconds import TaskSeconds, check_seconds, even_seconds
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "peak_activation_bytes",
     "schedule_names",
     "takes",
+    "takes_unit",
     "to_csv",
     "v_shaped",
     "verify_orders",

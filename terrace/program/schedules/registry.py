@@ -52,6 +52,13 @@ def takes(name: str) -> frozenset[str]:
     return frozenset(inspect.signature(builder).parameters)
 
 
+@cache
+def takes_unit(name: str) -> bool:
+    """Tell whether the schedule `name` takes a unit of micro-batches; False for an unknown name."""
+    builder = _schedules().get(name)
+    return builder is not None and "unit" in inspect.signature(builder).parameters
+
+
 def orders_for(name: str, **numbers: Any) -> Orders:
     """Return the orders of the schedule `name` for `num_stages`, `num_micros` and the numbers it takes.
 

@@ -1,0 +1,282 @@
+"""When is ZeroPP faster than Megatron's three axes? Predicted on 64 devices; needs no torch.
+
+Both sides are searched by the planner, in all their degrees, and priced by one evaluation under one limit of memory:
+
+- Megatron 3D (Narayanan et al. 2104.04473): tensor x pipeline x data, any of them 1, schedules 1f1b and interleaved,
+  parameters and gradients whole on every device, the optimizer whole or sharded (ZeRO-1);
+- ZeroPP (2402.03791): no tensor axis, a pipeline in units of micro-batches with split backwards, parameters sharded
+  over at least two data ranks inside the node.
+
+Recomputation, micro-batch, chunks and where the optimizer lies are free for both. A gain is Megatron's seconds over
+ZeroPP's, less 1: above 0, ZeroPP is faster.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from terrace.cluster import Cluster, load_cluster
+from terrace.model.config import ModelConfig, parse_model
+from terrace.planner import Estimate, Space, Task, find, parse_pins
+from terrace.planner.bound import Bounds
+from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.ranking import ranked
+from terrace.planner.staged import IDLE, stage_steps
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import DATA, PIPELINE, TENSOR, Choice, schedule_text
+from terrace.program.schedules import schedule_names
+
+AXES = ("data", "tensor", "pipeline")
+WHOLE = ("params=device", "grads=device")  # at most ZeRO-1
+MEGATRON = (
+    ("pipeline=1", *WHOLE),
+    ("pipeline>=2", "schedule=1f1b", *WHOLE),
+    ("pipeline>=2", "schedule=interleaved", *WHOLE),
+)
+ZEROPP = ("tensor=1", "pipeline>=2", "schedule=zeropp", "params=node")
+_EVERYTHING = 10**6  # searches end by proof
+# (hidden, layers, heads): the last three settings of Qi et al. 2401.10241, Table 3, and a row of Narayanan et al.
+# 2104.04473, Table 1. Vocabulary 51,200, no dropout.
+SHAPES = {
+    "6.2B": (4096, 30, 32),
+    "14.6B": (5120, 46, 40),
+    "28.3B": (6144, 62, 48),
+    "76.1B": (10240, 60, 80),
+}
+LENGTHS = ((1024, 64), (1024, 512), (4096, 64), (4096, 256), (8192, 64))  # (sequence, sequences a step)
+
+
+def clusters() -> dict[str, Cluster]:
+    """Return the clusters of 64 devices by name, those of the fastest links first."""
+    dgx, pcie = load_cluster("dgx-a100"), load_cluster("pcie-a100")
+    return {
+        "8 x 8 NVLink, 8 NICs": dgx.resized(8),
+        "8 x 8 NVLink, 1 NIC": _linked(dgx.resized(8), node=8, nic=25e9),
+        "16 x 4 NVLink, 4 NICs, 40 GB": load_cluster("perlmutter").resized(16),
+        "32 x 2 NVLink, 1 NIC": _linked(dgx.resized(32), node=2, nic=25e9),
+        # Two or four cards reach 0.69 of 30 GB/s, eight of them 0.42 (SimuMax, A100-PCIe system file).
+        "16 x 4 PCIe, 1 NIC": _linked(pcie.resized(16), node=4, nic=25e9, efficiency=0.65),
+        "8 x 8 PCIe, 1 NIC": pcie.resized(8),
+    }
+
+
+def _linked(cluster: Cluster, node: int, nic: float, efficiency: float | None = None) -> Cluster:
+    """Return a cluster with nodes of `node` devices that share one adapter of `nic` bytes/s."""
+    inner, outer = cluster.tiers
+    inner = replace(inner, size=node, efficiency=efficiency or inner.efficiency)
+    return replace(cluster, tiers=(inner, replace(outer, bandwidth_bytes_per_s=nic / node, shared=True)))
+
+
+def model_of(name: str, positions: int) -> ModelConfig:
+    """Return one of `SHAPES` with so many positions."""
+    hidden, layers, heads = SHAPES[name]
+    return gpt(hidden, layers, heads, positions)
+
+
+def gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelConfig:
+    """Return a GPT without dropout."""
+    sizes = {"vocab_size": 51200, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
+    return parse_model({"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The best of each side on one task; None where nothing fits.
+
+    `with_tensor` is Megatron 3D with a tensor degree of 2 or more, `waiting` the same where every tensor message is
+    waited for, as in the software that the paper was written against; `best` is the best of all plans without context.
+    """
+
+    task: Task
+    megatron: Estimate | None
+    with_tensor: Estimate | None
+    waiting: Estimate | None
+    zeropp: Estimate | None
+    best: Estimate | None
+
+    def gain(self, other: Estimate | None) -> float:
+        """Return by how much ZeroPP is faster than `other`; infinite where only ZeroPP fits, NaN without ZeroPP."""
+        if self.zeropp is None:
+            return math.nan if other is None else -1.0
+        return math.inf if other is None else other.step_s / self.zeropp.step_s - 1
+
+
+def contest(task: Task) -> Contest:
+    """Search both sides of a task."""
+    loud = replace(task, software=replace(task.software, hides_messages=False))
+    return Contest(
+        task=task,
+        megatron=_best([each for pins in MEGATRON for each in _found(task, pins)]),
+        with_tensor=_best([each for pins in MEGATRON for each in _found(task, ("tensor>=2", *pins))]),
+        waiting=_best([each for pins in MEGATRON for each in _found(loud, ("tensor>=2", *pins))]),
+        zeropp=_zeropp(task),
+        best=_best([*_found(task, ()), *_found(task, ("schedule=zeropp",))]),
+    )
+
+
+def _found(task: Task, pins: Sequence[str], count: int = 1) -> tuple[Estimate, ...]:
+    """Return the best plans that satisfy the pins, by a search that ends with a proof."""
+    space = Space(task=task, axes=AXES, pins=parse_pins(pins, task.cluster, schedule_names()))
+    found, _ = find(space, count=count, limit=_EVERYTHING)
+    assert found.proved or not found.best, f"the search of {pins} ended without a proof"
+    return found.best
+
+
+def _best(found: Sequence[Estimate]) -> Estimate | None:
+    return next(iter(ranked(found)), None)
+
+
+def _zeropp(task: Task) -> Estimate | None:
+    """Return the best plan that shards inside the node; pins do not say how many data ranks a node has."""
+    count = 1
+    while True:
+        found = _found(task, ZEROPP, count)
+        sharded = [each for each in found if each.choice.rows[0][DATA] > 1]
+        if sharded or len(found) < count:
+            return sharded[0] if sharded else None
+        count *= 4
+
+
+def parts(task: Task, estimate: Estimate) -> dict[str, float]:
+    """Return where the step of a plan goes on its slowest stage, as shares of it; they sum to 1.
+
+    `idle` is waiting for other stages and their messages, `tensor` and `data` waiting for messages of these axes.
+    """
+    choice = estimate.choice
+    if choice.schedule == SERIAL:
+        time_s = dict(estimate.time_s)
+        time_s["tensor"] = time_s.pop("wait tensor", 0.0)
+    else:
+        step = stage_steps(Evaluator(Bounds(Estimator(task))), choice)
+        time_s = dict(step.stages[step.slowest].time_s)
+    waits = math.fsum(seconds for name, seconds in time_s.items() if name.startswith("wait "))
+    found = {
+        "compute": time_s["forward"] + time_s["backward"],
+        "tensor": time_s.get("tensor", 0.0),
+        "data": waits,
+        "idle": time_s.get(IDLE, 0.0),
+        "update": time_s.get("update", 0.0),
+    }
+    return {name: seconds / estimate.step_s for name, seconds in found.items()}
+
+
+def plan_words(estimate: Estimate) -> str:
+    """Return a plan in a few letters: t, p, d degrees; b micro-batch, M of them; U unit; R layers run again."""
+    choice = estimate.choice
+    words = [f"{letter}{choice.degree(axis)}" for letter, axis in (("t", TENSOR), ("p", PIPELINE), ("d", DATA))]
+    words += [schedule_text(choice.schedule, choice.chunks)] if choice.schedule != SERIAL else []
+    words += [f"b{choice.micro_batch}", f"M{estimate.num_micros}"]
+    words += [f"U{choice.unit}"] if choice.unit > 1 else []
+    words += ["R"] if choice.recompute else []
+    return " ".join(words)
+
+
+def crossed(task: Task, choice: Choice) -> str:
+    """Return the outermost tier on which the tensor ranks of a plan meet."""
+    tiers = [tier.name for tier, row in zip(task.cluster.tiers, choice.rows, strict=True) if row[TENSOR] > 1]
+    return tiers[-1] if tiers else ""
+
+
+def tasks(only: Sequence[str], models: Sequence[str]) -> Iterator[tuple[str, str, Task]]:
+    """Yield (cluster, model, task) of every setting of the chosen clusters and models."""
+    for place, cluster in clusters().items():
+        if not only or any(word in place for word in only):
+            for model in models:
+                for sequence, batch in LENGTHS:
+                    config = model_of(model, sequence)
+                    yield place, model, Task(model=config, cluster=cluster, batch=batch, sequence=sequence)
+
+
+_SIDES = ("Megatron 3D", "s", "ZeroPP", "s", "gain", "gain, t >= 2", "gain, t >= 2 waits", "best of all", "s")
+HEADER = ("model", "seq", "batch", *_SIDES)
+PARTS_HEADER = ("model", "seq", "batch", "plan", "of", "s", "GB", "compute", "tensor", "data", "idle", "update")
+
+
+def row(model: str, found: Contest) -> list[str]:
+    """Return the row of a contest."""
+    task = found.task
+    return [
+        *(model, str(task.sequence), str(task.batch)),
+        *_cells(found.megatron),
+        *_cells(found.zeropp),
+        *(percent(found.gain(other)) for other in (found.megatron, found.with_tensor, found.waiting)),
+        *_cells(found.best),
+    ]
+
+
+def parts_rows(model: str, found: Contest) -> Iterator[list[str]]:
+    """Yield, for each side, where its step goes."""
+    task = found.task
+    for side, estimate in (("Megatron", found.megatron), ("with t >= 2", found.with_tensor), ("ZeroPP", found.zeropp)):
+        if estimate is not None and not (side == "with t >= 2" and estimate == found.megatron):
+            shares = [f"{100 * share:.1f}" for share in parts(task, estimate).values()]
+            memory = f"{estimate.needed_bytes / 1e9:.0f}"
+            words = [plan_words(estimate), side, f"{estimate.step_s:.3f}", memory]
+            yield [model, str(task.sequence), str(task.batch), *words, *shares]
+
+
+def percent(gain: float) -> str:
+    """Return a gain in percent with its sign; words where a side has no plan."""
+    if math.isnan(gain):
+        return "neither fits"
+    if math.isinf(gain):
+        return "only ZeroPP fits"
+    return "ZeroPP does not fit" if gain <= -1 else f"{100 * gain:+.1f} %"
+
+
+def _cells(estimate: Estimate | None) -> tuple[str, str]:
+    return ("-", "-") if estimate is None else (plan_words(estimate), f"{estimate.step_s:.3f}")
+
+
+def summary(found: Sequence[Contest]) -> list[str]:
+    """Return in how many settings each side wins, and by how much, against each form of Megatron 3D."""
+    lines = []
+    for words, others in (
+        ("Megatron 3D", [each.megatron for each in found]),
+        ("Megatron 3D with t >= 2", [each.with_tensor for each in found]),
+        ("Megatron 3D with t >= 2 that waits for tensor messages", [each.waiting for each in found]),
+    ):
+        gains = [each.gain(other) for each, other in zip(found, others, strict=True)]
+        both = sorted(gain for gain in gains if -1 < gain < math.inf)
+        if both:
+            wins, losses = sum(gain > 0.01 for gain in both), sum(gain < -0.01 for gain in both)
+            lines.append(
+                f"ZeroPP against {words}: faster by over 1 % in {wins}, slower in {losses} of {len(both)} settings; "
+                f"from {percent(both[0])} to {percent(both[-1])}, median {percent(both[len(both) // 2])}"
+            )
+    return lines
+
+
+def main() -> int:
+    """Print a table for each cluster, where the steps go, and a summary; returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="clusters whose name holds a word")
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    options = parser.parse_args()
+    found: dict[str, list[tuple[str, Contest]]] = {}
+    for place, model, task in tasks(options.only, options.models):
+        found.setdefault(place, []).append((model, contest(task)))
+        print(f"{place}: {model}, {task.batch} x {task.sequence}", file=sys.stderr, flush=True)
+    for place, results in found.items():
+        print(f"\n### {place}\n")
+        print_table(HEADER, [row(model, each) for model, each in results])
+        print()
+        print_table(PARTS_HEADER, [line for model, each in results for line in parts_rows(model, each)])
+        print("\n" + "\n".join(summary([each for _, each in results])))
+    if len(found) > 1:
+        print("\nAll clusters\n\n" + "\n".join(summary([each for results in found.values() for _, each in results])))
+    return 0
+
+
+def print_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table in Markdown."""
+    widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
+    for line in (header, ["-" * width for width in widths], *lines):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
