@@ -97,8 +97,10 @@ class Screen:
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
         rate = cluster.device.peak_flops_per_s[self._job.run.plan.compute]
+        told = self._job.run.cluster.tiers
         links = ", ".join(
             f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
+            + " (by its file)" * (tier in told and cluster is not self._job.run.cluster)  # no group of this run's on it
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"
