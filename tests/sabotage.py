@@ -7,6 +7,7 @@ from torch import Tensor
 
 from terrace.comm import Collectives, Origin
 from terrace.plan import MessageClass
+from terrace.program import Instruction, Op
 from terrace.runtime.block_state import Gradient
 from terrace.runtime.engine import Engine
 
@@ -82,6 +83,41 @@ def uncounted_byte(engine: Engine) -> None:
     engine._ledger.add(MessageClass.REDUCE, "node", 1)
 
 
+def skipped_tie(engine: Engine) -> None:
+    """Leave out what another stage adds to the gradient of a block that both hold."""
+    for state in engine.states:
+        state.tie = lambda between, stage: None  # type: ignore[method-assign]
+
+
+def skipped_weight_half(engine: Engine) -> None:
+    """Lose the weight gradients of one micro-batch on this rank's last block, where its backward is split."""
+    executor, block = engine._executor, engine.program.stage.own[-1]
+    inner = executor._handlers[Op.BACKWARD_WEIGHT]
+
+    def lossy(now: Instruction) -> None:
+        if (now.block, now.micro) == (block, 1):
+            executor._due.pop((now.block, now.micro))
+        else:
+            inner(now)
+
+    executor._handlers[Op.BACKWARD_WEIGHT] = lossy
+
+
+def swapped_arrivals(engine: Engine) -> None:
+    """Take the first two activations of another stage for one another."""
+    executor = engine._executor
+    inner = executor._take
+
+    def swapped(backward: bool, block: int, micro: int) -> Tensor:
+        one, other = ((backward, block, each) for each in (0, 1))
+        if not backward and {one, other} <= executor._arriving.keys():
+            arriving = executor._arriving
+            arriving[one], arriving[other] = arriving[other], arriving[one]
+        return inner(backward, block, micro)
+
+    executor._take = swapped  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -91,5 +127,8 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         stale_refresh,
         unrounded_own_part,
         uncounted_byte,
+        skipped_tie,
+        skipped_weight_half,
+        swapped_arrivals,
     )
 }

@@ -376,7 +376,7 @@ def test_computed_later_a_weight_gradient_has_the_same_bits(model: str, compute:
     assert waited >= changes.get("unit", 1)
 
 
-def test_a_reduction_waits_for_all_weight_gradients() -> None:
+def test_a_step_ends_with_all_weight_gradients() -> None:
     model, cluster = MODELS["toy"], cluster_of(1)
     engine = Engine(
         model.blocks(torch.float64),
@@ -388,6 +388,6 @@ def test_a_reduction_waits_for_all_weight_gradients() -> None:
     executor: Any = engine._executor
     executor._handlers[Op.BACKWARD] = executor._backward_input
     tokens, labels = make_batch(0, 1)
-    with pytest.raises(AssertionError, match=r"REDUCE b4 m0 before the weight gradients of blocks \[4\]"):
+    with pytest.raises(AssertionError, match=r"CLIP before the weight gradients of \[\(0, 0\)"):
         engine.step([(tokens, labels)], ADAMW.lr)
     engine.close()

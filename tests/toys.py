@@ -4,7 +4,7 @@ The toy model is awkward on purpose: tied embeddings, a frozen matrix, a paramet
 that no world size divides, sequences with different numbers of labels, and one without any.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from terrace.cluster import Cluster, load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import Layout, Plan
 from terrace.plan.wire import PLACEABLE
 
@@ -106,14 +106,29 @@ _GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def _decoder_model(table: dict[str, object], **changes: object) -> Model:
+def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), **changes: object) -> Model:
     config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
-    return Model(_decoder(config), token_loss, block_specs(config))
+    specs = freeze(block_specs(config), frozen)
+    decoder = _decoder(config)
+
+    def build() -> list[nn.Module]:
+        blocks = decoder()
+        for block, spec in zip(blocks, specs, strict=True):
+            trainable = {param.name: param.trainable for param in spec.params}
+            for name, parameter in block.named_parameters():
+                parameter.requires_grad = trainable.get(name, parameter.requires_grad)
+        return blocks
+
+    return Model(build, token_loss, specs)
 
 
 # Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.
 _WIDE = {"hidden_size": 16, "num_attention_heads": 8}
 _WIDE_GPT2 = _GPT2 | {"n_embd": 16, "n_head": 8}
+
+# Eight blocks, one for each of 4 stages x 2 chunks; and a layer, a matrix or the table frozen.
+_DEEP = {"num_hidden_layers": 6}
+_FROZEN_LAYER = ("layers.1.*", "layers.0.mlp.down.*")
 
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
@@ -125,6 +140,13 @@ MODELS = {
     "wide llama, 8 kv heads": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 8}),
     "wide gpt2": _decoder_model(_WIDE_GPT2),
     "wide gpt_neox": _decoder_model(_NEOX | _WIDE),
+    "llama, frozen layer": _decoder_model(_LLAMA, _FROZEN_LAYER, tied_embeddings=True),
+    "llama, frozen table": _decoder_model(_LLAMA, ("embedding.*",), tied_embeddings=True),
+    "deep llama tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True),
+    "deep gpt2": _decoder_model(_GPT2 | {"n_layer": 6}),
+    "deep gpt_neox": _decoder_model(_NEOX | _DEEP),
+    "deep llama, frozen layer": _decoder_model(_LLAMA | _DEEP, _FROZEN_LAYER, tied_embeddings=True),
+    "deep llama, frozen table": _decoder_model(_LLAMA | _DEEP, ("embedding.*",), tied_embeddings=True),
 }
 
 

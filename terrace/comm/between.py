@@ -2,7 +2,8 @@
 
 A receive is posted before the message is needed, so that it arrives while the stage computes. Messages of one pair of
 ranks in one direction arrive in the order in which they were sent. On NCCL sends and receives are enqueued, and waiting
-makes the current stream wait, not the host.
+makes the current stream wait, not the host. On gloo a send that was begun does not say when it has ended unless it is
+waited for, and what was sent would be kept until then: so a thread for each stage sends, one message after the other.
 """
 
 import torch.distributed as dist
@@ -43,20 +44,28 @@ class Between:
         group = self._groups.between(self._stage, stage)
         tier = self._tiers[edge_tier(self._grid, self._stage, stage)]
         self._ledger.add(message, tier, values.nbytes)
-        if self.pacer is None:
+        if self._groups.backend == "nccl":
             return _WorkTicket(_work(dist.isend(values, peer, group=group)))
-        pacer, begin_s = self.pacer, self.pacer.begin()
+        pacer, begin_s = self.pacer, 0.0 if self.pacer is None else self.pacer.begin()
 
-        def paced() -> None:  # a message is held back before it leaves: the receiver only waits
-            pacer.sent(tier, values.nbytes, 1, begin_s)
+        def blocking() -> None:
+            if pacer is not None:  # a message is held back before it leaves: the receiver only waits
+                pacer.sent(tier, values.nbytes, 1, begin_s)
             dist.send(values, peer, group=group)
 
-        return self._lanes.setdefault(stage, ThreadLane()).submit(paced)
+        if stage not in self._lanes:
+            self._lanes[stage] = ThreadLane()
+        return self._lanes[stage].submit(blocking)
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
         """Begin to fill contiguous `values`; they may be read when the ticket was waited for."""
         peer = rank_at(self._grid, self._rank, stage)
         return _WorkTicket(_work(dist.irecv(values, peer, group=self._groups.between(stage, self._stage))))
+
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be sent."""
+        return any(lane.failed for lane in self._lanes.values())
 
     def close(self, wait: bool = True) -> None:
         """Stop what runs beside."""

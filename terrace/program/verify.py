@@ -196,6 +196,16 @@ class _Walker:
             edges += [(True, chunk[0], back)] if back is not None else []
         return frozenset((*edge[:2], micro, edge[2]) for edge in edges for micro in range(stage.num_micros))
 
+    @cached_property
+    def _incoming(self) -> frozenset[tuple[bool, int, int]]:
+        """What this stage reads of others: (whether a gradient, block that made it, stage)."""
+        stage = self.program.stage
+        edges = []
+        for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
+            edges += [(True, chunk[-1] + 1, onward)] if onward is not None else []
+            edges += [(False, chunk[0] - 1, back)] if back is not None else []
+        return frozenset(edges)
+
     def _backward_of(self, block: int, micro: int) -> Op:
         """Return the instruction that completes the gradient of a micro-batch: of a split one, its second half."""
         split = Instruction(Op.BACKWARD_INPUT, block, micro) in self.done
@@ -248,6 +258,7 @@ class _Walker:
         self._runs_here()
         self._needs_parameters(now.block)
         if now.block > 0 and not self._takes(False, now.block - 1):
+            self._comes_here(now.block - 1)
             self._after(Op.FORWARD, now.block - 1, now.micro)
 
     def _backward(self, now: Instruction) -> None:
@@ -262,6 +273,7 @@ class _Walker:
         is_last = now.block == len(self.program.blocks) - 1
         if not is_last and not self._takes(True, now.block + 1):
             whole, half = (Instruction(op, now.block + 1, now.micro) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+            self._comes_here(now.block + 1)
             if whole not in self.done and half not in self.done:
                 self._fail(f"it needs `{whole}` before it")
         self._adds(now)
@@ -283,6 +295,10 @@ class _Walker:
             self.read.add(key)
             return True
         return False
+
+    def _comes_here(self, block: int) -> None:
+        if block not in self.program.stage.own:
+            self._fail(f"it needs what block {block} made, which is on another stage: RECV it before")
 
     def _adds(self, now: Instruction) -> None:
         for block in (now.block, *self.program.blocks[now.block].borrows):
@@ -370,6 +386,8 @@ class _Walker:
         self._once()
         if now.block in self.program.stage.own:
             self._fail(f"block {now.block} runs on this stage")
+        if (now.backward, now.block, now.peer) not in self._incoming:
+            self._fail(f"stage {now.peer} makes nothing of it that this stage reads")
         self.received.add((now.backward, now.block, now.micro))
 
     def _fail(self, rule: str) -> None:

@@ -18,7 +18,7 @@ from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.plan.grid import Grid, rank_at, stage_of
 from terrace.plan.layout import INSIDE
 from terrace.plan.slices import slice_blocks
-from terrace.program import Program, StepReport, build, verify
+from terrace.program import Program, StepReport, build_stages, verify, verify_stages
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
 from terrace.runtime.describe import describe, replace_parameters, with_dims
@@ -219,7 +219,9 @@ class Engine:
 
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""
-        failed = any(lane.failed for lane in self._lanes.values())  # others may then wait for ranks that are gone
+        failed = self._between.failed or any(
+            lane.failed for lane in self._lanes.values()
+        )  # others may then wait for ranks that are gone
         for lane in self._lanes.values():
             lane.close(wait=not failed)
         self._between.close(wait=not failed)
@@ -278,7 +280,10 @@ def _checked(
     grid = Grid.of(cluster, plan)
     stage = stage_of(grid, rank)
     if program is None:
-        return build(cluster, plan, specs, num_micros, sequence, stage)
+        programs = build_stages(cluster, plan, specs, num_micros, sequence)
+        if len(programs) > 1:
+            verify_stages(programs)
+        return programs[stage]
     asked = (cluster, plan, slice_blocks(specs, grid), num_micros, stage)
     if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != asked:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")

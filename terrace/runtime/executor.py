@@ -342,6 +342,7 @@ class Executor:
         self._syncs.append(work)
 
     def _clip(self, now: Instruction) -> None:
+        assert not self._due, f"{now} before the weight gradients of {sorted(self._due)}"
         while self._sent:
             self._wait(self._sent.popleft()[0], f"wait {MessageClass.PIPELINE.value}")
         while self._reductions:

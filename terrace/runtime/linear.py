@@ -46,12 +46,16 @@ class _Record:
     weight: Tensor | None  # (O, I)
     bias: Tensor | None = None  # (O)
 
-    def __post_init__(self) -> None:
+    def hold(self) -> None:
+        """Note what dy and x are, to be looked at when the record is run."""
         self._versions = self._current_versions()
+
+    def release(self) -> None:
+        """Check that they are still the same."""
+        assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[Tensor, Sink]) -> None:
         """Add the gradients to those in `sinks`."""
-        assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
         if self.weight is not None:
             assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
             self._run_weight(self.inputs, *sinks[self.weight].gradient_of(self.weight))
@@ -118,9 +122,14 @@ class WeightQueue:
 
     def add(self, record: _Record) -> None:
         """Take a record."""
-        self._records.append(record)
-        if not self._hold:
-            self.run()
+        if self._hold:
+            record.hold()
+            self._records.append(record)
+        elif torch.is_grad_enabled():
+            with torch.no_grad():
+                record.run(self._sinks)
+        else:  # as in a backward
+            record.run(self._sinks)
 
     def run(self) -> None:
         """Compute what is recorded, first come first, and let go of each record's tensors.
@@ -132,7 +141,9 @@ class WeightQueue:
         """
         with torch.no_grad():
             while self._records:
-                self._records.popleft().run(self._sinks)
+                record = self._records.popleft()
+                record.release()
+                record.run(self._sinks)
 
 
 class WeightGradients:
@@ -229,6 +240,18 @@ def _embedding(
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
 
 
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `backward` as torch's `once_differentiable` does, whose switching of modes costs as much as a small
+    product, where a graph is made of the backward; elsewhere as it is.
+    """
+    guarded = once_differentiable(backward)
+
+    def run(ctx: Any, *gradients: Tensor) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
+
+
 class _Linear(torch.autograd.Function):
     """x (..., I), weight (O, I), bias (O) to (..., O)."""
 
@@ -240,7 +263,7 @@ class _Linear(torch.autograd.Function):
         return _plain(F.linear, (x, weight, bias))
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -271,7 +294,7 @@ class _Embedding(torch.autograd.Function):
         return _plain(F.embedding, (tokens, weight))
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens,) = ctx.saved_tensors
         rows = output_gradient.reshape(-1, output_gradient.shape[-1])  # (N, H)
