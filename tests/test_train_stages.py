@@ -23,7 +23,7 @@ def test_a_run_compares_every_stage(tmp_path: Path) -> None:
     assert "embedding, layers.0" in before
     assert "a copy of embedding" in before
     assert "together exactly the model's" in before
-    assert re.search(r"node \S+ \S+ after \S+ \S+ \(by its file\)", before)  # no collective crosses it
+    assert re.search(r"node \S+ \S+ after \S+ \S+ \(by its file\)", before)  # only stages talk over it
     assert "rank 0, of stage 0" in after
     assert len(re.findall(r"^ +[01] .* yes *$", after, re.M)) == 2
     assert "bytes equal on every stage" in after
