@@ -29,6 +29,7 @@ from terrace.report.stage_tables import (
     idle_s,
     order_text,
     others_s,
+    stage_bytes_tables,
     stage_comparison_table,
 )
 from terrace.report.tables import quantity, seconds, stage_band_words
@@ -101,7 +102,7 @@ def _section(out: str, title: str) -> list[str]:
     start = next(index for index, line in enumerate(lines) if line.startswith(title))
     section: list[str] = []
     for line in lines[start + 1 :]:
-        if not line.strip() and any(re.match(r"\s*\d+ |\s*all ", each) for each in section):
+        if not line.strip() and any(re.match(r"\s*(\d+|all|total|stage \d+) ", each) for each in section):
             break
         section.append(line.rstrip())
     return section
@@ -137,14 +138,17 @@ def test_memory_bytes_and_seconds_are_those_of_the_programs(here: Here) -> None:
     programs, step = _played(config)
     out = here.explain("--plan.schedule", "zb-h1", "--lines", "2")
     memory = _rows(out, "model state and activations")
-    sent = _rows(out, "bytes one rank of each stage")
+    sent = _section(out, "bytes one rank of each stage")
     spent = _rows(out, "seconds of a step")
     for index, (program, report) in enumerate(zip(programs, step.reports, strict=True)):
         state, kept = sum(program.state_bytes.values()), kept_activations(config, program)
         assert memory[str(index)][-3:] == [quantity(size, "B") for size in (state, kept, state + kept)]
-        assert sent[str(index)][-1] == quantity(sum(report.sent_bytes.values()), "B")
-        assert quantity(report.sent_bytes[MessageClass.PIPELINE, "system"], "B") in sent[str(index)]
         assert spent[str(index)][-2:] == [seconds(report.step_s), f"{idle_s(report) / report.step_s:.1%}"]
+    between = [report.sent_bytes[MessageClass.PIPELINE, "system"] for report in step.reports]
+    totals = [sum(report.sent_bytes.values()) for report in step.reports]
+    for words, sizes in (("pipeline +system", between), ("total", totals)):
+        cells = " +".join(quantity(size, "B") for size in sizes)
+        assert any(re.fullmatch(rf" {words} +{cells}", line) for line in sent), (words, sent)
     assert re.search(rf"^ +all +{bubble(step.reports):.1%} *$", out, re.M)
 
 
@@ -345,6 +349,14 @@ def test_every_stage_counts_in_the_verdict() -> None:
     text = _text(stage_comparison_table([good, wrong]))
     assert re.search(r"0 +3\.88 / 3\.88 s +\+0 % +2\.50 / 2\.50 s +375\.0 / 375\.0 ms +1\.00 / 1\.00 s .* yes", text)
     assert re.search(r"1 .* NO", text)
+
+
+def test_the_bytes_of_many_stages_stand_in_several_tables() -> None:
+    sent = [{(MessageClass.PIPELINE, "node"): stage + 1} for stage in range(10)]
+    first, second = map(_text, stage_bytes_tables(sent, ["package", "node"]))
+    assert re.search(r"pipeline +node +1 B +2 B .* 8 B", first)
+    assert re.search(r"stage 8 +stage 9", second)
+    assert re.search(r"pipeline +node +9 B +10 B", second)
 
 
 def _text(table: Table) -> str:

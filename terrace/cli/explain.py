@@ -17,7 +17,7 @@ from terrace.report import bytes_table, inside_table, memory_table, plan_table, 
 from terrace.report.stage_tables import (
     order_text,
     parts_words,
-    stage_bytes_table,
+    stage_bytes_tables,
     stage_memory_table,
     stage_time_table,
     stages_table,
@@ -114,7 +114,8 @@ def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, 
     console.print(stages_table(programs, config.blocks()))
     print(parts_words(programs, config.blocks()))
     console.print(stage_memory_table(programs, kept, device.memory_bytes))
-    console.print(stage_bytes_table([report.sent_bytes for report in step.reports], programs[0].layout.tiers))
+    for table in stage_bytes_tables([report.sent_bytes for report in step.reports], programs[0].layout.tiers):
+        console.print(table)
     print(wire_words(config.plan))
     if programs[stage].tensor.degree > 1:
         console.print(inside_table(programs[stage]))

@@ -29,7 +29,7 @@ from terrace.report import (
 )
 from terrace.report.stage_tables import (
     parts_words,
-    stage_bytes_table,
+    stage_bytes_tables,
     stage_comparison_table,
     stage_memory_table,
     stages_table,
@@ -84,7 +84,8 @@ def _show_stages(job: Job, console: Terminal) -> None:
     sent = [
         step_bytes(run.cluster, run.plan, each.blocks, each.num_micros, each.sequence, each.stage) for each in programs
     ]
-    console.print(stage_bytes_table(sent, tiers))
+    for table in stage_bytes_tables(sent, tiers):
+        console.print(table)
 
 
 class Screen:

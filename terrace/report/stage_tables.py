@@ -104,18 +104,23 @@ def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], 
     return table
 
 
-def stage_bytes_table(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> Table:
-    """Return what one rank of each stage sends in a step: stages down, message classes and their tiers across."""
-    table = new_table("bytes one rank of each stage sends in a step")
+def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
+    """Return what one rank of each stage sends in a step: message classes and tiers down, eight stages a table."""
     keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
-    table.add_column("stage", justify="right")
-    for message, tier in keys:
-        table.add_column("\n".join((*message.value.split("_"), tier)), justify="right")
-    table.add_column("total", justify="right")
-    for index, row in enumerate(sent):
-        cells = [quantity(row[key], "B") if row.get(key) else "-" for key in keys]
-        table.add_row(str(index), *cells, quantity(sum(row.values()), "B"))
-    return table
+    tables = []
+    for first in range(0, len(sent), 8):
+        table = new_table("bytes one rank of each stage sends in a step")
+        table.add_column("message")
+        table.add_column("tier")
+        for stage in range(first, min(first + 8, len(sent))):
+            table.add_column(f"stage {stage}", justify="right")
+        shown = sent[first : first + 8]
+        for key in keys:
+            table.add_row(key[0].value, key[1], *(quantity(row[key], "B") if row.get(key) else "-" for row in shown))
+        table.add_section()
+        table.add_row("total", "", *(quantity(sum(row.values()), "B") for row in shown))
+        tables.append(table)
+    return tables
 
 
 def stage_time_table(reports: Sequence[StepReport]) -> Table:
