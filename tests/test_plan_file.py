@@ -18,13 +18,29 @@ __all__ = ["here"]
 
 
 def test_plan_of_other_axes_is_written_to_be_looked_at(here: Here) -> None:
-    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "pipeline", "--pin", "pipeline=2")
+    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "context", "--pin", "context=2")
     assert code == 0
-    assert "pipeline 2" in out
-    assert "wrote plan.toml, to be looked at: this version does not train the pipeline axis" in out
+    assert "context 2" in out
+    assert "wrote plan.toml, to be looked at: this version does not train the context axis" in out
     assert "to train" not in out
     assert main(["train", "--plan", "plan.toml"]) == 2
-    assert "runs the data and the tensor axis only" in here.error()
+    assert "runs the axes data, tensor, pipeline only" in here.error()
+
+
+def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(here: Here) -> None:
+    """The programs of all stages take about the step that the planner found for their orders."""
+    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "pipeline=2", "--pin", "schedule=1f1b")
+    assert code == 0
+    assert "to train: terrace train --plan plan.toml" in out
+    plan = resolve(None, {"plan": "plan.toml"}, {}).plan
+    assert sum(plan.stages) == 6  # four layers, embedding and head
+    assert main(["explain", "--plan", "plan.toml", "--lines", "2"]) == 0
+    explained = here.out()
+    rows = [line.split() for line in explained.splitlines() if line.split()[-1:] and line.split()[-1].endswith("%")]
+    value, unit = rows[0][-3:-1]
+    step = next(line.split()[1:3] for line in out.splitlines() if line.startswith(" 1 "))
+    assert unit == step[1]
+    assert float(value) == pytest.approx(float(step[0]), rel=0.03)
 
 
 def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Here) -> None:
@@ -128,7 +144,7 @@ def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster:
     runs = "data=16" in pins or "context=1" in pins
     pipelined = "pipeline=1" not in pins and not runs
     assert ("stages down, time across" in played) == pipelined
-    assert ("this step cannot be trained yet" in played) != runs
+    assert ("this step cannot be trained yet" in played) == ("context=2" in pins)
     said = [line for line in played.splitlines() if line.startswith(("step ", " step "))]
     assert any(" ".join(step) in line for line in said), (step, said)
     assert "On the critical path of the step: " in played

@@ -23,11 +23,16 @@ def checked_programs(config: RunConfig) -> list[Program]:
     return programs
 
 
-def _check_activations(config: RunConfig, program: Program) -> None:
-    device = config.cluster.device
+def kept_activations(config: RunConfig, program: Program) -> int:
+    """Return the most bytes of activations that a rank of a stage keeps."""
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
-    by_block = activations_by_block(work, config.plan, program.blocks, device.backend)
-    kept, states = activation_bytes(program, by_block), sum(program.state_bytes.values())
+    return activation_bytes(
+        program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)
+    )
+
+
+def _check_activations(config: RunConfig, program: Program) -> None:
+    device, kept, states = config.cluster.device, kept_activations(config, program), sum(program.state_bytes.values())
     if kept + states > device.memory_bytes:
         raise PlanError(
             f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "

@@ -11,13 +11,29 @@ from typing import Any
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cli.output import Terminal
+from terrace.cli.programs import kept_activations
 from terrace.cluster import Cluster
 from terrace.plan import step_bytes
 from terrace.plan.grid import Grid
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.slices import slice_blocks
-from terrace.program import StepReport
-from terrace.report import band_words, bytes_table, comparison_tables, loss_svg, memory_table, plan_table, wire_words
+from terrace.program import StepReport, build_stages
+from terrace.report import (
+    bytes_table,
+    comparison_tables,
+    loss_svg,
+    memory_table,
+    plan_table,
+    stage_band_words,
+    wire_words,
+)
+from terrace.report.stage_tables import (
+    parts_words,
+    stage_bytes_tables,
+    stage_comparison_table,
+    stage_memory_table,
+    stages_table,
+)
 from terrace.report.tables import quantity, seconds
 from terrace.runtime.launch import pace
 from terrace.train.loop import Job
@@ -36,16 +52,40 @@ def show_plan(job: Job) -> None:
         f"{run.plan.micro_batch} per rank\n"
     )
     console.print(plan_table(run.cluster, run.plan))
-    held, sequence = slice_blocks(blocks, Grid.of(run.cluster, run.plan)), run.train.sequence
-    memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
-    console.print(memory_table(memory, run.cluster.device.memory_bytes))
-    tiers = [tier.name for tier in run.cluster.tiers]
-    console.print(bytes_table(step_bytes(run.cluster, run.plan, held, num_micros, sequence), tiers))
+    if Grid.of(run.cluster, run.plan).total("pipeline") > 1:
+        _show_stages(job, console)
+    else:
+        _show_rank(job, console)
     print(wire_words(run.plan))
     rate = pace()
     if rate is not None:
         print(f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)\n")
     sys.stdout.flush()
+
+
+def _show_rank(job: Job, console: Terminal) -> None:
+    """Print what a rank keeps and sends."""
+    run, num_micros = job.run, job.run.num_micros()
+    held, sequence = slice_blocks(run.blocks(), Grid.of(run.cluster, run.plan)), run.train.sequence
+    memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
+    console.print(memory_table(memory, run.cluster.device.memory_bytes))
+    tiers = [tier.name for tier in run.cluster.tiers]
+    console.print(bytes_table(step_bytes(run.cluster, run.plan, held, num_micros, sequence), tiers))
+
+
+def _show_stages(job: Job, console: Terminal) -> None:
+    """Print what the stages run, and what a rank of each keeps and sends."""
+    run, tiers = job.run, [tier.name for tier in job.run.cluster.tiers]
+    programs = build_stages(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
+    console.print(stages_table(programs, run.blocks()))
+    print(parts_words(programs, run.blocks()))
+    kept = [kept_activations(run, program) for program in programs]
+    console.print(stage_memory_table(programs, kept, run.cluster.device.memory_bytes))
+    sent = [
+        step_bytes(run.cluster, run.plan, each.blocks, each.num_micros, each.sequence, each.stage) for each in programs
+    ]
+    for table in stage_bytes_tables(sent, tiers):
+        console.print(table)
 
 
 class Screen:
@@ -58,8 +98,11 @@ class Screen:
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
         rate = cluster.device.peak_flops_per_s[self._job.run.plan.compute]
+        told = self._job.run.cluster.tiers
         links = ", ".join(
             f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
+            + " (by its file)"
+            * (tier in told and cluster is not self._job.run.cluster)  # only data and tensor ranks' links are measured
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"
@@ -92,9 +135,13 @@ class Screen:
         folder = self._job.folder
         print()
         self._console.print("predicted beside measured", style="bold underline")
+        if outcome.stages:
+            print("rank 0, of stage 0\n")
         for table in comparison_tables(outcome.predicted, outcome.measured):
             self._console.print(table)
-        print(f"{band_words(outcome.predicted, outcome.measured)}\n")
+        if outcome.stages:
+            self._console.print(stage_comparison_table(outcome.stages))
+        print(f"{stage_band_words(outcome.stages or [(outcome.predicted, outcome.measured)])}\n")
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
@@ -150,10 +197,15 @@ def _report(outcome: Outcome) -> dict[str, Any]:
         sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
         return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
 
-    return {
+    table = {
         "final_loss": outcome.final_loss,
         "num_steps": outcome.num_steps,
         "quantisation_error": outcome.quantisation_error,
         "predicted": plain(outcome.predicted),
         "measured": plain(outcome.measured),
     }
+    if outcome.stages:
+        table["stages"] = [
+            {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages
+        ]
+    return table

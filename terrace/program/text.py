@@ -25,8 +25,10 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> str:
-    if instruction.op is Op.BACKWARD and instruction.block in again:
+    if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and instruction.block in again:
         return "recomputes its forward"
+    if instruction.peer >= 0:
+        return ", ".join(program.layout.tiers[tier] for tier in program.crossed(instruction))
     if instruction.op not in COLLECTIVES:
         return ""
     crossed = [program.layout.tiers[tier] for tier in program.crossed(instruction)]

@@ -8,6 +8,7 @@ from terrace.report.tables import (
     comparison_tables,
     memory_table,
     plan_table,
+    stage_band_words,
     time_table,
     wire_words,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "loss_svg",
     "memory_table",
     "plan_table",
+    "stage_band_words",
     "time_table",
     "wire_words",
 ]

@@ -136,17 +136,42 @@ def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table
 
 def band_words(predicted: StepReport, measured: StepReport) -> str:
     """Say in a sentence for step time and memory whether the prediction kept to its band, relative to the measured."""
-    figures = (
-        ("step time", predicted.step_s, measured.step_s, STEP_BAND),
-        ("model state", sum(predicted.memory_bytes.values()), sum(measured.memory_bytes.values()), MEMORY_BAND),
-    )
+    return stage_band_words([(predicted, measured)])
+
+
+def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
+    """Say the same of (predicted, measured) of all stages, by the one that misses most, and of their bytes."""
     sentences = []
-    for name, expected, found, band in figures:
-        if expected > 0 and found > 0:
-            error = (expected - found) / found
-            verdict = "within" if abs(error) <= band else "OUTSIDE"
-            sentences.append(f"predicted {name} {100 * error:+.0f} %, {verdict} its band of {100 * band:.0f} %")
-    return "; ".join(sentences)
+    for name, band, size in (("step time", STEP_BAND, _step_s), ("model state", MEMORY_BAND, _state_bytes)):
+        sizes = [(size(predicted), size(measured)) for predicted, measured in stages]
+        errors = [(expected - found) / found if expected > 0 and found > 0 else 0.0 for expected, found in sizes]
+        worst = max(range(len(stages)), key=lambda stage: abs(errors[stage]))
+        if sizes[worst][0] > 0 and sizes[worst][1] > 0:
+            verdict = "within" if abs(errors[worst]) <= band else "OUTSIDE"
+            where = f" at most (stage {worst})" if len(stages) > 1 else ""
+            sentences.append(
+                f"predicted {name} {100 * errors[worst]:+.0f} %{where}, {verdict} its band of {100 * band:.0f} %"
+            )
+    if len(stages) > 1:
+        differ = [
+            str(stage) for stage, (predicted, measured) in enumerate(stages) if not equal_bytes(predicted, measured)
+        ]
+        sentences.append(f"bytes DIFFERENT on stage {', '.join(differ)}" if differ else "bytes equal on every stage")
+    return (";\n" if len(stages) > 1 else "; ").join(sentences)
+
+
+def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
+    """Tell whether what was sent is what was predicted, per message class and tier."""
+    keys = predicted.sent_bytes.keys() | measured.sent_bytes.keys()
+    return all(predicted.sent_bytes.get(key, 0) == measured.sent_bytes.get(key, 0) for key in keys)
+
+
+def _step_s(report: StepReport) -> float:
+    return report.step_s
+
+
+def _state_bytes(report: StepReport) -> float:
+    return sum(report.memory_bytes.values())
 
 
 def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:

@@ -138,10 +138,10 @@ def _from_work(program: Program, work: Work) -> Costs:
 
 
 def update_seconds(program: Program) -> tuple[float, ...]:
-    """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last."""
+    """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last held."""
     device = program.cluster.device
     update = [optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s for parts in program.flats]
-    update[-1] += device.kernels.optimizer_s  # once a step
+    update[program.stage.held[-1]] += device.kernels.optimizer_s  # once a step, on every stage
     return tuple(update)
 
 

@@ -1,11 +1,25 @@
-"""A timeline, and memory over it, as text: stages down, time across."""
+"""A timeline, the passes of played programs, and memory over a step as text: stages down, time across."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
+from terrace.plan.stage import Stage
+from terrace.program import Op
 from terrace.program.schedules import Kind, Task
 from terrace.simulate.curve import MemoryCurve
+from terrace.simulate.stages import Passed
 from terrace.simulate.timeline import Timeline
+
+_KINDS = {Op[kind.name]: kind for kind in Kind}
+
+
+class Span(NamedTuple):
+    """A task of a stage, and from when to when it ran."""
+
+    task: Task
+    start_s: float
+    end_s: float
 
 
 def picture(timeline: Timeline, width: int = 100, *, stretch: float = 1.0, tails_s: Sequence[float] = ()) -> str:
@@ -17,30 +31,61 @@ def picture(timeline: Timeline, width: int = 100, *, stretch: float = 1.0, tails
     the bubble, which the tails change, is left to who knows the step.
     """
     orders = timeline.orders
-    names = [f"stage {stage} " for stage in range(orders.num_stages)]
-    indent = max(map(len, names))
-    columns = max(8, width - indent)
+    names, columns = _names(orders.num_stages, width)
     span_s = stretch * timeline.makespan_s
     column_s = (span_s + max(tails_s, default=0.0)) / columns
     lines = []
     for stage, name in enumerate(names):
-        line = "".join(map(_label, *zip(*_runs(timeline, stage, columns, column_s / stretch), strict=True)))
+        spans = zip(orders.tasks[stage], timeline.starts_s[stage], timeline.ends_s[stage], strict=True)
+        line = _row(spans, columns, column_s / stretch)
         if tails_s:
             first, last = round(span_s / column_s), round((span_s + tails_s[stage]) / column_s)
             line = line[:first] + "U" * (last - first) + "." * (columns - last)
-        lines.append(name.ljust(indent) + line)
-    kinds = {task.kind for tasks in orders.tasks for task in tasks}
-    words = ", ".join(f"{kind.letter} {kind.name.lower().replace('_', ' ')}" for kind in Kind if kind in kinds)
+        lines.append(name + line)
+    words = _legend(task for tasks in orders.tasks for task in tasks)
     if tails_s:
         return "\n".join([*lines, f"{words}, U sums of gradients and update, . idle; a column is {column_s:.3g} s"])
     return "\n".join([*lines, f"{words}, . idle", f"a column is {column_s:.3g} s, the bubble {timeline.bubble:.1%}"])
 
 
+def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[Span]:
+    """Return the tasks of a stage's played program: a micro-batch passes all blocks of a chunk, one after the other.
+
+    What a task waits for between its blocks, and for the parameters of the first, is part of it.
+    """
+    chunk_of = {block: chunk for chunk, blocks in enumerate(stage.chunks) for block in blocks}
+
+    def task(passed: Passed) -> Task:
+        instruction = passed.instruction
+        return Task(_KINDS[instruction.op], chunk_of[instruction.block], instruction.micro)
+
+    spans = []
+    for each, group in groupby(passes, task):
+        together = list(group)
+        spans.append(Span(each, together[0].start_s, together[-1].end_s))
+    return spans
+
+
+def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], step_s: float, width: int = 100) -> str:
+    """Return the passes of the stages' played programs in the form of `picture`, from the first to the last of all."""
+    names, columns = _names(len(stages), width)
+    spans = [task_spans(stage, passed) for stage, passed in zip(stages, passes, strict=True)]
+    first_s = min(row[0].start_s for row in spans)
+    last_s = max(row[-1].end_s for row in spans)
+    column_s = (last_s - first_s) / columns
+    lines = []
+    for name, row in zip(names, spans, strict=True):
+        moved = [(task, start_s - first_s, end_s - first_s) for task, start_s, end_s in row]
+        lines.append(name + _row(moved, columns, column_s))
+    words = _legend(span.task for row in spans for span in row)
+    share = (last_s - first_s) / step_s
+    return "\n".join([*lines, f"{words}, . idle; a column is {column_s:.3g} s, the picture {share:.0%} of the step"])
+
+
 def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 100) -> str:
     """Return one line a stage over a step: the tenths of the highest peak that it holds, at most in each column."""
-    names = [f"stage {stage} " for stage in range(len(curves))]
-    indent = max(map(len, names))
-    columns, highest = max(8, width - indent), max(curve.peak[0] for curve in curves) or 1.0
+    names, columns = _names(len(curves), width)
+    highest = max(curve.peak[0] for curve in curves) or 1.0
     lines = []
     for name, curve in zip(names, curves, strict=True):
         totals, index, line = curve.total_bytes, 0, ""
@@ -50,21 +95,37 @@ def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 10
                 index += 1
                 most = max(most, totals[index])
             line += str(min(9, int(10 * most / highest)))
-        lines.append(name.ljust(indent) + line)
+        lines.append(name + line)
     return "\n".join(lines)
 
 
-def _runs(timeline: Timeline, stage: int, columns: int, column_s: float) -> Iterator[tuple[Task | None, int]]:
+def _names(num_stages: int, width: int) -> tuple[list[str], int]:
+    """Return the beginnings of the lines, all of one length, and the columns that are left for time."""
+    names = [f"stage {stage} " for stage in range(num_stages)]
+    indent = max(map(len, names))
+    return [name.ljust(indent) for name in names], max(8, width - indent)
+
+
+def _legend(tasks: Iterable[Task]) -> str:
+    kinds = {task.kind for task in tasks}
+    return ", ".join(f"{kind.letter} {kind.name.lower().replace('_', ' ')}" for kind in Kind if kind in kinds)
+
+
+def _row(spans: Iterable[tuple[Task, float, float]], columns: int, column_s: float) -> str:
+    return "".join(_label(task, number) for task, number in _runs(list(spans), columns, column_s))
+
+
+def _runs(
+    spans: Sequence[tuple[Task, float, float]], columns: int, column_s: float
+) -> Iterator[tuple[Task | None, int]]:
     """Yield what runs in the middle of the columns, and in how many of them."""
-    tasks = timeline.orders.tasks[stage]
-    starts_s, ends_s = timeline.starts_s[stage], timeline.ends_s[stage]
     position, shown = 0, []
     for column in range(columns):
         middle_s = (column + 0.5) * column_s
-        while position < len(tasks) and ends_s[position] <= middle_s:
+        while position < len(spans) and spans[position][2] <= middle_s:
             position += 1
-        runs = position < len(tasks) and starts_s[position] <= middle_s
-        shown.append(tasks[position] if runs else None)
+        runs = position < len(spans) and spans[position][1] <= middle_s
+        shown.append(spans[position][0] if runs else None)
     for task, group in groupby(shown):
         yield task, len(list(group))
 

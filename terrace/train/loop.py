@@ -6,7 +6,7 @@ Everything a user may have got wrong was checked before; what can still fail her
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from terrace.comm import Pacer
 from terrace.model.config import forward_flops, num_params, to_table
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
+from terrace.plan.grid import rank_at
 from terrace.program import StepReport, build_stages
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
@@ -100,9 +101,12 @@ class _Run:
         if not cluster.is_measured or self.engine.pacer is not None:  # what was probed knows nothing of the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
-        predicted = predict(self.run, cluster, self.engine.program.stage.index)
+        of_stages = predict(self.run, cluster)
+        predicted = of_stages[self.engine.program.stage.index]
         self.observer.started(predicted, cluster, first_step)
         summary = self._steps(first_step)
+        measured = self.engine.report(summary.mean_time_s)
+        stages = self._stages(of_stages, measured)  # before the sample, which one rank makes and all would wait for
         folder = latest(self.job.folder)
         assert folder is not None, "a run ends with a checkpoint"
         result = Outcome(
@@ -110,9 +114,10 @@ class _Run:
             num_steps=self.run.train.steps,
             checkpoint=folder,
             predicted=predicted,
-            measured=self.engine.report(summary.mean_time_s),
+            measured=measured,
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
+            stages=stages,
         )
         self.engine.close()
         self.observer.finished(result)
@@ -152,6 +157,16 @@ class _Run:
         if metrics is not None:
             metrics.close()
         return summary
+
+    def _stages(
+        self, predicted: Sequence[StepReport], measured: StepReport
+    ) -> tuple[tuple[StepReport, StepReport], ...]:
+        """Return what was predicted and measured for the first rank of every stage; every rank calls this."""
+        if len(predicted) == 1:
+            return ()
+        self.dog.idle("comparing the stages")
+        of_ranks, grid = self.engine.exchange(measured), self.engine.program.grid
+        return tuple((each, of_ranks[rank_at(grid, 0, stage)]) for stage, each in enumerate(predicted))
 
     def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         layout, device = self.engine.program.layout, self.engine.device
@@ -217,8 +232,8 @@ def device_of() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
 
 
-def predict(run: RunConfig, cluster: Cluster, stage: int = 0) -> StepReport:
-    """Return the predicted report of a steady step of this run on `cluster`, for a rank of a stage.
+def predict(run: RunConfig, cluster: Cluster) -> list[StepReport]:
+    """Return the predicted reports of a steady step of this run on `cluster`, for a rank of each stage.
 
     The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
     run measured, which is the FLOP/s of a layer.
@@ -230,8 +245,8 @@ def predict(run: RunConfig, cluster: Cluster, stage: int = 0) -> StepReport:
         work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
     costs = [step_costs(program, work) for program in programs]
     if len(programs) == 1:
-        return simulate(programs[0], costs[0])
-    return simulate_stages(programs, costs).reports[stage]
+        return [simulate(programs[0], costs[0])]
+    return simulate_stages(programs, costs).reports
 
 
 def _check_finite(result: StepResult, step: int) -> None:

@@ -29,9 +29,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: final loss (mean of the last tenth of the steps) and the two reports.
+    """How a run ended: final loss (mean of the last tenth of the steps) and the two reports of this rank.
 
-    `quantisation_error` is that of the last step, by message class.
+    `stages` has the two reports of a rank of each pipeline stage, the first data and tensor rank, and nothing without a
+    pipeline. `quantisation_error` is that of the last step, by message class.
     """
 
     final_loss: float
@@ -41,6 +42,7 @@ class Outcome:
     measured: StepReport
     sample: str | None
     quantisation_error: dict[str, float] = field(default_factory=dict)
+    stages: tuple[tuple[StepReport, StepReport], ...] = ()  # (predicted, measured)
 
 
 class Summary:

@@ -1,0 +1,185 @@
+"""The stages of a pipeline as tables for the terminal: what each holds, costs and sends, and its tasks in order."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from terrace.model.spec import BlockSpec
+from terrace.plan import MessageClass
+from terrace.program import Program, StepReport
+from terrace.program.schedules import Orders, to_csv
+from terrace.report.tables import equal_bytes, new_table, quantity, seconds
+
+# What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
+ON_STAGES = tuple(
+    f"wait {message.value}" for message in (MessageClass.PIPELINE, MessageClass.TIE, MessageClass.CONTROL)
+)
+
+
+def idle_s(report: StepReport) -> float:
+    """Return the seconds of a step in which a stage waits for other stages."""
+    return sum(report.time_s.get(name, 0.0) for name in ON_STAGES)
+
+
+def others_s(report: StepReport) -> float:
+    """Return the seconds of a step in which a stage waits for its data and tensor ranks."""
+    return report.step_s - computing_s(report) - idle_s(report)
+
+
+def computing_s(report: StepReport) -> float:
+    """Return the seconds of a step in which nothing is waited for."""
+    return sum(spent for name, spent in report.time_s.items() if not name.startswith("wait "))
+
+
+def bubble(reports: Sequence[StepReport]) -> float:
+    """Return the share of the stages' time in which they wait for other stages: `idle_s` over the step, all stages."""
+    return sum(map(idle_s, reports)) / sum(report.step_s for report in reports)
+
+
+def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
+    """Return the names of neighbouring blocks, numbered ones joined: embedding, layers.0-3."""
+    runs: list[list[str]] = []
+    for index in indexes:
+        name = blocks[index].name
+        stem, dot, number = name.rpartition(".")
+        if runs and dot and number.isdecimal() and runs[-1][0].rpartition(".")[0] == stem:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([name])
+    return ", ".join("-".join(run) for run in runs)
+
+
+def num_params(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> int:
+    """Return how many parameters these blocks own."""
+    return sum(blocks[index].num_trainable + blocks[index].num_frozen for index in indexes)
+
+
+def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Table:
+    """Return what every stage runs; `blocks` is the whole model, whatever a tensor rank holds of it."""
+    table = new_table("stages: what each runs")
+    num_chunks = len(programs[0].stage.chunks)
+    table.add_column("stage", justify="right")
+    for chunk in range(num_chunks):
+        table.add_column(f"chunk {chunk}" if num_chunks > 1 else "blocks")
+    table.add_column("parameters", justify="right")
+    for program in programs:
+        stage = program.stage
+        cells = (block_words(blocks, chunk) for chunk in stage.chunks)
+        table.add_row(str(stage.index), *cells, f"{num_params(blocks, stage.own):,}")
+    table.add_section()
+    total = sum(num_params(blocks, program.stage.own) for program in programs)
+    table.add_row("all", *[""] * num_chunks, f"{total:,}")
+    return table
+
+
+def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str:
+    """Say that the stages run the model and nothing twice, and which stages hold copies."""
+    run = sorted(index for program in programs for index in program.stage.own)
+    assert run == list(range(len(blocks))), f"the stages run the blocks {run} of {len(blocks)}"
+    whole = num_params(blocks, range(len(blocks)))
+    lines = [f"together exactly the model's {whole:,} parameters"]
+    for program in programs:
+        stage = program.stage
+        ties = dict(stage.ties)
+        for index in stage.copies:
+            lines.append(
+                f"beside them stage {stage.index} holds a copy of {blocks[index].name} "
+                f"({num_params(blocks, [index]):,} parameters), tied to that of stage {ties[index]}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], capacity_bytes: float) -> Table:
+    """Return the model state of a rank of every stage by category, and the activations that it keeps at most."""
+    capacity = quantity(capacity_bytes, "B")
+    table = new_table(f"model state and activations of one rank of each stage, at most (the device has {capacity})")
+    names = [name for name in programs[0].state_bytes if any(program.state_bytes[name] for program in programs)]
+    for heading in ("stage", *names, "model state", "activations", "together"):
+        table.add_column(heading, justify="right")
+    for index, (program, kept) in enumerate(zip(programs, activations, strict=True)):
+        state = sum(program.state_bytes.values())
+        sizes = (*(program.state_bytes[name] for name in names), state, kept, state + kept)
+        table.add_row(str(index), *(quantity(size, "B") if size else "-" for size in sizes))
+    return table
+
+
+def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
+    """Return what one rank of each stage sends in a step: message classes and tiers down, eight stages a table."""
+    keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
+    tables = []
+    for first in range(0, len(sent), 8):
+        table = new_table("bytes one rank of each stage sends in a step")
+        table.add_column("message")
+        table.add_column("tier")
+        for stage in range(first, min(first + 8, len(sent))):
+            table.add_column(f"stage {stage}", justify="right")
+        shown = sent[first : first + 8]
+        for key in keys:
+            table.add_row(key[0].value, key[1], *(quantity(row[key], "B") if row.get(key) else "-" for row in shown))
+        table.add_section()
+        table.add_row("total", "", *(quantity(sum(row.values()), "B") for row in shown))
+        tables.append(table)
+    return tables
+
+
+def stage_time_table(reports: Sequence[StepReport]) -> Table:
+    """Return the predicted seconds of a step of every stage, by what it does."""
+    table = new_table("seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)")
+    names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
+    headings = ["stage", *names, "update, norm", "wait pipeline", "wait tie, norm", "wait others", "step", "bubble"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for index, report in enumerate(reports):
+        time_s, idle = report.time_s, idle_s(report)
+        pipeline = time_s.get(ON_STAGES[0], 0.0)
+        shown = [time_s.get(name, 0.0) for name in names]
+        rest = computing_s(report) - sum(shown)
+        spent = [*shown, rest, pipeline, idle - pipeline, others_s(report), report.step_s]
+        cells = (seconds(value) if value > 0 else "-" for value in spent)
+        table.add_row(str(index), *cells, f"{idle / report.step_s:.1%}")
+    table.add_section()
+    table.add_row("all", *[""] * (len(headings) - 2), f"{bubble(reports):.1%}")
+    return table
+
+
+def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
+    """Return (predicted, measured) of one rank of each stage side by side."""
+    table = new_table("every stage, predicted / measured (mean)")
+    for heading in ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal"):
+        table.add_column(heading, justify="right")
+    for index, (predicted, measured) in enumerate(stages):
+        sides = (predicted, measured)
+        step, *spent = (
+            _pair(*(seconds(of(report)) for report in sides)) for of in (_step_s, computing_s, idle_s, others_s)
+        )
+        error = f"{100 * (predicted.step_s - measured.step_s) / measured.step_s:+.0f} %" if measured.step_s else ""
+        state = _pair(*(quantity(sum(report.memory_bytes.values()), "B") for report in sides))
+        same = Text("yes") if equal_bytes(predicted, measured) else Text("NO", style="bold red")
+        table.add_row(str(index), step, error, *spent, state, same)
+    return table
+
+
+def _step_s(report: StepReport) -> float:
+    return report.step_s
+
+
+def _pair(predicted: str, measured: str) -> str:
+    """Return two quantities with their unit once, where it is the same."""
+    (first, one), (_, other) = predicted.split(" "), measured.split(" ")
+    return f"{first if one == other else predicted} / {measured}"
+
+
+def order_text(orders: Orders, width: int = 100) -> str:
+    """Return one line a stage, a column a task, in the cells of the CSV form; what does not fit is counted."""
+    rows = [line.split(",") for line in to_csv(orders).splitlines()]
+    names = [f"stage {stage}" for stage in range(len(rows))]
+    indent, cell = max(map(len, names)), max(len(task) for row in rows for task in row)
+    longest = max(map(len, rows))
+    room = width - indent - len(f" ... {longest} more")
+    shown = longest if indent + longest * (cell + 1) <= width else max(1, room // (cell + 1))
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        line = name.ljust(indent) + "".join(f" {task:<{cell}}" for task in row[:shown])
+        lines.append((line + (f" ... {len(row) - shown} more" if len(row) > shown else "")).rstrip())
+    return "\n".join(lines)
