@@ -1,6 +1,7 @@
 """The lab: what the report makes of results, and adapters that train alike."""
 
 import importlib
+import os
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,6 +164,7 @@ def ring(world: World) -> None:
 def train(world: World, names: tuple[str, ...], num_micros: int) -> dict[str, tuple[list[float], float]]:
     """Train two steps under each contestant; return mean losses and the first gradient norm."""
     text, found = Text(TINY), {}
+    os.environ["LOCAL_RANK"] = str(world.rank)  # as a launcher does; DeepSpeed asks for it
     for name in names:
         entry = contestant(name)
         setting = Setting(job=TINY, blocks=real_blocks(model_of(TINY)), num_micros=num_micros, rank=world.rank)
