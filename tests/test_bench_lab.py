@@ -1,8 +1,8 @@
 """The lab: what the report makes of results, and adapters that train alike."""
 
 import importlib
-import os
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
