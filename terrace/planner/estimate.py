@@ -165,6 +165,23 @@ class Estimator:
             self._edges[key] = found
         return found
 
+    def edge_penalty(self, rows: Rows) -> float:
+        """Return by what share of its time a message between stages slows computing, on the outermost tier crossed."""
+        cluster = self.task.cluster
+        crossed = [tier for tier, row in zip(cluster.tiers, rows, strict=True) if row[PIPELINE] > 1]
+        own = crossed[-1].overlap_penalty if crossed else 0.0
+        return cluster.device.overlap_penalty if own is None else own
+
+    def tie_s(self, choice: Choice) -> float:
+        """Return the seconds in which two stages add up the gradient of a tied embedding (terrace.plan.edges)."""
+        shape, cluster = shape_of(choice.rows), self.task.cluster
+        crossed = [tier for tier, row in enumerate(choice.rows) if row[PIPELINE] > 1]
+        if not (self.task.model.tied_embeddings and crossed):
+            return 0.0
+        numel = self.numels(shape.tensor, shape.columns)[EMBEDDING]
+        held = numel / math.prod(shape.state[: choice.placement.grads + 1])
+        return send_s(cluster, crossed[-1], held * FORMATS[self.task.master].element_bytes)
+
     def _boundary_bytes(self, rows: Rows, micro_batch: int) -> float:
         """Tensor ranks send a part each, and gather it on the other side with the layer's own messages."""
         work = self.work(rows, micro_batch)

@@ -29,8 +29,8 @@ from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, virtual_blocks
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
-from terrace.program import Program, build
+from terrace.planner.task import CONTEXT, KINDS, Choice, Task, Wire, num_micros, plan_of
+from terrace.program import Program, build, build_stages
 from terrace.program.schedules import takes_unit
 from terrace.simulate import Costs
 from terrace.simulate.cost import update_seconds
@@ -38,6 +38,7 @@ from terrace.simulate.events import step_seconds
 
 BUBBLE = "wait pipeline"
 SYNC = f"wait {MessageClass.SYNC.value}"
+TIE = f"wait {MessageClass.TIE.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,10 @@ class Evaluator:
         return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
 
     def sent_bytes(self, choice: Choice) -> dict[tuple[str, str], int]:
-        """Return what a rank sends in a step, by (message, tier); of a pipeline, on the stage with most layers."""
+        """Return what a rank sends in a step, by (message, tier); of a pipeline, on the stage that sends most."""
         micros, part = num_micros(self.task, choice), self._whole()
+        if choice.schedule != SERIAL and choice.degree(CONTEXT) == 1:
+            return self._stage_bytes(choice, micros)
         if choice.schedule != SERIAL:
             part = max(self.stages(choice)[0].parts, key=lambda part: part.counts[1])
         program, _ = self.program(part, choice, 1)
@@ -113,6 +116,17 @@ class Evaluator:
             ).items()
         }
         return sent | self.estimator.inner_bytes(choice, micros, part) | self.estimator.boundary_bytes(choice, micros)
+
+    def _stage_bytes(self, choice: Choice, micros: int) -> dict[tuple[str, str], int]:
+        """Return what a rank sends on the stage that sends most: the bytes of the plan's own programs."""
+        task = self.task
+        plan = replace(plan_of(task, choice), stages=self.shares(choice))
+        sent = [
+            step_bytes(task.cluster, plan, program.blocks, micros, task.sequence, program.stage)
+            for program in build_stages(task.cluster, plan, task.blocks, micros, task.sequence)
+        ]
+        most = max(sent, key=lambda table: sum(table.values()))
+        return {(message.value, tier): count for (message, tier), count in most.items()}
 
     def _whole(self) -> Part:
         return Part(True, (self.task.model.num_layers,), True)
@@ -155,7 +169,12 @@ class Evaluator:
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         if self.task.software.late_sync:
             known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
-        return [known[part] for part in pipeline.parts]
+        found = [known[part] for part in pipeline.parts]
+        ends = {holder for holder, _ in (pipeline.orders.holders()[0], pipeline.orders.holders()[-1])}
+        tie_s = self.estimator.tie_s(choice)
+        if tie_s > 0 and len(ends) > 1:
+            found = [line | {TIE: tie_s} if stage in ends else line for stage, line in enumerate(found)]
+        return found
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
         """Return the seconds of all sums of gradients of a stage, one after the other."""

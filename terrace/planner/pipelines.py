@@ -19,8 +19,9 @@ Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of
 class Pipeline:
     """The orders, what every stage holds, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
 
-    `waiting[stage][chunk]` are the micro-batches that wait when most do. With `blocking_sends` a task that hands its
-    result to another stage is longer by the message, which then travels while neither stage computes.
+    `waiting[stage][chunk]` are the micro-batches that wait when most do. A message on its way slows computing by the
+    share `slowed` of its time. With `blocking_sends` a task that hands its result to another stage is longer by the
+    message, which then travels while neither stage computes.
     """
 
     orders: Orders
@@ -29,6 +30,7 @@ class Pipeline:
     works: tuple[tuple[Work, ...], ...]
     edge_s: float
     blocking_sends: bool = False
+    slowed: float = 0.0
 
     def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
         """Return the seconds of every task, those of stage r longer by the factor `stretch[r]`."""
@@ -47,9 +49,9 @@ class Pipeline:
 
     @cached_property
     def sends_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds by which sending holds up a forward and a backward, by virtual stage; 0 but for `blocking_sends`."""
+        """Seconds by which sending holds up a forward and a backward, by virtual stage."""
         holders, num_virtual = self.orders.holders(), self.orders.num_virtual
-        cost = self.edge_s if self.blocking_sends else 0.0
+        cost = self.edge_s * (1.0 if self.blocking_sends else self.slowed)
         between = [cost * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
         return (*between, 0.0), (0.0, *between)
 
@@ -103,6 +105,7 @@ def build_pipeline(
         works=tuple(works),
         edge_s=estimator.boundary_s(shape.rows, micro_batch),
         blocking_sends=estimator.task.software.blocking_sends,
+        slowed=estimator.edge_penalty(shape.rows),
     )
 
 

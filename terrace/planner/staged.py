@@ -21,7 +21,7 @@ from functools import cached_property
 
 from terrace.plan import AXES, MessageClass
 from terrace.planner.estimate import Part
-from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.evaluate import TIE, Estimate, Evaluator
 from terrace.planner.pipelines import Pipeline
 from terrace.planner.search import runnable_axes
 from terrace.planner.space import shape_of
@@ -146,6 +146,8 @@ def message_places(evaluator: Evaluator, choice: Choice) -> dict[str, tuple[str,
         crossed = [tier.name for row, tier in zip(choice.rows, tiers, strict=True) if row[axis] > 1]
         if name != "data" and crossed:
             found[name] = (name, crossed[-1])
+        if name == "pipeline" and crossed:
+            found[TIE] = (name, crossed[-1])
     return found
 
 

@@ -24,7 +24,9 @@ def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple
     `head_layers` tells how many layers the head is worth. Raises `PlanError` when there are too few layers.
     """
     if num_virtual > num_layers:
-        raise PlanError(f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer")
+        raise PlanError(
+            f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace explain prices stages without)"
+        )
     if num_virtual == 1:
         return (num_layers,)
     others = num_virtual - 1

@@ -69,7 +69,13 @@ def plan_orders(
     if "seconds" in wanted:
         bounds = _cut(plan, blocks, num_stages, sequence, sizes, memory_bytes)
         numbers |= {"seconds": _seconds(blocks, bounds, sequence), "weight_share": _WEIGHT_SHARE}
-    return orders_for(name, **numbers)
+    try:
+        return orders_for(name, **numbers)
+    except PlanError as error:
+        raise PlanError(
+            f"schedule = {plan.schedule or name!r} with {num_stages} stages: {error} (num_chunks is the number after the "
+            "colon, num_micros is train.batch / plan.micro_batch / data ranks)"
+        ) from error
 
 
 def parse_schedule(text: str) -> tuple[str, str | None]:
