@@ -159,6 +159,13 @@ class _Walker:
         return frozenset(index for index, block in enumerate(self.program.blocks) if block.num_trainable)
 
     @cached_property
+    def _first_borrower(self) -> dict[int, int]:
+        """Of every copy held here the first block that borrows it: it counts the copy's complete backwards."""
+        stage, blocks = self.program.stage, self.program.blocks
+        found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
+        return {copy: found[copy] for copy in stage.copies}
+
+    @cached_property
     def _num_units(self) -> int:
         return len(units(self.program.num_micros, self.program.plan.unit))
 
@@ -287,7 +294,7 @@ class _Walker:
         borrowed = self.program.blocks[now.block].borrows
         for block in (now.block, *borrowed):
             self.newest[block] = now.micro
-        for block in (now.block, *(block for block in borrowed if block in self.program.stage.copies)):
+        for block in (now.block, *(block for block in borrowed if self._first_borrower.get(block) == now.block)):
             if self.finished[block] >= self.program.plan.unit and block in self._trainable:
                 self._fail(f"a unit of {self.program.plan.unit} micro-batches of block {block} is not reduced yet")
             self.finished[block] += 1
