@@ -205,14 +205,13 @@ def test_data_groups_and_stages_that_wait_in_a_circle() -> None:
     """
     programs = programs_by_hand("zero2", ONE_BY_ONE, ONE_BY_ONE)
     verify_ranks(programs)
-    late = [move(f"REDUCE b{block} m0", "BACKWARD b7 m1") for block in (7, 6, 5, 4)]
-    bad = programs | {3: edited(programs[3], *late)}
+    bad = programs | {3: edited(programs[3], move("REDUCE b4 m0", "BACKWARD b7 m1"))}
     with pytest.raises(ProgramError, match="the ranks wait in a circle") as caught:
         verify_ranks(bad)
     said = str(caught.value)
     for part in (
         "rank 0 waits in `BACKWARD b3 m0` for rank 2",
-        "rank 2 waits in `REDUCE b7 m0` on tier 'package' for rank 3",
+        "rank 2 waits in `REDUCE b4 m0` on tier 'package' for rank 3",
         "rank 3 waits in `FORWARD b4 m1` for rank 1",
         "rank 1 waits in `REDUCE b3 m0` on tier 'package' for rank 0",
     ):

@@ -15,10 +15,11 @@ from terrace.planner import Evaluator, Task
 from terrace.planner.bound import Bounds
 from terrace.planner.chosen import choice_of
 from terrace.planner.estimate import Estimator
-from terrace.program import Op, Program, build_stages
+from terrace.program import Op, Program, build_stages, verify_stages
 from terrace.program.schedules import Orders, TaskSeconds, orders_for
 from terrace.simulate import Costs, StagesStep, simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
+from terrace.simulate.stages import activation_bytes
 from terrace.simulate.timeline import play
 from tests.test_schedules import any_orders, seconds_of
 from tests.test_timeline import Row, rows, weight_share
@@ -215,3 +216,32 @@ def test_what_the_planner_says_of_a_pipeline_is_what_its_programs_take(
         for report in simulate_stages(programs, [step_costs(program, work) for program in programs]).reports
     )
     assert said_s / played_s - 1 == pytest.approx(0.0, abs=0.06 if params == "node" else 0.01)
+
+
+def tied(*borrows: tuple[int, ...]) -> list[Program]:
+    """Two stages of two blocks, of which those of the second borrow."""
+    blocks = [replace(block, borrows=lent) for block, lent in zip(blocks_of(4), ((), (), *borrows), strict=True)]
+    return build_stages(cluster(2, 0.0), stage_plan(2, 2, stages=(2, 2)), blocks, 2, sequence=4)
+
+
+def test_two_stages_tie_the_same_block_at_a_time() -> None:
+    first, second = tied((0,), (1,))
+    verify_stages([first, second])
+    mine = [each for each in second.instructions if each.op is Op.TIE or (each.op is Op.SYNC and each.block < 2)]
+    swapped = dict(zip(mine, mine[2:] + mine[:2], strict=True))
+    other = replace(second, instructions=tuple(swapped.get(each, each) for each in second.instructions))
+    with pytest.raises(ProgramError, match=r"circle: rank 0 waits in `TIE b0 .* for rank 1; rank 1 waits in `TIE b1"):
+        verify_stages([first, other])
+
+
+def test_a_copy_may_be_borrowed_twice() -> None:
+    verify_stages(tied((0,), (0,)))
+
+
+def test_activations_are_those_of_the_instructions() -> None:
+    """Forwards moved to the front keep more, whatever the schedule says."""
+    by_block = [(1, 0)] * 4
+    one_f_one_b = build_stages(cluster(2, 0.0), stage_plan(2, 2, stages=(2, 2)), blocks_of(4), 8, sequence=4)[0]
+    assert activation_bytes(one_f_one_b, by_block) == 4  # two micro-batches of two blocks
+    eager = sorted(one_f_one_b.instructions, key=lambda each: each.op is not Op.FORWARD)
+    assert activation_bytes(replace(one_f_one_b, instructions=tuple(eager)), by_block) == 16

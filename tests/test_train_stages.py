@@ -23,7 +23,8 @@ def test_a_run_compares_every_stage(tmp_path: Path) -> None:
     assert "embedding, layers.0" in before
     assert "a copy of embedding" in before
     assert "together exactly the model's" in before
-    assert re.search(r"node \S+ \S+ after \S+ \S+ \(by its file\)", before)  # only stages talk over it
+    assert re.search(r"node \S+ \S+ after \S+ \S+$", before, re.M)  # measured, though only stages talk over it
+    assert re.search(r"package \S+ \S+ after \S+ \S+ \(by its file\)", before)  # nobody talks inside it
     assert "rank 0, of stage 0" in after
     assert len(re.findall(r"^ +[01] .* yes *$", after, re.M)) == 2
     assert "bytes equal on every stage" in after

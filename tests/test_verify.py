@@ -199,7 +199,7 @@ def test_model_state_beyond_the_device_is_refused() -> None:
 
 def late_reduce(list_: list[Instruction]) -> None:
     """Issue one reduction after the next block's: sound for the rank alone."""
-    list_.insert(at(list_, "REDUCE b1 m0"), list_.pop(at(list_, "REDUCE b2 m0")))
+    list_.insert(at(list_, "REDUCE b0 m0"), list_.pop(at(list_, "REDUCE b1 m0")))
 
 
 @pytest.mark.parametrize(("name", "tier"), [("zero3", "system"), ("three-level", "node"), ("hsdp", "node")])
@@ -212,7 +212,7 @@ def test_ranks_of_a_group_must_reduce_in_one_order(name: str, tier: str) -> None
         verify_ranks(programs | {6: bad})
     message = str(caught.value)
     assert "ranks 4 and 6 share a group on tier 'node' but disagree on its collective number" in message
-    assert "rank 4 issues `REDUCE b2 m0`, rank 6 issues `" in message
+    assert "rank 4 issues `REDUCE b1 m0`, rank 6 issues `" in message
     assert "every member must issue the same order" in message
     verify_ranks(dict.fromkeys(range(8), bad))
     # Ranks 4 to 7 are one node: with reductions inside nodes only, a node may have its own order.
@@ -257,3 +257,18 @@ def test_more_gathered_blocks_than_the_formula_counts_are_refused() -> None:
 
     with pytest.raises(ProgramError, match="bytes of gather"):
         verify(edited(program, hold))
+
+
+def test_more_gradient_buffers_than_the_formula_counts_are_refused() -> None:
+    """Reductions that all wait for the last backward: in order, complete, and too much memory."""
+    program = build(cluster_of(2, 2), preset("zero2", cluster_of(2, 2)), BLOCKS, 1)
+    verify(program)
+
+    def wait(list_: list[Instruction]) -> None:
+        late = [each for each in list_ if each.op in (Op.REDUCE, Op.SYNC)]
+        list_[:] = [each for each in list_ if each not in late]
+        place = at(list_, "CLIP")
+        list_[place:place] = sorted(late, key=lambda each: each.op is Op.SYNC)
+
+    with pytest.raises(ProgramError, match=r"bytes of gradients .* held at once, .*: REDUCE blocks earlier"):
+        verify(edited(program, wait))

@@ -101,8 +101,7 @@ class Screen:
         told = self._job.run.cluster.tiers
         links = ", ".join(
             f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
-            + " (by its file)"
-            * (tier in told and cluster is not self._job.run.cluster)  # only data and tensor ranks' links are measured
+            + " (by its file)" * (tier in told and cluster is not self._job.run.cluster)  # nobody talks over it
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"

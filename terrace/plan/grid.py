@@ -7,6 +7,7 @@ the tensor axis, context, data (depth included), pipeline. So ranks that talk mo
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from terrace.cluster import Cluster
 from terrace.plan.plan import Plan
@@ -71,6 +72,7 @@ def stage_of(grid: Grid, rank: int) -> int:
     return index
 
 
+@lru_cache(maxsize=4096)
 def rank_at(grid: Grid, rank: int, stage: int) -> int:
     """Return the rank of `stage` that has the same place as `rank` on every other axis."""
     for tier, degree in enumerate(grid.combined(PIPELINE)):

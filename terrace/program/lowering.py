@@ -123,7 +123,7 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
         freed[stay.last].append(stay)
     reduced = defaultdict(list)
     for block, numbers in reduction_points(stage, blocks, plan.unit).items():
-        for number in numbers:
+        for number in numbers if blocks[block].num_trainable else ():
             reduced[number].append((block, number == numbers[-1]))
     received = _received(stage, stages)
     visit = number = task = 0
@@ -152,10 +152,9 @@ def _gather(frame: Program, stay: Residency) -> Instruction:
 
 
 def _reduce(frame: Program, block: int, micro: int, is_last: bool) -> Iterator[Instruction]:
-    if frame.blocks[block].num_trainable:
-        yield Instruction(Op.REDUCE, block, micro)
-        if is_last and block not in dict(frame.stage.ties):
-            yield Instruction(Op.SYNC, block)
+    yield Instruction(Op.REDUCE, block, micro)
+    if is_last and block not in dict(frame.stage.ties):
+        yield Instruction(Op.SYNC, block)
 
 
 def _end(frame: Program) -> Iterator[Instruction]:

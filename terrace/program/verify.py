@@ -12,21 +12,21 @@ instruction and the rule; terrace.program.verify_ranks compares ranks. The rules
     stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; UPDATE then REFRESH once
     for each block;
  5. an instruction sets only the fields its op uses;
- 6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks than the
-    memory formula counts, and the model state fits the device.
+ 6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
+    buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from terrace.base.errors import ProgramError
-from terrace.plan import MessageClass, step_bytes
 from terrace.plan.layout import DEVICE
 from terrace.plan.stage import units
-from terrace.plan.wire import FORMATS
-from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
+from terrace.program.verify_totals import check_bytes, check_memory
 
 
 def verify(program: Program, rank: int = 0) -> None:
@@ -35,43 +35,11 @@ def verify(program: Program, rank: int = 0) -> None:
     for position, instruction in enumerate(program.instructions):
         walker.step(position, instruction)
     walker.finish()
-    _check_bytes(program, rank)
-    memory = program.state_bytes
-    held = walker.peak_resident * FORMATS[program.plan.compute].element_bytes
-    if held > memory["gathered"]:
-        raise ProgramError(
-            f"rank {rank}: {held} bytes of gathered blocks are held at once, but the memory formula counts "
-            f"{memory['gathered']}: FREE blocks earlier or GATHER them later"
-        )
-    needed, limit = sum(memory.values()), program.cluster.device.memory_bytes
-    if needed > limit:
-        raise ProgramError(
-            f"rank {rank}: the model state needs {needed / 1e9:.3g} GB a rank but the device has {limit / 1e9:.3g} GB: "
-            "place states further out, or use a device with more memory"
-        )
+    check_bytes(program, rank)
+    check_memory(program, rank, walker.peak_resident)
 
 
-def _check_bytes(program: Program, rank: int) -> None:
-    sent: dict[tuple[MessageClass, str], int] = defaultdict(int)
-    for instruction in program.instructions:
-        if instruction.op in (*COLLECTIVES, Op.SEND, Op.TIE):
-            for tier, num_bytes in program.sends(instruction):
-                sent[program.message(instruction), program.layout.tiers[tier]] += num_bytes
-        elif instruction.op in (*PASSES, Op.RECV):
-            for message in program.inside(instruction):
-                for tier, num_bytes in program.tensor.sends(message):
-                    sent[MessageClass.TENSOR, program.layout.tiers[tier]] += num_bytes
-    stage = program.stage if program.stage.num_stages > 1 else None
-    declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, stage)
-    for key in sorted(sent.keys() | declared.keys()):
-        if sent.get(key, 0) != declared.get(key, 0):
-            raise ProgramError(
-                f"rank {rank}: the program sends {sent.get(key, 0)} bytes of {key[0]} on tier {key[1]!r}, "
-                f"but the plan declares {declared.get(key, 0)}"
-            )
-
-
-# The fields an op uses; a SEND or RECV uses all but `secondary`.
+# The fields an op uses, `block` alone where it is not here; a SEND or RECV uses all but `secondary`.
 _FIELDS = {
     Op.GATHER: {"block", "backward", "secondary"},
     Op.FORWARD: {"block", "micro"},
@@ -84,6 +52,8 @@ _FIELDS = {
     Op.SEND: {"block", "micro", "backward", "peer"},
     Op.RECV: {"block", "micro", "backward", "peer"},
 }
+_DEFAULTS = {item.name: item.default for item in fields(Instruction) if item.name != "op"}
+_UNUSED = {op: [name for name in _DEFAULTS if name not in _FIELDS.get(op, {"block"})] for op in Op}
 
 
 @dataclass
@@ -113,7 +83,11 @@ class _Walker:
         self._fields(instruction)
         if instruction.op is not Op.CLIP and not 0 <= instruction.block < len(self.program.blocks):
             self._fail(f"there is no block {instruction.block}")
-        check = {
+        self._checks[instruction.op](instruction)
+
+    @cached_property
+    def _checks(self) -> dict[Op, Callable[[Instruction], None]]:
+        return {
             Op.GATHER: self._gather,
             Op.FREE: self._free,
             Op.FORWARD: self._forward,
@@ -128,8 +102,7 @@ class _Walker:
             Op.REFRESH: self._refresh,
             Op.SEND: self._send,
             Op.RECV: self._recv,
-        }[instruction.op]
-        check(instruction)
+        }
 
     def finish(self) -> None:
         program = self.program
@@ -144,7 +117,7 @@ class _Walker:
             for op in (Op.FORWARD, self._backward_of(block, micro))
         ]
         for block in program.stage.held:
-            if program.blocks[block].num_trainable:
+            if block in self._trainable:
                 wanted += [Instruction(op, block) for op in (Op.SYNC, Op.UPDATE, Op.REFRESH)]
                 if self.reductions[block] != self._num_units:
                     self._fail_end(f"block {block} is reduced {self.reductions[block]} times, not {self._num_units}")
@@ -163,10 +136,9 @@ class _Walker:
             self._fail_end("`CLIP` never happens")
 
     def _fields(self, now: Instruction) -> None:
-        used = _FIELDS.get(now.op, {"block"})
-        for item in fields(now):
-            if item.name not in {"op", *used} and getattr(now, item.name) != item.default:
-                self._fail(f"{now.op.value} does not use `{item.name}`, which is {getattr(now, item.name)!r}")
+        for name in _UNUSED[now.op]:
+            if getattr(now, name) != _DEFAULTS[name]:
+                self._fail(f"{now.op.value} does not use `{name}`, which is {getattr(now, name)!r}")
 
     def _once(self) -> None:
         if self.now in self.done:
@@ -181,6 +153,17 @@ class _Walker:
     def _micro(self) -> None:
         if not 0 <= self.now.micro < self.program.num_micros:
             self._fail(f"there is no micro-batch {self.now.micro}")
+
+    @cached_property
+    def _trainable(self) -> frozenset[int]:
+        return frozenset(index for index, block in enumerate(self.program.blocks) if block.num_trainable)
+
+    @cached_property
+    def _first_borrower(self) -> dict[int, int]:
+        """Of every copy held here the first block that borrows it: it counts the copy's complete backwards."""
+        stage, blocks = self.program.stage, self.program.blocks
+        found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
+        return {copy: found[copy] for copy in stage.copies}
 
     @cached_property
     def _num_units(self) -> int:
@@ -216,7 +199,7 @@ class _Walker:
             self._fail(f"block {self.now.block} runs on another stage")
 
     def _trains(self) -> None:
-        if not self.program.blocks[self.now.block].num_trainable:
+        if self.now.block not in self._trainable:
             self._fail("the block has nothing to train")
 
     def _needs_parameters(self, block: int) -> None:
@@ -304,15 +287,15 @@ class _Walker:
         for block in (now.block, *self.program.blocks[now.block].borrows):
             if Instruction(Op.SYNC, block) in self.done:
                 self._fail(f"the gradient of block {block} is synchronised already")
-            if self.program.blocks[block].num_trainable:
+            if block in self._trainable:
                 self.stale.add(block)
 
     def _completes(self, now: Instruction) -> None:
         borrowed = self.program.blocks[now.block].borrows
         for block in (now.block, *borrowed):
             self.newest[block] = now.micro
-        for block in (now.block, *(block for block in borrowed if block in self.program.stage.copies)):
-            if self.finished[block] >= self.program.plan.unit and self.program.blocks[block].num_trainable:
+        for block in (now.block, *(block for block in borrowed if self._first_borrower.get(block) == now.block)):
+            if self.finished[block] >= self.program.plan.unit and block in self._trainable:
                 self._fail(f"a unit of {self.program.plan.unit} micro-batches of block {block} is not reduced yet")
             self.finished[block] += 1
 
@@ -358,7 +341,7 @@ class _Walker:
     def _clip(self, now: Instruction) -> None:
         self._once()
         for block in self.program.stage.held:
-            if self.program.blocks[block].num_trainable:
+            if block in self._trainable:
                 self._after(Op.SYNC, block)
 
     def _update(self, now: Instruction) -> None:

@@ -114,7 +114,8 @@ class _Play:
         self.heads = dict.fromkeys(self.items, 0)
         self.sent: set[tuple[int, int, bool, int, int]] = set()
         self.readers: dict[tuple[int, int, bool, int, int], int] = {}
-        self.there: dict[tuple[int, ...], set[int]] = defaultdict(set)  # members of a group -> those that wait
+        # (members, op, block) of a collective or a TIE -> the members that have come to it
+        self.there: dict[tuple[tuple[int, ...], Op, int], set[int]] = defaultdict(set)
 
     def run(self) -> None:
         """Go on until nobody can."""
@@ -128,10 +129,11 @@ class _Play:
             item = self.items[rank][self.heads[rank]]
             if item.message is None:
                 group = self.group(rank, item)
-                self.there[group].add(rank)
-                if self.there[group] < set(group) & self.programs.keys():
+                meeting = group, item.instruction.op, item.instruction.block
+                self.there[meeting].add(rank)
+                if self.there[meeting] < set(group) & self.programs.keys():
                     return
-                self.there.pop(group)
+                self.there.pop(meeting)
                 for member in group:
                     if member in self.heads:
                         self.heads[member] += 1

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass
-from terrace.plan.stage import Kind
 from terrace.program import PASSES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Rank, price, report
@@ -55,13 +54,14 @@ def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> i
     backward is taken to keep all: the inputs and output gradients of linear layers are most of it.
     """
     now = most = 0
-    for group, _, block in program.stage.passes():
-        kept, on_top = by_block[block]
-        if group.kind is Kind.FORWARD:
-            now += kept
-        most = max(most, now + on_top)
-        if group.kind.finishes:
-            now -= kept
+    for instruction in program.instructions:
+        if instruction.op in PASSES:
+            kept, on_top = by_block[instruction.block]
+            if instruction.op is Op.FORWARD:
+                now += kept
+            most = max(most, now + on_top)
+            if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                now -= kept
     return most
 
 

@@ -4,9 +4,12 @@ Measured on all ranks at once, since they may share cores and links: the FLOP/s 
 reaches in its forward, the bandwidth of memory, and per tier latency and bandwidth of an all-gather (from
 a small and a large message, back to back). To every latency comes what messages cost beyond that when they
 alternate with computation, as they do in a step: a rank waits for partners that are not quite there, while
-another one may use the core. The result is the cluster with these constants in place of its own.
+another one may use the core. On a tier that only stages of a pipeline talk over, every stage sends to the next one and
+then to the one before, all pairs at once; what stages wait for each other the simulation plays, so nothing is added.
+The result is the cluster with these constants in place of its own.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from terrace.cluster import Cluster, Kernels, Tier
-from terrace.comm import Pacer, TierGroup, codecs
+from terrace.comm import Between, Ledger, Pacer, TierGroup, codecs
 from terrace.comm.collectives import DTYPES
 from terrace.comm.exchange import all_gather
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
+from terrace.plan import MessageClass
+from terrace.plan.grid import edge_tier
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
@@ -51,9 +56,13 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
         own += _latency_and_bandwidth(engine, group)
     progress("messages between computation")
     own.append(_skew_s(engine, groups, layer, layer_s))
+    edges = _edge_tiers(engine)
+    for tier in edges:
+        progress(f"{run.cluster.tiers[tier].name} between stages")
+        own += _between_stages(engine, tier)
     progress("the figures of all ranks")
     everyone = torch.tensor(engine.exchange(own), dtype=torch.float64)  # (world size, constants)
-    mean = everyone.mean(0).tolist()
+    mean = everyone.nanmean(0).tolist()  # a stage may have no neighbour over a tier
     device = replace(
         run.cluster.device,
         peak_flops_per_s={**run.cluster.device.peak_flops_per_s, run.plan.compute: mean[0]},
@@ -63,11 +72,18 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
         marks={f"peak_flops_per_s.{run.plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
     )
-    constants = dict(zip((group.tier for group in groups), zip(mean[3:-1:2], mean[4:-1:2], strict=True), strict=True))
+    after = 3 + 2 * len(groups)
+    skew_s, links = mean[after], mean[after + 1 :]
+    constants = {
+        group.tier: (latency_s + skew_s, bandwidth)
+        for group, latency_s, bandwidth in zip(groups, mean[3:after:2], mean[4:after:2], strict=True)
+    }
+    constants |= {
+        run.cluster.tiers[tier].name: (latency_s, bandwidth)
+        for tier, latency_s, bandwidth in zip(edges, links[::2], links[1::2], strict=True)
+    }
     tiers = [
-        _measured(tier, constants[tier.name][0] + mean[-1], constants[tier.name][1], engine.pacer)
-        if tier.name in constants
-        else tier
+        _measured(tier, *constants[tier.name], engine.pacer) if tier.name in constants else tier
         for tier in run.cluster.tiers
     ]
     return replace(run.cluster, device=device, tiers=tuple(tiers))
@@ -132,10 +148,60 @@ def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
     small_s, large_s = (
         _mean_seconds(engine, _gather(engine, group, size), _REPEATS) for size in (_SMALL_BYTES, _LARGE_BYTES)
     )
+    return _fitted(small_s / copies, large_s / copies)
+
+
+def _fitted(small_s: float, large_s: float) -> list[float]:
+    """Return latency and bandwidth from the seconds of a small and of a large message."""
     if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
-        return [0.0, copies * _LARGE_BYTES / large_s]
-    bandwidth = copies * (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
-    return [max(0.0, small_s / copies - _SMALL_BYTES / bandwidth), bandwidth]
+        return [0.0, _LARGE_BYTES / large_s]
+    bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
+    return [max(0.0, small_s - _SMALL_BYTES / bandwidth), bandwidth]
+
+
+def _edge_tiers(engine: Engine) -> list[int]:
+    """Return the indexes of the tiers that neighbouring stages talk over and no group of data or tensor ranks does."""
+    program = engine.program
+    crossed = {edge_tier(program.grid, stage, stage + 1) for stage in range(program.stage.num_stages - 1)}
+    return sorted(tier for tier in crossed if program.everyone.degrees[tier] == 1)
+
+
+def _between_stages(engine: Engine, tier: int) -> list[float]:
+    """Return latency and bandwidth of messages over a tier to the next stage and the one before.
+
+    Not a number on a rank whose neighbours are not over this tier: it takes part in the barriers alone.
+    """
+    program = engine.program
+    stage, last = program.stage.index, program.stage.num_stages - 1
+    onward, back = (
+        other if 0 <= other <= last and edge_tier(program.grid, stage, other) == tier else None
+        for other in (stage + 1, stage - 1)
+    )
+    between = Between(engine.groups, program.grid, program.layout.tiers, engine.rank, Ledger())
+    small_s, large_s = (
+        _mean_seconds(engine, _exchange(engine, between, onward, back, size), _REPEATS) / 2
+        for size in (_SMALL_BYTES, _LARGE_BYTES)
+    )
+    between.close()
+    return [math.nan, math.nan] if onward is back is None else _fitted(small_s, large_s)
+
+
+def _exchange(engine: Engine, between: Between, onward: int | None, back: int | None, num_bytes: int) -> Work:
+    """Return a call in which every stage sends a message to the next one, then one to the stage before."""
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=engine.device) for _ in range(2))
+
+    def shift(target: int | None, source: int | None) -> None:
+        arriving = None if source is None else between.receive(received, source)
+        if target is not None:
+            between.send(MessageClass.PIPELINE, sent, target).wait()
+        if arriving is not None:
+            arriving.wait()
+
+    def both() -> None:
+        shift(onward, back)
+        shift(back, onward)
+
+    return both
 
 
 def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: float) -> float:
