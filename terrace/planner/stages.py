@@ -25,7 +25,8 @@ def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple
     """
     if num_virtual > num_layers:
         raise PlanError(
-            f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace explain prices stages without)"
+            f"{num_virtual} virtual stages of {num_layers} layers: use at most one a layer (terrace explain prices "
+            "stages without a layer)"
         )
     if num_virtual == 1:
         return (num_layers,)

@@ -73,8 +73,8 @@ def plan_orders(
         return orders_for(name, **numbers)
     except PlanError as error:
         raise PlanError(
-            f"schedule = {plan.schedule or name!r} with {num_stages} stages: {error} (num_chunks is the number after the "
-            "colon, num_micros is train.batch / plan.micro_batch / data ranks)"
+            f"schedule = {plan.schedule or name!r} with {num_stages} stages: {error} (num_chunks is the number after "
+            "the colon, num_micros is train.batch / plan.micro_batch / data ranks)"
         ) from error
 
 
