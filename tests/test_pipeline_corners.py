@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import PlanError, ProgramError
 from terrace.plan import MessageClass, preset
 from terrace.plan.edges import tie_bytes
 from terrace.plan.wire import CONTROL_NUMBER_BYTES
 from terrace.program import verify_ranks
+from terrace.runtime.engine import Engine
 from tests.pipelines import OUTER, Place, pipelined, programs_of
-from tests.toys import cluster_of
+from tests.toys import MODELS, SEQUENCE, cluster_of
 
 ROWS = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)
 
@@ -40,3 +42,21 @@ def test_buffers_of_a_tied_block_are_exchanged_one_after_the_other() -> None:
     assert program.state_bytes["buffers"] - untied.state_bytes["buffers"] == max(apart)
     tie = next(now for now in program.instructions if now.peer >= 0 and program.message(now) is MessageClass.TIE)
     assert sum(num_bytes for _, num_bytes in program.sends(tie)) == sum(apart)
+
+
+def test_a_program_for_sequences_of_another_length_is_refused() -> None:
+    """Its messages would have another size than the activations: found out before anything is sent."""
+    model, plan = MODELS["deep gpt2"], pipelined("zero1", OUTER)
+    program = programs_of(plan, OUTER.sizes, "deep gpt2")[0]
+    with pytest.raises(ProgramError, match=f"sequences of {SEQUENCE} tokens"):
+        Engine(
+            model.blocks(torch.float64),
+            cluster=cluster_of(*OUTER.sizes),
+            plan=plan,
+            num_micros=4,
+            objective=model.objective,
+            declared=model.declared,
+            sequence=SEQUENCE - 1,
+            names=[spec.name for spec in model.declared],
+            program=program,
+        )
