@@ -289,7 +289,7 @@ def _checked(
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
     if program.sequence != sequence and (program.tensor.degree > 1 or program.stage.num_stages > 1):
         raise ProgramError(
-            f"the program was built for sequences of {program.sequence} tokens, the engine is asked for {sequence}: its "
-            "messages are activations; build it for the same length"
+            f"the program was built for sequences of {program.sequence} tokens, the engine is asked for {sequence}: "
+            "its messages are activations; build it for the same length"
         )
     return program
