@@ -10,7 +10,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart)
     feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
     buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops;
-                and the gradient shard that comes in from the other stage of a block that two stages hold
+                and the largest gradient shard that comes in from the other stage of a block that two stages hold
 
 P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout.
 The categories need not peak together, so their sum is a bound that a step may stay below. Activations are not model
@@ -86,7 +86,8 @@ def model_state_bytes(
     tensor = Tensor.of(Grid.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
-    total["buffers"] += max((tie_bytes(flats[index], plan.master) for index, _ in stage.ties), default=0)
+    tied = chain(*(flats[index] for index, _ in stage.ties))  # one flat buffer after the other
+    total["buffers"] += max((tie_bytes([flat], plan.master) for flat in tied), default=0)
     return {category: total[category] for category in CATEGORIES}
 
 

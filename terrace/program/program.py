@@ -135,7 +135,7 @@ class Program:
         """Yield (tier index, members, bytes) for every collective that an instruction makes this rank take part in."""
         layout, message = self.among(instruction), self.message(instruction)
         if message is MessageClass.CONTROL:
-            message_bytes = control_numbers(layout, self.plan) * CONTROL_NUMBER_BYTES
+            message_bytes = control_numbers(self.everyone, self.plan) * CONTROL_NUMBER_BYTES
             for tier in self.crossed(instruction):
                 yield tier, layout.degrees[tier], (layout.degrees[tier] - 1) * message_bytes
             return

@@ -55,7 +55,7 @@ def plan_orders(
     memory_bytes: float = math.inf,
 ) -> Orders:
     """Return the orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
-    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    name, number = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
     if "num_chunks" in wanted:

@@ -287,4 +287,9 @@ def _checked(
     asked = (cluster, plan, slice_blocks(specs, grid), num_micros, stage)
     if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != asked:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
+    if program.sequence != sequence and (program.tensor.degree > 1 or program.stage.num_stages > 1):
+        raise ProgramError(
+            f"the program was built for sequences of {program.sequence} tokens, the engine is asked for {sequence}: "
+            "its messages are activations; build it for the same length"
+        )
     return program
