@@ -167,7 +167,7 @@ def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Here) -> N
         (("--train.batch", "7"), "not a multiple"),
         (("--plan.schedule", "2f2b"), "no schedule '2f2b'"),
         (("--train.freeze", "['embedding.*']"), "train.freeze"),
-        (("--cluster.tiers.system.size", "4", "--cluster.tiers.node.size", "3"), "joins"),
+        (("--plan.mapping.node.pipeline", "3"), "joins"),
     ):
         assert main(["simulate", "plan.toml", *words]) == 2
         error = here.error()
