@@ -52,6 +52,7 @@ class Flat:
             self.shard = self._zeros(layout.params)
         self.secondary = self._zeros(layout.params_backward) if layout.has_secondary else None
         self._awaited: dict[Tensor, Tensor] = {}  # parameter -> where its first gradient goes
+        self._given: dict[Tensor, Tensor] = {}  # parameter -> where its gradient is, once it has one
         self._hooks: list[RemovableHandle] = []
 
     def part(self, tier: int) -> slice:
@@ -95,6 +96,7 @@ class Flat:
         for parameter in self.parameters:
             parameter.grad = None
         self._awaited = dict(zip(self.parameters, self._views(buffer), strict=True))
+        self._given = {}
         if not self._hooks:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
@@ -104,10 +106,11 @@ class Flat:
 
     def _collect(self, parameter: Tensor) -> None:
         # Autograd calls this also when it has no gradient to add, as for a weight whose gradient is recorded.
-        if parameter.grad is not None and parameter in self._awaited:
+        # The cheap question first: a parameter of a class of its own answers for `grad` through Python.
+        if parameter in self._awaited and parameter.grad is not None:
             view = self._awaited.pop(parameter)
             view.copy_(parameter.grad)
-            parameter.grad = view
+            parameter.grad = self._given[parameter] = view
 
     def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
         """Return where the gradient of `parameter` is, and whether its values there are yet to be written.
@@ -116,20 +119,21 @@ class Flat:
         """
         view = self._awaited.pop(parameter, None)
         if view is not None:
-            parameter.grad = view
+            parameter.grad = self._given[parameter] = view
             return view, True
-        assert parameter.grad is not None, "a weight gradient was computed while no gradient buffer was open"
-        return parameter.grad, False
+        assert parameter in self._given, "a weight gradient was computed while no gradient buffer was open"
+        return self._given[parameter], False
 
     def complete_gradients(self) -> None:
         """Give a gradient of zero to the parameters that got none; further ones are added."""
         for parameter, view in self._awaited.items():
-            parameter.grad = view.zero_()
+            parameter.grad = self._given[parameter] = view.zero_()
         self._awaited = {}
 
     def drop_gradients(self) -> None:
         """Detach the parameters from the gradient buffer; what got no gradient has one of zero there."""
         self.complete_gradients()
+        self._given = {}
         for parameter in self.parameters:
             parameter.grad = None
 
