@@ -41,7 +41,7 @@ class Between:
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
         """Begin to send contiguous `values`; keep them as they are until the ticket was waited for or is done."""
         peer = rank_at(self._grid, self._rank, stage)
-        group = self._groups.between(self._stage, stage)
+        group = self._groups.between(peer, upward=self._stage < stage)
         tier = self._tiers[edge_tier(self._grid, self._stage, stage)]
         self._ledger.add(message, tier, values.nbytes)
         if self._groups.backend == "nccl":
@@ -60,7 +60,8 @@ class Between:
     def receive(self, values: Tensor, stage: int) -> Ticket:
         """Begin to fill contiguous `values`; they may be read when the ticket was waited for."""
         peer = rank_at(self._grid, self._rank, stage)
-        return _WorkTicket(_work(dist.irecv(values, peer, group=self._groups.between(stage, self._stage))))
+        group = self._groups.between(peer, upward=stage < self._stage)
+        return _WorkTicket(_work(dist.irecv(values, peer, group=group)))
 
     @property
     def failed(self) -> bool:

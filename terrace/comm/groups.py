@@ -10,7 +10,7 @@ they were made in: torch names a group after its ranks and the number of groups 
 the same ones in the same order.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -20,9 +20,8 @@ import torch.distributed as dist
 from terrace.plan import Layout, MessageClass
 from terrace.plan.layout import INSIDE, message_tiers
 
-_UP, _DOWN = -2, -3  # the lanes of messages between stages, by direction
-
-_Made = dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
+Meeting = tuple[Hashable, tuple[int, ...]]  # what is the same on all ranks that meet at once; the ranks that meet
+_Made = dict[tuple[Hashable, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
 _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
 
 
@@ -52,13 +51,13 @@ class TierGroups:
         parts: Collection[Layout] = (),
         lines: Collection[Layout] = (),
         world: Layout | None = None,
-        stages: Collection[int] = (),
+        meetings: Sequence[Meeting] = (),
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
         `layout` is that of all ranks that hold some part of a block together, `parts` those of the flat buffers where
-        they are others, `lines` the ranks of the tensor axis, `world` all ranks and `stages` those that differ in their
-        pipeline stage alone, where there are several.
+        they are others, `lines` the ranks of the tensor axis. Of a pipeline, `world` is all ranks and `meetings` says
+        with which rank of another stage this one exchanges messages, if with any, round by round.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
         self._axes = layout.axes
@@ -70,26 +69,27 @@ class TierGroups:
         for line in lines:
             for tier in range(len(line.tiers)):
                 self._add(INSIDE, line, tier, rank, timeout)
-        if world is not None and stages:
+        if world is not None and meetings:
             crossed = message_tiers(world, MessageClass.CONTROL)
             self.lanes = sorted({*self.lanes, max(crossed)})
             for tier in crossed:
                 self._add(max(crossed), world, tier, rank, timeout)
-        # One for what goes to higher stages and one for what goes to lower ones: on NCCL a pair of ranks has one
-        # stream in a group, in which messages of the two directions could wait for each other.
-        self.up, self.down = (
-            (_group(lane, tuple(sorted(stages)), timeout) if stages else None) for lane in (_UP, _DOWN)
-        )
+        # A group for each pair of ranks and direction: on NCCL the messages of a group are carried one after the other,
+        # so that a receive which was posted early would hold up what is sent meanwhile. Whoever has no partner in a
+        # round makes a group of its own, so that all ranks make as many.
+        self._pairs: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        for meeting, ranks in meetings:
+            for upward in (True, False):
+                handle = _group((meeting, upward), ranks, timeout)
+                self._pairs |= {(peer, upward): handle for peer in ranks if peer != rank}
 
     def __getitem__(self, lane_and_tier: tuple[int, int]) -> TierGroup:
         lane, tier = lane_and_tier
         return self._groups[lane, self._axes, tier]
 
-    def between(self, stage: int, other: int) -> dist.ProcessGroup:
-        """Return the group of what one stage sends another."""
-        group = self.up if stage < other else self.down
-        assert group is not None, "a plan without a pipeline has no messages between stages"
-        return group
+    def between(self, peer: int, upward: bool) -> dist.ProcessGroup:
+        """Return the group of what goes between this rank and `peer` to the higher stage of both, or to the lower."""
+        return self._pairs[peer, upward]
 
     def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
         """Return the peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
@@ -112,7 +112,7 @@ def _used(layout: Layout) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _group(lane: int, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+def _group(lane: Hashable, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
     groups = _made.setdefault(world, {})

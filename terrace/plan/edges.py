@@ -49,6 +49,19 @@ def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec], sequence: int) -> Edge:
     return Edge(shape=shape, numel=padded // rows, gathers=gathers)
 
 
+def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
+    """Return the pairs of stages in rounds, in none of which a stage appears twice."""
+    rounds: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        for group in rounds:
+            if not any(stage in other for other in group for stage in pair):
+                group.append(pair)
+                break
+        else:
+            rounds.append([pair])
+    return [tuple(group) for group in rounds]
+
+
 def stage_sends(stage: Stage, grid: Grid, edge: Edge, compute: str) -> Iterator[tuple[int, int]]:
     """Yield (tier index, bytes) of each message that a micro-batch makes a rank of `stage` send to other stages."""
     for peer, _ in stage.sends():

@@ -50,7 +50,7 @@ class Stage:
 
     Of every chunk: its blocks, and the stages that its output and the gradient of its input go to, None where they stay
     here or there is nothing to send. `ties` maps a block that another stage holds a copy of, or that is held here as a
-    copy, to that stage; copies are in `copies` as well.
+    copy, to that stage; copies are in `copies` as well. `pairs` are those of all stages that send one another anything.
     """
 
     index: int = 0
@@ -62,6 +62,7 @@ class Stage:
     back: tuple[int | None, ...]
     ties: tuple[tuple[int, int], ...] = ()
     copies: tuple[int, ...] = ()
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def own(self) -> tuple[int, ...]:

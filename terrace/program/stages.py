@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
@@ -42,7 +43,14 @@ def make_stages(
     holders = [stage for stage, _ in orders.holders()]
     runs_on = {block: holders[virtual] for virtual, chunk in enumerate(chunks) for block in chunk}
     ties = _ties(blocks, runs_on)
-    return tuple(_stage(plan, orders, stage, chunks, holders, ties) for stage in range(num_stages))
+    stages = [_stage(plan, orders, stage, chunks, holders, ties) for stage in range(num_stages)]
+    pairs = {
+        (min(stage.index, peer), max(stage.index, peer))
+        for stage in stages
+        for peer in (*stage.onward, *stage.back, *dict(stage.ties).values())
+        if peer is not None
+    }
+    return tuple(replace(stage, pairs=tuple(sorted(pairs))) for stage in stages)
 
 
 def plan_orders(

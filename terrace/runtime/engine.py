@@ -1,7 +1,7 @@
 """The engine: blocks, a plan and a world, ready to step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Between, Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
+from terrace.comm.groups import Meeting
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
+from terrace.plan.edges import rounds_of
 from terrace.plan.grid import Grid, rank_at, stage_of
 from terrace.plan.layout import INSIDE
 from terrace.plan.slices import slice_blocks
@@ -236,9 +238,9 @@ class Engine:
         program = self.program
         parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
         lines = (program.tensor.rows, program.tensor.columns, program.tensor.both)
-        num_stages = program.stage.num_stages
-        stages = [rank_at(program.grid, rank, stage) for stage in range(num_stages)] if num_stages > 1 else []
-        return TierGroups(program.everyone, rank, timeout, parts.values(), lines, program.world, stages)
+        return TierGroups(
+            program.everyone, rank, timeout, parts.values(), lines, program.world, list(_meetings(program, rank))
+        )
 
     def _adopt(
         self,
@@ -265,6 +267,15 @@ class Engine:
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)
+
+
+def _meetings(program: Program, rank: int) -> Iterator[Meeting]:
+    """Yield with whom of another stage a rank exchanges messages, round by round; alone where with nobody."""
+    for number, pairs in enumerate(rounds_of(program.stage.pairs)):
+        partners = {stage: other for pair in pairs for stage, other in (pair, pair[::-1])}
+        stage = program.stage.index
+        ranks = {rank, rank_at(program.grid, rank, partners.get(stage, stage))}
+        yield (number, pairs, program.grid), tuple(sorted(ranks))
 
 
 def _checked(

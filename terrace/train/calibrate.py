@@ -162,7 +162,7 @@ def _fitted(small_s: float, large_s: float) -> list[float]:
 def _edge_tiers(engine: Engine) -> list[int]:
     """Return the indexes of the tiers that neighbouring stages talk over and no group of data or tensor ranks does."""
     program = engine.program
-    crossed = {edge_tier(program.grid, stage, stage + 1) for stage in range(program.stage.num_stages - 1)}
+    crossed = {edge_tier(program.grid, *pair) for pair in program.stage.pairs if pair[1] == pair[0] + 1}
     return sorted(tier for tier in crossed if program.everyone.degrees[tier] == 1)
 
 
@@ -172,10 +172,10 @@ def _between_stages(engine: Engine, tier: int) -> list[float]:
     Not a number on a rank whose neighbours are not over this tier: it takes part in the barriers alone.
     """
     program = engine.program
-    stage, last = program.stage.index, program.stage.num_stages - 1
+    stage, pairs = program.stage.index, program.stage.pairs
     onward, back = (
-        other if 0 <= other <= last and edge_tier(program.grid, stage, other) == tier else None
-        for other in (stage + 1, stage - 1)
+        other if pair in pairs and edge_tier(program.grid, *pair) == tier else None
+        for other, pair in ((stage + 1, (stage, stage + 1)), (stage - 1, (stage - 1, stage)))
     )
     between = Between(engine.groups, program.grid, program.layout.tiers, engine.rank, Ledger())
     small_s, large_s = (
