@@ -1,7 +1,8 @@
 """Pipelines that run: the numbers of one process, the order of the schedule, the bytes that are declared."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -14,7 +15,7 @@ from terrace.plan.stage import Kind
 from terrace.program.schedules import Task
 from terrace.program.stages import plan_orders
 from terrace.runtime.launch import LocalPool, World
-from tests.parity import Case, deviation, serial, train
+from tests.parity import FEW_STEPS, Case, deviation, serial, train
 from tests.pipelines import (
     ALONE,
     DIMENSIONS,
@@ -39,19 +40,14 @@ ROWS = covering_rows()
 pytestmark = pytest.mark.timeout(360)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[LocalPool]:
-    with LocalPool(8) as pool:
-        yield pool
-
-
 def check(pool: LocalPool, sizes: tuple[int, ...], cases: Sequence[Case]) -> None:
     """Every case equals the serial run, and every rank's ledger the formula."""
     cluster = cluster_of(*sizes)
+    cases = [replace(case, num_steps=FEW_STEPS) for case in cases]
     by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         ranks = Layout.of(cluster, case.plan).data_degree
-        found = deviation(outcomes, serial(case.model, ranks * case.num_micros))
+        found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
         assert max(found.values()) < TOLERANCE, (case, found)
         assert not any(outcome.complaint for outcome in outcomes), (case, [o.complaint for o in outcomes])
 

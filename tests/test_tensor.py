@@ -15,7 +15,7 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.plan import Layout, MessageClass, Plan, preset
 from terrace.runtime.engine import Engine
 from terrace.runtime.launch import LocalPool, World
-from tests.parity import Case, Outcome, deviation, exact, serial, train
+from tests.parity import Case, Outcome, deviation, exact, serial, shortened, train
 from tests.tensor_memory import kept_by_a_layer
 from tests.toys import MODELS, SEQUENCE, cluster_of, make_batch
 
@@ -31,6 +31,7 @@ def tensor(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object)
 
 def check(pool: LocalPool, sizes: tuple[int, ...], cases: list[Case]) -> None:
     cluster = cluster_of(*sizes)
+    cases = shortened(cluster, cases)
     by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         check_case(cluster, case, list(outcomes))
@@ -38,7 +39,7 @@ def check(pool: LocalPool, sizes: tuple[int, ...], cases: list[Case]) -> None:
 
 def check_case(cluster: Cluster, case: Case, outcomes: list[Outcome]) -> None:
     ranks = Layout.of(cluster, case.plan).data_degree
-    found = deviation(outcomes, serial(case.model, ranks * case.num_micros))
+    found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
     assert max(found.values()) < TOLERANCE, (case, found)
     assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
 
