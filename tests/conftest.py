@@ -23,7 +23,7 @@ settings.load_profile("fixed")
 
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[LocalPool]":
-    """Eight processes that stay for the whole suite, eight a worker of pytest; those of a call that fails are replaced."""
+    """Eight processes (for each worker of pytest) that stay for all tests; those of a call that fails are replaced."""
     from terrace.runtime.launch import LocalPool
 
     with LocalPool(8) as pool:

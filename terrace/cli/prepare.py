@@ -7,12 +7,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import write_atomic
 from terrace.cli.programs import checked_programs
 from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
+from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, load_tokenizer, prepare_tokens
@@ -26,7 +29,10 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
 
     Raises the `TerraceError` of whatever cannot work; no run folder is made then.
     """
-    checked_programs(config)
+    programs = checked_programs(config)
+    if config.train.compile:
+        check_compiles(programs)
+        check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
     tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))

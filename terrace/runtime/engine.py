@@ -23,6 +23,7 @@ from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build_stages, verify, verify_stages
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
+from terrace.runtime.compiled import check_compiles, compile_blocks
 from terrace.runtime.describe import describe, replace_parameters, with_dims
 from terrace.runtime.executor import Batch, Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
@@ -63,7 +64,8 @@ class Engine:
     dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
     every rank. With a pipeline a rank keeps the states of its stage's blocks alone. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; what a tensor axis then runs in place
-    of `blocks` is `states[i].module`. A `pacer` slows every message to the rate of its tier.
+    of `blocks` is `states[i].module`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
+    block through `torch.compile`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -88,11 +90,14 @@ class Engine:
         declared: Sequence[BlockSpec] = (),
         sequence: int = 0,
         pacer: Pacer | None = None,
+        compiled: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
         self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)
         verify(self.program, rank)
+        if compiled:
+            check_compiles([self.program])
         self.rank = rank
         self.device = torch.device(device)
         if self.device.type == "cpu":
@@ -100,6 +105,7 @@ class Engine:
         adamw = adamw or AdamWConfig()
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
+        self._compiled = compiled  # then autograd computes the weight gradients
         self.groups = self._make_groups(rank, timeout)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
         everyone = _EXCHANGE_TIMEOUTS * timeout
@@ -131,6 +137,8 @@ class Engine:
             for index in held
         ]
         self._adopt([blocks[index] for index in held], [values[index] for index in held], initial, adamw)
+        if compiled:
+            compile_blocks(blocks[index] for index in held)
         self._executor = Executor(
             self.program,
             dict(zip(held, self.states, strict=True)),
@@ -262,7 +270,7 @@ class Engine:
 
             state.initialise(value, adamw)
             for shard in state.shards:
-                if shard.trainable is not None:
+                if shard.trainable is not None and not self._compiled:
                     self._weights.own(shard.trainable.parameters, shard.trainable)
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
