@@ -123,19 +123,7 @@ class Engine:
             blocks, objective = parallelise(blocks, self.program, rank, axis, objective)
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
         held = self.program.stage.held
-        self.states = [
-            BlockState(
-                self.program.blocks[index],
-                blocks[index],
-                self.program.flats[index],
-                rank,
-                plan,
-                self.device,
-                self._meter,
-                is_copy=index in self.program.stage.copies,
-            )
-            for index in held
-        ]
+        self.states = [self._make_state(index, blocks[index]) for index in held]
         self._adopt([blocks[index] for index in held], [values[index] for index in held], initial, adamw)
         if compiled:
             compile_blocks(blocks[index] for index in held)
@@ -240,6 +228,20 @@ class Engine:
         program = self.program
         return Collectives(
             self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer, program.world
+        )
+
+    def _make_state(self, block: int, module: nn.Module) -> BlockState:
+        program = self.program
+        is_copy = block in program.stage.copies
+        return BlockState(
+            program.blocks[block],
+            module,
+            program.flats[block],
+            self.rank,
+            program.plan,
+            self.device,
+            self._meter,
+            is_copy=is_copy,
         )
 
     def _make_groups(self, rank: int, timeout: timedelta) -> TierGroups:
