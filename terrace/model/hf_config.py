@@ -68,6 +68,26 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
+def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json to publish with weights of `dtype`, from what `write_table` wrote.
+
+    RoPE is there under its newer and its older keys: a release of `transformers` that knows the older ones alone would
+    else take its defaults without a word. `tokens` are the ids that begin, end and pad a text.
+    """
+    family = FAMILIES[table["model_type"]]
+    published = {**table, **tokens, "torch_dtype": dtype}
+    if "sliding_window" in table:
+        published["sliding_window"] = table["sliding_window"] or None
+    if family.theta_key:
+        rope = table["rope_parameters"]
+        published[family.theta_key] = rope["rope_theta"]
+        if family.factor_key:
+            published[family.factor_key] = rope["partial_rotary_factor"]
+        scaled = {key: rope[key] for key in ("rope_type", *scaling_keys(rope["rope_type"]))}
+        published["rope_scaling"] = None if rope["rope_type"] == "default" else scaled
+    return published
+
+
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
     """Raise `ModelError` for keys with values that Terrace does not implement, with the fix of all of them."""
     given = {**family.implied, **table}
