@@ -50,7 +50,7 @@ class PerMicroBatch:
     """What is made of a tensor that all layers are given: made once, and kept as long as the tensor lives."""
 
     def __init__(self) -> None:
-        self._made: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._made: Any = WeakTensorKeyDictionary()
 
     def get(self, of: Tensor, key: object, make: Callable[[], _Value]) -> _Value:
         """Return what `make` returned for `key` and this tensor, unless its values were changed since."""
@@ -202,7 +202,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
     if plan.joined:
         parts = (part.flatten(0, 1).unsqueeze(0) for part in parts)  # (1, B S, ., D)
     sizes = [piece.size for piece in plan.pieces]
-    queries, keys, values = ([run.transpose(1, 2) for run in part.split(sizes, 1)] for part in parts)
+    queries, keys, values = ([run.transpose(1, 2) for run in torch.split(part, sizes, 1)] for part in parts)
     mixed = []
     for index, piece in enumerate(plan.pieces):
         seen = slice(index - 1, index + 1) if piece.sees_before else slice(index, index + 1)

@@ -125,9 +125,10 @@ class Attention(nn.Module):
         With `positions` (B, S) int64, of each token in its document, it sees its document alone.
         """
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        plan = self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
-        mixed = attend(query, key, value, self.plans.plan(positions, query))  # (B, N, S, D)
+        mixed = attend(query, key, value, plan)  # (B, N, S, D)
         mixed = mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
         output: Tensor = self.output(mixed)
         return output
