@@ -62,7 +62,7 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
         raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
-    check_model(folder, checkpoint.layout, config.blocks())
+    check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
         "tokenizer": fingerprint,
@@ -90,10 +90,10 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
 
 def _check_disk(folder: Path, config: RunConfig) -> None:
     """Raise `ConfigError` when the checkpoints that exist at once do not fit where `folder` is or will be."""
-    blocks, train = config.blocks(), config.train
+    train = config.train
     each = checkpoint_bytes(
-        sum(block.num_trainable for block in blocks),
-        sum(block.num_frozen for block in blocks),
+        config.blocks(),
+        config.optimizer,
         FORMATS[config.plan.master].element_bytes,
         FORMATS[config.plan.compute].element_bytes,
     )
