@@ -27,6 +27,7 @@ from terrace.model.init import initialise
 from terrace.plan import MessageClass
 from terrace.plan.grid import edge_tier
 from terrace.plan.hops import lossy_messages
+from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
 
@@ -122,6 +123,10 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     initialise(blocks, config, 0, dtype, engine.device)
     sizes = (run.plan.micro_batch, run.train.sequence)
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
+    if run.train.compile:
+        compile_blocks(blocks)
+        for _ in range(2):  # the tables of RoPE are made by the first call and read by the second: two graphs
+            blocks[1](x)
     return lambda: blocks[1](x), forward_flops(config, 1, *sizes)
 
 

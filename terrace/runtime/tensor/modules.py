@@ -1,6 +1,7 @@
 """What stands in for the modules of a block under the tensor axis: the same names, a slice of the parameters each.
 
-Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, n inner features of a rank.
+Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, D elements of a head, n inner
+features of a rank.
 
 Between blocks and in the residual stream an activation is (T'/R, H/C) with sequence parallelism (T' is T padded for R
 to divide), and (B, S, H/C) without. Inside attention and MLP it is (B, S, ...), with n features.
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.base.errors import ModelError
+from terrace.model.decoder import check_positions
 from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
 from terrace.runtime.tensor.line import Line, Means, share
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
@@ -158,6 +159,23 @@ class Norm(nn.Module):
         return self._axis.columns.numbers(x.sum(-1, keepdim=True)) / num_features
 
 
+class HeadNorm(nn.Module):
+    """The rms norm over every head that a rank has, (..., D) to (..., D), with one weight for the heads of all ranks.
+
+    Ranks of a column hold the same heads, so each finds the whole of their gradient; those of a row find parts of it.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., D)."""
+        return F.rms_norm(x, self.weight.shape, share(self.weight, self._axis.columns.degree), self.eps)
+
+
 class Embedding(nn.Module):
     """Tokens (B, S) to the residual stream; a rank looks up the part of the vocabulary that it has."""
 
@@ -167,8 +185,11 @@ class Embedding(nn.Module):
         self._part = part
         self._axis = axis
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Look up tokens (B, S). Raises `ModelError` when S exceeds the learned positions."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Look up tokens (B, S), at `positions` (B, S) or else 0 .. S-1.
+
+        Raises `ModelError` when one exceeds the learned positions.
+        """
         axis = self._axis
         elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
@@ -177,18 +198,22 @@ class Embedding(nn.Module):
             x = axis.rows.scatter(axis.spread(axis.pad(found)))
         else:
             x = axis.rows.total(axis.spread(found.flatten(0, 1))).view(*tokens.shape, -1)
-        return x if self.positions is None else x + self._positions(tokens.shape[1], x)
+        if self.positions is None:
+            return x
+        check_positions(tokens, positions, self.positions.shape[0])
+        return x + self._learned(tokens.shape[1], positions, x)
 
-    def _positions(self, sequence: int, x: Tensor) -> Tensor:
+    def _learned(self, sequence: int, positions: Tensor | None, x: Tensor) -> Tensor:
+        """Return what is learned of the positions of x, as the residual stream x has it."""
         assert self.positions is not None, "asked only where positions are learned"
-        limit = self.positions.shape[0]
-        if sequence > limit:
-            raise ModelError(f"a sequence of {sequence} tokens needs as many positions; the model has {limit}")
         if not self._axis.splits_tokens:
-            return share(self.positions[:sequence], self._axis.rows.degree)
+            found = self.positions[:sequence] if positions is None else F.embedding(positions, self.positions)
+            return share(found, self._axis.rows.degree)
         first = self._axis.rows.place * x.shape[0]
-        places = torch.arange(first, first + x.shape[0], device=x.device) % sequence
-        return F.embedding(places, self.positions)
+        places = torch.arange(first, first + x.shape[0], device=x.device)
+        if positions is None:
+            return F.embedding(places % sequence, self.positions)
+        return F.embedding(positions.flatten()[places % positions.numel()], self.positions)
 
 
 class Head(nn.Module):
@@ -203,8 +228,8 @@ class Head(nn.Module):
         self.norm = norm
         self._axis = axis
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x and gather it from rows and columns."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Normalise x, wherever its tokens stand, and gather it from rows and columns."""
         axis = self._axis
         x = self.norm(x)
         if axis.splits_tokens:
