@@ -190,12 +190,6 @@ def _check(run: RunConfig) -> None:
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
             f"model has: use at most {run.model.max_positions}"
         )
-    if 0 < run.model.sliding_window < run.train.sequence:
-        raise ModelError(
-            f"train.sequence = {run.train.sequence} is longer than the model's sliding_window = "
-            f"{run.model.sliding_window}, and attention within a window is not implemented: use at most "
-            f"{run.model.sliding_window} tokens, or another model"
-        )
     lossy = [message.value for message in lossy_messages(Layout.of(run.cluster, run.plan), run.plan)]
     for name in run.train.error_budget:
         if name not in lossy:
