@@ -33,7 +33,10 @@ TABLES: dict[str, dict[str, Any]] = {
     | {"model_type": "llama", "head_dim": 12, "num_key_value_heads": 1, "rope_parameters": _LLAMA3},
     "llama, linear": _LLAMA | {"model_type": "llama", "rope_parameters": _LINEAR},
     "mistral": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 10, "sliding_window": None},
-    "mistral, long window": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 19},
+    "mistral, window": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 7},
+    "qwen2, window": _LLAMA
+    | {"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5}
+    | {"max_window_layers": 0},
     "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen2, tied": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3": _LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 10},
