@@ -7,12 +7,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import write_atomic
 from terrace.cli.programs import checked_programs
 from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
+from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, load_tokenizer, prepare_tokens
@@ -26,7 +29,10 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
 
     Raises the `TerraceError` of whatever cannot work; no run folder is made then.
     """
-    checked_programs(config)
+    programs = checked_programs(config)
+    if config.train.compile:
+        check_compiles(programs)
+        check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
     tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))
@@ -56,7 +62,7 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
         raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
-    check_model(folder, checkpoint.layout, config.blocks())
+    check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
         "tokenizer": fingerprint,
@@ -84,10 +90,10 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
 
 def _check_disk(folder: Path, config: RunConfig) -> None:
     """Raise `ConfigError` when the checkpoints that exist at once do not fit where `folder` is or will be."""
-    blocks, train = config.blocks(), config.train
+    train = config.train
     each = checkpoint_bytes(
-        sum(block.num_trainable for block in blocks),
-        sum(block.num_frozen for block in blocks),
+        config.blocks(),
+        config.optimizer,
         FORMATS[config.plan.master].element_bytes,
         FORMATS[config.plan.compute].element_bytes,
     )

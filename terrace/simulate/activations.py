@@ -212,13 +212,18 @@ class _Tape:
         sizes = {"query": self.query, "key": key, "value": key}
         self.sizes |= {name: numel * self.item for name, numel in sizes.items()}
         parts = {"query": self.heads, "key": self.kv_heads, "value": self.kv_heads}
+        stages = {name: [name] for name in parts}  # the tensors that a product's result passes, the last one first
+        for name in ("query", "key"):
+            if rotary and self.backend != "published":
+                stages[name].append(f"{name} before RoPE")
+            if model.qk_norm:
+                stages[name].append(f"{name} before norm")
         for name, heads in parts.items():
-            turned = rotary and name != "value" and self.backend != "published"
-            if turned:
-                self.sizes[f"{name} before RoPE"] = self.sizes[name]
-            into = f"{name} before RoPE" if turned else name
+            self.sizes |= dict.fromkeys(stages[name], self.sizes[name])
             weight = heads * model.head_dim * self.hidden
-            self._product(name, source, into, weight, whole=self.gathered_beside)
+            self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
+            if model.qk_norm and name != "value":
+                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
         if rotary and self.backend != "published":
             for name in ("query", "key"):
                 whole = self.sizes[name]
@@ -299,28 +304,34 @@ class _Tape:
             self._product("down", "active", target, weight, (source, "up"), self.whole)
 
     def _norm(self, name: str, source: str, target: str) -> None:
-        model, item = self.work.model, self.item
-        tokens = self.work.tokens // self.cut
-        self.sizes[target] = self.residual * item
+        self.sizes[target] = self.residual * self.item
+        self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm)
+
+    def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
+        self._normalise(name, source, target, num_heads, "rms")
+
+    def _normalise(self, name: str, source: str, target: str, num_rows: int, norm: str) -> None:
+        """A norm over each of `num_rows` rows of `source`."""
+        numel = self.sizes[target] // self.item
         statistics, normalised = f"statistics of {name}", f"normalised by {name}"
         widened = f"widened by {name}"
         keeps: tuple[str, ...] = (source,)
         adds = 0
         if self.backend == "published":
             pass
-        elif model.norm == "layer":
-            self.sizes[statistics] = 2 * tokens * (item if self.backend == "cpu" else self.wide)
+        elif norm == "layer":
+            self.sizes[statistics] = 2 * num_rows * (self.item if self.backend == "cpu" else self.wide)
             keeps = (source, statistics)
         elif self.backend == "cuda":
-            self.sizes[statistics] = tokens * self.wide
+            self.sizes[statistics] = num_rows * self.wide
             keeps = (source, statistics)
         else:
-            self.sizes |= {statistics: tokens * self.wide, normalised: self.residual * self.wide}
+            self.sizes |= {statistics: num_rows * self.wide, normalised: numel * self.wide}
             keeps = (source, statistics, normalised)
-            if self.wide > item:
-                self.sizes[widened] = self.residual * self.wide
+            if self.wide > self.item:
+                self.sizes[widened] = numel * self.wide
                 keeps = (widened, statistics, normalised)
-            adds = 3 * self.residual * self.wide  # gradients of the operations that it consists of
+            adds = 3 * numel * self.wide  # gradients of the operations that it consists of
         self._add(name, (source,), target, keeps, backward_adds=adds)
 
     def _gathered(self, source: str, whole: int) -> str:

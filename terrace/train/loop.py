@@ -69,6 +69,7 @@ class _Run:
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step = 0
+        self.compiling = run.train.compile  # the first step may take as long as a compiler does
         self.engine = Engine(
             build_blocks(run.model),
             names=[spec.name for spec in run.blocks()],
@@ -85,9 +86,14 @@ class _Run:
             sequence=run.train.sequence,
             timeout=timedelta(seconds=2 * run.train.timeout_s),  # the watchdog speaks first
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
-            progress=lambda counter, instruction, ranks: dog.at(self.step, counter, instruction, ranks),
+            progress=self._at,
+            compiled=run.train.compile,
         )
         self.batches = Batches(job.tokens, run.train.sequence, run.train.batch, run.train.seed)
+
+    def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        if not self.compiling:
+            self.dog.at(self.step, counter, instruction, waiting_on)
 
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
@@ -138,7 +144,10 @@ class _Run:
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
+            if self.compiling:
+                self.dog.idle("compiling the blocks, in its first step")
             result = self.engine.step(self._micro_batches(), rate)
+            self.compiling = False
             record = self._record(result, rate, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
