@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
+from terrace.model.attention import SHORT_SEQUENCE
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
-from terrace.model.layers import _SHORT_SEQUENCE
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
 from terrace.simulate.footprint import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
@@ -176,7 +176,7 @@ def test_plain_products_in_bf16(name: str) -> None:
     assert sum(predicted.saved.values()) == saved
     assert predicted.forward_peak_bytes == pytest.approx(forward, rel=0.1)
     assert predicted.backward_peak_bytes == pytest.approx(backward, rel=0.1)
-    assert CPU_PLAIN_SEQUENCE == _SHORT_SEQUENCE
+    assert CPU_PLAIN_SEQUENCE == SHORT_SEQUENCE
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])

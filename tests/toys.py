@@ -138,6 +138,7 @@ MODELS = {
     "wide llama, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 1}),
     "wide llama, 2 kv heads": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, attention_bias=True),
     "wide llama, 8 kv heads": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 8}),
+    "wide llama, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3),
     "wide gpt2": _decoder_model(_WIDE_GPT2),
     "wide gpt_neox": _decoder_model(_NEOX | _WIDE),
     "llama, frozen layer": _decoder_model(_LLAMA, _FROZEN_LAYER, tied_embeddings=True),

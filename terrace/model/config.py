@@ -57,6 +57,7 @@ class ModelConfig:
     mlp_bias: bool
     tied_embeddings: bool  # the output matrix is the embedding
     init_std: float
+    sliding_window: int = 0  # a token sees itself and this number less one before it; 0: all before it
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -90,6 +91,8 @@ class ModelConfig:
             raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and finite")
         if not 0 < self.init_std < math.inf:
             raise ModelError(f"{names['init_std']} = {self.init_std} must be positive and finite")
+        if not 0 <= self.sliding_window <= _LARGEST_SIZE:
+            raise ModelError(f"sliding_window = {self.sliding_window} must be at least 0 (none) and at most 2^31 - 1")
         if self.norm not in ("rms", "layer"):
             raise ModelError(f"norm = {self.norm!r} is not implemented: use 'rms' or 'layer'")
         if self.activation not in ACTIVATIONS.values():

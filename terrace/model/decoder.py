@@ -2,7 +2,8 @@
 
 `build_blocks` returns one module a block, in the order of `block_specs`; running them one after the other
 is the model. The modules are usually built on the meta device and given their values later, so they own
-parameters and nothing else: no buffers. A tied head holds the embedding's own `Parameter` object.
+parameters and nothing else: no buffers. A tied head holds the embedding's own `Parameter` object. Where a row holds
+several documents, every block takes the position of each token in its own: see `terrace.model.attention`.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
 """
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
+from terrace.model.attention import AttentionPlans
 from terrace.model.config import ModelConfig
 from terrace.model.layers import MLP, Attention, Rotary, build_norm
 
@@ -31,31 +33,34 @@ class Embedding(nn.Module):
         if config.learned_positions:
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.hidden_size, **where))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Look up tokens (B, S). Raises `ModelError` when S exceeds the learned positions."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Look up tokens (B, S), at `positions` (B, S) or else 0 .. S-1.
+
+        Raises `ModelError` when one exceeds the learned positions.
+        """
         hidden = F.embedding(tokens, self.weight)  # (B, S, H)
         if self.positions is None:
             return hidden
-        sequence, limit = tokens.shape[-1], self.positions.shape[0]
-        if sequence > limit:
-            raise ModelError(f"a sequence of {sequence} tokens needs as many positions; the model has {limit}")
-        return hidden + self.positions[:sequence]
+        check_positions(tokens, positions, self.positions.shape[0])
+        if positions is None:
+            return hidden + self.positions[: tokens.shape[-1]]
+        return hidden + F.embedding(positions, self.positions)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP with residuals; (B, S, H) to (B, S, H)."""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary | None, **where: Any) -> None:
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans, **where: Any) -> None:
         super().__init__()
         self.parallel_residual = config.parallel_residual
         self.attention_norm = build_norm(config, **where)
-        self.attention = Attention(config, rotary, **where)
+        self.attention = Attention(config, rotary, plans, **where)
         self.mlp_norm = build_norm(config, **where)
         self.mlp = MLP(config, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to x (B, S, H)."""
-        after: Tensor = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Apply the layer to x (B, S, H), whose documents `positions` (B, S) tell if a row holds several."""
+        after: Tensor = x + self.attention(self.attention_norm(x), positions)
         # In the parallel form the MLP reads the layer's input, not what attention made of it.
         after = after + self.mlp(self.mlp_norm(x if self.parallel_residual else after))
         return after
@@ -71,8 +76,8 @@ class Head(nn.Module):
         self.weight = weight
         self.norm = build_norm(config, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of x (B, S, H)."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the logits of x (B, S, H), wherever its tokens stand."""
         return F.linear(self.norm(x), self.weight)
 
 
@@ -88,7 +93,8 @@ def build_blocks(
     rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta)
     # Built on meta first, so that no layer draws from the global random generator.
     embedding = Embedding(config, **meta).to_empty(device=device)
-    layers = [DecoderLayer(config, rotary, **meta).to_empty(device=device) for _ in range(config.num_layers)]
+    plans = AttentionPlans(config.sliding_window)
+    layers = [DecoderLayer(config, rotary, plans, **meta).to_empty(device=device) for _ in range(config.num_layers)]
     head = Head(config, None, **meta)
     if not config.tied_embeddings:
         return [embedding, *layers, head.to_empty(device=device)]
@@ -97,12 +103,25 @@ def build_blocks(
     return [embedding, *layers, head]
 
 
-def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor) -> Tensor:
-    """Run all blocks on tokens (B, S) and return the logits (B, S, V)."""
+def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Run all blocks on tokens (B, S), and `positions` (B, S) if they are given; return the logits (B, S, V)."""
     x = tokens
     for block in blocks:
-        x = block(x)
+        x = block(x) if positions is None else block(x, positions)
     return x
+
+
+def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> None:
+    """Raise `ModelError` when tokens (B, S) stand, at `positions` (B, S) or 0 .. S-1, beyond the `limit` learned."""
+    longest = tokens.shape[-1]
+    if positions is not None:
+        if positions.shape != tokens.shape:
+            raise ModelError(f"positions {tuple(positions.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+        longest = int(positions.max()) + 1
+        if int(positions.min()) < 0:
+            raise ModelError(f"position {int(positions.min())} is negative: 0 begins a document")
+    if longest > limit:
+        raise ModelError(f"a sequence of {longest} tokens needs as many positions; the model has {limit}")
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -8,14 +8,13 @@ I intermediate.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from terrace.model.attention import AttentionPlans, PerMicroBatch, attend
 from terrace.model.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,10 +26,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # A run has one or two sequence lengths (training, validation); more are recomputed, not kept.
 _MAX_TABLES = 4
-
-# On a CPU, bf16, forward and backward, 10 heads of 32 (torch 2.13, one AVX-512 core): the flash kernel takes 2.8
-# times as long as plain products at 64 positions, 2.3 times at 128, as long at 256, half as long at 512.
-_SHORT_SEQUENCE = 128
 
 
 class RMSNorm(nn.Module):
@@ -68,6 +63,7 @@ class Rotary:
         self.dim = dim
         self.theta = theta
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._packed = PerMicroBatch()
 
     def tables(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
@@ -77,23 +73,26 @@ class Rotary:
                 self._tables.clear()
             # Outside inference mode: a table made inside it could not be saved for a later backward.
             with torch.inference_mode(False):
-                self._tables[key] = self._compute(sequence, device, dtype)
+                self._tables[key] = self._compute(torch.arange(sequence, device=device), dtype)
         return self._tables[key]
 
-    def _compute(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(dtype, torch.float32)
-        exponents = torch.arange(0, self.dim, 2, device=device, dtype=compute) / self.dim  # (R/2)
-        positions = torch.arange(sequence, device=device, dtype=compute)  # (S)
-        angles = torch.outer(positions, 1.0 / self.theta**exponents)  # (S, R/2)
+        exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=compute) / self.dim  # (R/2)
+        angles = positions.to(compute).unsqueeze(-1) * (1.0 / self.theta**exponents)  # (S, R/2) or (B, S, R/2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turn x (B, N, S, D) by its positions 0 .. S-1.
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Turn x (B, N, S, D) by `positions` (B, S) int64, or else by 0 .. S-1.
 
         The result has the heads of a token side by side in memory. Attention lays its output out as its query, so
         that merging the heads there is a view, where it would be a copy that is kept for the backward.
         """
-        cos, sin = (table[:, None] for table in self.tables(x.shape[-2], x.device, x.dtype))  # (S, 1, R/2)
+        if positions is None:
+            tables = self.tables(x.shape[-2], x.device, x.dtype)
+        else:
+            tables = self._packed.get(positions, x.dtype, lambda: self._compute(positions, x.dtype))
+        cos, sin = (table.unsqueeze(-2) for table in tables)  # (S, 1, R/2) or (B, S, 1, R/2)
         x = x.transpose(-3, -2)  # (B, S, N, D)
         half = self.dim // 2
         first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]
@@ -106,27 +105,30 @@ class Rotary:
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads; (B, S, H) to (B, S, H)."""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary | None, **where: Any) -> None:
+    def __init__(
+        self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans | None = None, **where: Any
+    ) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.grouped = config.num_kv_heads != config.num_heads
         self.rotary = rotary
+        self.plans = plans or AttentionPlans(config.sliding_window)
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
         self.output = nn.Linear(query_size, hidden, bias=bias, **where)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend within x (B, S, H); position s sees positions up to s."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Attend within x (B, S, H); a token sees those up to itself.
+
+        With `positions` (B, S) int64, of each token in its document, it sees its document alone.
+        """
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        plan = self.plans.plan(positions, query)
         if self.rotary is not None:
-            query, key = self.rotary(query), self.rotary(key)
-        with sdpa_kernel(SDPBackend.MATH) if _suits_plain_products(query) else nullcontext():
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=self.grouped
-            )  # (B, N, S, D)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        mixed = attend(query, key, value, plan)  # (B, N, S, D)
         mixed = mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
         output: Tensor = self.output(mixed)
         return output
@@ -152,8 +154,3 @@ class MLP(nn.Module):
         inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         output: Tensor = self.down(inner)
         return output
-
-
-def _suits_plain_products(query: Tensor) -> bool:
-    """Whether attention of `query` (B, N, S, D) is fastest as two products and a softmax."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= _SHORT_SEQUENCE

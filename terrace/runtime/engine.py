@@ -21,10 +21,11 @@ from terrace.plan.grid import Grid, rank_at, stage_of
 from terrace.plan.layout import INSIDE
 from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build_stages, verify, verify_stages
+from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
 from terrace.runtime.describe import describe, replace_parameters, with_dims
-from terrace.runtime.executor import Batch, Executor, Objective, Progress
+from terrace.runtime.executor import Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.settings import AdamWConfig
@@ -147,10 +148,13 @@ class Engine:
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one step on this rank's micro-batches of (inputs, labels).
+        """Run one step on this rank's micro-batches of (inputs, labels), or of (inputs, labels, positions).
 
-        Raises `TrainingError` naming the message when one that travels in a block format holds inf or nan.
+        `positions` int64 (B, S) says where each token stands in its own document; blocks then get it as a second
+        argument, and nothing may change it meanwhile. Raises `ModelError` when a block takes none, and
+        `TrainingError` naming the message when one that travels in a block format holds inf or nan.
         """
+        check_positions(batches, (state.module for state in self.states))
         sums = self._executor.run(batches, lr)
         self._num_steps += 1
         figures = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens])

@@ -30,6 +30,7 @@ from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
+from terrace.runtime.batch import Batch, positions_of
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients, WeightQueue
@@ -38,7 +39,6 @@ from terrace.runtime.tensor import TensorAxis
 from terrace.runtime.waiters import Waiters
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
-Batch = tuple[Tensor, Tensor]  # inputs and labels of one micro-batch
 
 _Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
 
@@ -209,12 +209,12 @@ class Executor:
         self._clock.doing = "forward"
         self._await_parameters(now.block)
         self._progress(self._counter, now, ())
-        inputs, labels = self._batches[now.micro]
+        inputs = self._batches[now.micro][0]
         if now.block > 0:
             inputs = self._take(False, now.block - 1, now.micro).detach().requires_grad_()
         state = random_state(inputs.device) if now.block in self._again else None
         with torch.set_grad_enabled(state is None):
-            output = self._run_block(now.block, inputs, labels)
+            output = self._run_block(now.block, inputs, now.micro)
         kept = output if state is None else None
         self._kept[now.block, now.micro] = _Kept(inputs, kept, state)
         if now.block == self._last:
@@ -247,9 +247,8 @@ class Executor:
         kept = self._kept.pop((now.block, now.micro))
         output = kept.output
         if output is None:
-            labels = self._batches[now.micro][1]
             with restored(kept.random_state, kept.inputs.device):
-                output = self._run_block(now.block, kept.inputs, labels)
+                output = self._run_block(now.block, kept.inputs, now.micro)
         # None at the last block: the loss has gradient one.
         gradient = None if now.block == self._last else self._take(True, now.block + 1, now.micro)
         queue = self._due[now.block, now.micro] = self._weights.queue(hold)
@@ -270,11 +269,13 @@ class Executor:
         self._due.pop((now.block, now.micro)).run()
         self._clock.mark(self._clock.doing)
 
-    def _run_block(self, block: int, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _run_block(self, block: int, inputs: Tensor, micro: int) -> Tensor:
+        labels, positions = self._batches[micro][1], positions_of(self._batches[micro])
         if self._axis is not None:
             self._axis.shape = tuple(labels.shape)
             self._axis.drops_inputs = block not in self._again  # a recomputed one needs them at once
-        output: Tensor = self._states[block].module(inputs)
+        module = self._states[block].module
+        output: Tensor = module(inputs) if positions is None else module(inputs, positions)
         return self._objective(output, labels) if block == self._last else output
 
     def _take(self, backward: bool, block: int, micro: int) -> Tensor:
@@ -355,7 +356,7 @@ class Executor:
         nothing = torch.zeros_like(self._loss)
         counted = [part for state in self._states.values() for part, counts in state.owned() if counts]
         squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
-        num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in self._batches]).sum().double()
+        num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels, *_ in self._batches]).sum().double()
         values = torch.stack([squares, *((self._loss, num_tokens) if self._counts_loss else (nothing, nothing))])
         total: list[Tensor] = []
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")

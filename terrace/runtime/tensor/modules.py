@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.base.errors import ModelError
+from terrace.model.decoder import check_positions
 from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
 from terrace.runtime.tensor.line import Line, Means, share
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
@@ -167,8 +167,11 @@ class Embedding(nn.Module):
         self._part = part
         self._axis = axis
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Look up tokens (B, S). Raises `ModelError` when S exceeds the learned positions."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Look up tokens (B, S), at `positions` (B, S) or else 0 .. S-1.
+
+        Raises `ModelError` when one exceeds the learned positions.
+        """
         axis = self._axis
         elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
@@ -177,18 +180,22 @@ class Embedding(nn.Module):
             x = axis.rows.scatter(axis.spread(axis.pad(found)))
         else:
             x = axis.rows.total(axis.spread(found.flatten(0, 1))).view(*tokens.shape, -1)
-        return x if self.positions is None else x + self._positions(tokens.shape[1], x)
+        if self.positions is None:
+            return x
+        check_positions(tokens, positions, self.positions.shape[0])
+        return x + self._learned(tokens.shape[1], positions, x)
 
-    def _positions(self, sequence: int, x: Tensor) -> Tensor:
+    def _learned(self, sequence: int, positions: Tensor | None, x: Tensor) -> Tensor:
+        """Return what is learned of the positions of x, as the residual stream x has it."""
         assert self.positions is not None, "asked only where positions are learned"
-        limit = self.positions.shape[0]
-        if sequence > limit:
-            raise ModelError(f"a sequence of {sequence} tokens needs as many positions; the model has {limit}")
         if not self._axis.splits_tokens:
-            return share(self.positions[:sequence], self._axis.rows.degree)
+            found = self.positions[:sequence] if positions is None else F.embedding(positions, self.positions)
+            return share(found, self._axis.rows.degree)
         first = self._axis.rows.place * x.shape[0]
-        places = torch.arange(first, first + x.shape[0], device=x.device) % sequence
-        return F.embedding(places, self.positions)
+        places = torch.arange(first, first + x.shape[0], device=x.device)
+        if positions is None:
+            return F.embedding(places % sequence, self.positions)
+        return F.embedding(positions.flatten()[places % positions.numel()], self.positions)
 
 
 class Head(nn.Module):
@@ -203,8 +210,8 @@ class Head(nn.Module):
         self.norm = norm
         self._axis = axis
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x and gather it from rows and columns."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Normalise x, wherever its tokens stand, and gather it from rows and columns."""
         axis = self._axis
         x = self.norm(x)
         if axis.splits_tokens:

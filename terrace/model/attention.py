@@ -1,0 +1,226 @@
+"""What a token attends to, and the attending.
+
+A token sees itself and the tokens before it in its own document; with a sliding window of W, itself and the W - 1
+before (Mistral 7B, 2310.06825, section 2). So token q of a row sees the range first(q) ... q. Documents are told by
+`positions`: a token goes on with the document of its left neighbour if its position is one more, else it begins one.
+
+The ranges of a micro-batch are put into a *plan* once, which all layers and every recomputation share:
+
+- `None`: a row is one document and no window cuts it; a causal kernel;
+- on a CPU pieces: runs of tokens, each with the keys that it needs and nothing else, so that work and memory go with
+  the squares of documents, not of rows. A document is a piece, its kernel causal. Neighbours that have at most 64
+  tokens together are one piece under a mask, for a call of the kernel costs as much as so many. A document longer
+  than a window is cut into pieces of a window's length, each of which sees the piece before, too, under a band;
+- elsewhere one mask over whole rows: pieces would have the host wait for the device that has the positions.
+
+Masks are what is added to the scores, in the dtype of the query, since torch makes just that of a boolean one, once a
+layer, and keeps it.
+
+Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, W window, L queries of a piece.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from terrace.base.errors import ModelError
+
+# On a CPU, bf16, forward and backward, 10 heads of 32 (torch 2.13, one AVX-512 core): the flash kernel takes 2.8
+# times as long as plain products at 64 positions, 2.3 times at 128, as long at 256, half as long at 512.
+SHORT_SEQUENCE = 128
+
+# Forward and backward of 1024 tokens, 8 heads of 64, fp32, in documents of 16 (same machine): 75 ms under a whole mask;
+# in pieces of 32, 64, 128 and 256 tokens 8, 12, 18 and 25 ms. In bf16 44, and 14, 12, 16 and 19 ms.
+_SHORT_PIECE = 64
+
+_MAX_WHOLE = 4  # as many sequence lengths have their plan kept
+
+_Value = TypeVar("_Value")
+
+
+class PerMicroBatch:
+    """What is made of a tensor that all layers are given: made once, and kept as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self._made: Any = WeakTensorKeyDictionary()
+
+    def get(self, of: Tensor, key: object, make: Callable[[], _Value]) -> _Value:
+        """Return what `make` returned for `key` and this tensor, unless its values were changed since."""
+        version = 0 if of.is_inference() else of._version
+        made = self._made.setdefault(of, {})
+        if (version, key) not in made:
+            with torch.inference_mode(False), torch.no_grad():
+                made[version, key] = make()
+        value: _Value = made[version, key]
+        return value
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens that attend together: to themselves and, if `sees_before`, to the piece before.
+
+    `mask` (L, keys) is added to the scores; without one every token sees those of the piece up to itself.
+    """
+
+    size: int
+    sees_before: bool
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All tokens of a row in pieces, the same of every row; or, if `joined`, of all rows as if they were one."""
+
+    joined: bool
+    pieces: tuple[Piece, ...]
+
+
+Plan = Pieces | Tensor | None  # the tensor is a mask (B or 1, 1, S, S)
+
+
+class AttentionPlans:
+    """The plans of a model, whose layers share this object; `window` 0 stands for none."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._packed = PerMicroBatch()
+        self._whole: dict[object, Plan] = {}
+
+    def plan(self, positions: Tensor | None, query: Tensor) -> Plan:
+        """Return what the tokens of query (B, N, S, D) see, documents told by `positions` (B, S) int64.
+
+        Raises `ModelError` for positions of another shape.
+        """
+        batch, sequence, device, dtype = query.shape[0], query.shape[2], query.device, query.dtype
+        if positions is not None:
+            if positions.shape != (batch, sequence):
+                raise ModelError(f"positions {tuple(positions.shape)} must be (batch, sequence) = {batch, sequence}")
+            return self._packed.get(positions, dtype, lambda: self._make(positions, dtype))
+        if not 0 < self.window < sequence:
+            return None
+        key = (sequence, device, dtype)
+        if key not in self._whole:
+            if len(self._whole) >= _MAX_WHOLE:
+                self._whole.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                self._whole[key] = self._make(torch.arange(sequence, device=device)[None], dtype)
+        return self._whole[key]
+
+    def _make(self, positions: Tensor, dtype: torch.dtype) -> Plan:
+        begins = document_begins(positions)
+        if positions.device.type != "cpu":
+            return whole_mask(begins, self.window, dtype)
+        return cut(begins, self.window, dtype)
+
+
+def document_begins(positions: Tensor) -> Tensor:
+    """Return of every token of positions (B, S) whether a document begins with it."""
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    return begins
+
+
+def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask (B, 1, S, S) of rows whose documents begin where `begins` (B, S) says."""
+    places = torch.arange(begins.shape[1], device=begins.device)
+    first = torch.where(begins, places, 0).cummax(1).values  # (B, S)
+    return _mask(first, places, places, window, dtype).unsqueeze(1)
+
+
+def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
+    """Return the pieces of rows whose documents begin where `begins` (B, S) says, or None for a document a row."""
+    joined = bool((begins != begins[:1]).any())
+    starts = begins.flatten() if joined else begins[0]
+    bounds = [*torch.nonzero(starts).flatten().tolist(), len(starts)]
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    if len(sizes) == 1 and not 0 < window < sizes[0]:
+        return None
+    pieces: list[Piece] = []
+    group: list[int] = []
+    bands: dict[tuple[int, int], Tensor] = {}
+    for size in [*sizes, 0]:  # the last closes the last group
+        if group and (size == 0 or sum(group) + size > _SHORT_PIECE):
+            pieces.append(_group(group, window, dtype))
+            group = []
+        if 0 < size <= _SHORT_PIECE:
+            group.append(size)
+        elif size:
+            pieces += _document(size, window, dtype, bands)
+    return Pieces(joined, tuple(pieces))
+
+
+def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> Piece:
+    """Return a piece of one or several short documents."""
+    if len(sizes) == 1 and not 0 < window < sizes[0]:
+        return Piece(sizes[0], False, None)
+    ends = torch.tensor(sizes).cumsum(0)
+    first = torch.repeat_interleave(ends - torch.tensor(sizes), torch.tensor(sizes))
+    places = torch.arange(len(first))
+    return Piece(len(first), False, _mask(first, places, places, window, dtype))
+
+
+def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int, int], Tensor]) -> list[Piece]:
+    """Return the pieces of a long document; `bands` holds the masks that its pieces have in common."""
+    if not 0 < window < size:
+        return [Piece(size, False, None)]
+    length = max(window, _SHORT_PIECE)  # so that none sees beyond the piece before
+    pieces = []
+    for begin in range(0, size, length):
+        num, before = min(length, size - begin), length if begin else 0
+        if (num, before) not in bands:
+            keys = torch.arange(before + num)
+            bands[num, before] = _mask(torch.zeros(num).long(), keys[before:], keys, window, dtype)
+        pieces.append(Piece(num, before > 0, bands[num, before]))
+    return pieces
+
+
+def _mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype) -> Tensor:
+    """Return (..., L, keys): zero where a query sees a key, else -inf; `first` (..., L) begins its document."""
+    queries = queries.unsqueeze(-1)
+    sees = (keys >= first.unsqueeze(-1)) & (keys <= queries)
+    if window:
+        sees &= keys > queries - window
+    return torch.zeros(sees.shape, dtype=dtype, device=keys.device).masked_fill_(~sees, -torch.inf)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
+    """Return softmax(Q K^T / sqrt(D)) V, (B, N, S, D), of a query of that shape and keys and values (B, K, S, D)."""
+    if plan is None:
+        return _core(query, key, value, None)
+    if isinstance(plan, Tensor):
+        return _core(query, key, value, plan)
+    batch, heads, sequence, size = query.shape
+    parts = (part.transpose(1, 2) for part in (query, key, value))  # (B, S, ., D), as they lie in memory
+    if plan.joined:
+        parts = (part.flatten(0, 1).unsqueeze(0) for part in parts)  # (1, B S, ., D)
+    sizes = [piece.size for piece in plan.pieces]
+    queries, keys, values = ([run.transpose(1, 2) for run in torch.split(part, sizes, 1)] for part in parts)
+    mixed = []
+    for index, piece in enumerate(plan.pieces):
+        seen = slice(index - 1, index + 1) if piece.sees_before else slice(index, index + 1)
+        own = [torch.cat(run[seen], 2) if piece.sees_before else run[index] for run in (keys, values)]
+        mixed.append(_core(queries[index], own[0], own[1], piece.mask).transpose(1, 2))
+    return torch.cat(mixed, 1).view(batch, sequence, heads, size).transpose(1, 2)
+
+
+def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend under a mask that can be laid over (B, N, L, keys), or causally without one."""
+    if mask is not None and mask.dim() == 2:
+        mask = mask.expand(query.shape[0], 1, *mask.shape)
+    with sdpa_kernel(SDPBackend.MATH) if _suits_plain_products(query) else nullcontext():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
+        )
+
+
+def _suits_plain_products(query: Tensor) -> bool:
+    """Whether attention of `query` (B, N, L, D) is fastest as two products and a softmax."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_SEQUENCE
