@@ -1,6 +1,7 @@
 """Everything that can be known before the ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -18,7 +19,8 @@ from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
 from terrace.train.config import RunConfig, run_toml
-from terrace.train.data import Batches, load_tokenizer, prepare_tokens
+from terrace.train.data import Batches, Source, load_tokenizer
+from terrace.train.data.prepared import compare_facts, prepare_sources
 from terrace.train.loop import Job
 
 _RUNS = Path("runs")
@@ -35,10 +37,11 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
-    tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))
-    tokens.check_vocab(config.model.vocab_size)
-    Batches(tokens, config.train.sequence, config.train.batch, config.train.seed)
-    checkpoint = None if resume is None else _to_resume(resume, config, tokens.digest, tokenizer.fingerprint)
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence)
+    for source in sources:
+        source.tokens.check_vocab(config.model.vocab_size)
+    Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
+    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer.fingerprint)
     _check_disk(resume or folder or _RUNS, config)
     chosen = resume or _new_folder(folder)
     try:
@@ -50,13 +53,13 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
     return Job(
         run=config,
         folder=chosen,
-        tokens=tokens,
+        sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
     )
 
 
-def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: str) -> Checkpoint:
+def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], fingerprint: str) -> Checkpoint:
     folder = latest(run_folder)
     if folder is None:
         raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
@@ -66,7 +69,6 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
     stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
         "tokenizer": fingerprint,
-        "data": digest,
         "seed": config.train.seed,
         "batch": config.train.batch,
         "sequence": config.train.sequence,
@@ -74,6 +76,8 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
     there = {name: checkpoint.facts.get(name) for name in here}
     for name, value in to_table(config.model).items():
         here[f"model.{name}"], there[f"model.{name}"] = value, stored.get(name)
+    for name, (old, new) in compare_facts(checkpoint.facts, sources, config.data.holdout).items():
+        there[name], here[name] = old, new
     for name, value in here.items():
         if there[name] != value:
             raise CheckpointError(

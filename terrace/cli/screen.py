@@ -10,6 +10,7 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
 from terrace.cli.programs import kept_activations
 from terrace.cluster import Cluster
@@ -46,10 +47,9 @@ def show_plan(job: Job) -> None:
     run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     print(
-        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {len(blocks)} blocks; "
-        f"{job.tokens.num_tokens / 1e6:.1f} M tokens of {run.data.path}\n{run.train.steps} steps of "
-        f"{run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} micro-batches of "
-        f"{run.plan.micro_batch} per rank\n"
+        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {len(blocks)} blocks; {data_words(job)}\n"
+        f"{run.train.steps} steps of {run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} "
+        f"micro-batches of {run.plan.micro_batch} per rank\n"
     )
     console.print(plan_table(run.cluster, run.plan))
     if Grid.of(run.cluster, run.plan).total("pipeline") > 1:

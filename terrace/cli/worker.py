@@ -20,7 +20,8 @@ from terrace.cluster import Cluster
 from terrace.runtime.launch import detect, join, launch_local, pace
 from terrace.runtime.world import World
 from terrace.train.config import RunConfig
-from terrace.train.data import TokenFile, load_tokenizer, prepare_tokens
+from terrace.train.data import Source, load_tokenizer
+from terrace.train.data.prepared import prepare_sources
 from terrace.train.loop import Job, train
 from terrace.train.metrics import Silent
 
@@ -89,8 +90,8 @@ def _run_joined(config: RunConfig, folder: Path | None, resume: Path | None) -> 
     if world.rank == 0:
         show_plan(job)
     here = f"tokens/{socket.gethostname()}"
-    tokens = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _tokens_here(job))
-    run_rank(world, replace(job, tokens=tokens))
+    sources = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _sources_here(job))
+    run_rank(world, replace(job, sources=sources))
     dist.destroy_process_group()
 
 
@@ -116,17 +117,18 @@ def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callabl
     return result
 
 
-def _tokens_here(job: Job) -> TokenFile:
-    """Return the token file of this machine, having checked that it sees the run folder of rank 0."""
+def _sources_here(job: Job) -> tuple[Source, ...]:
+    """Return the data of this machine, having checked that it sees the run folder of rank 0."""
     if not (job.folder / "config.toml").is_file():
         raise CheckpointError(
             f"{socket.gethostname()} does not see the run folder {job.folder} that rank 0 made: name a --folder on a "
             "file system that all machines share"
         )
     data = job.run.data
-    tokens = prepare_tokens(data.path, load_tokenizer(data.tokenizer), Path(data.cache))
-    if tokens.digest != job.tokens.digest:
-        raise DataError(
-            f"{data.path} on {socket.gethostname()} differs from that of rank 0: give every machine the same data"
-        )
-    return tokens
+    sources = prepare_sources(data, load_tokenizer(data.tokenizer), job.run.train.sequence)
+    for mine, of_rank_0 in zip(sources, job.sources, strict=True):
+        if mine.tokens.digest != of_rank_0.tokens.digest:
+            raise DataError(
+                f"{mine.name} on {socket.gethostname()} differs from that of rank 0: give every machine the same data"
+            )
+    return sources

@@ -26,9 +26,20 @@ from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, v
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.planned import TASK, read_planned
+from terrace.train.sources import (
+    Documented,
+    Format,
+    SourceConfig,
+    SourceSpec,
+    TooLong,
+    beside,
+    check_holdout,
+    sources_of,
+)
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
-_NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": ""}  # key -> the value that is no path
+# key -> the value that is no path
+_NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": "", "chat_template": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +49,28 @@ class DataConfig:
     path: str = "stdlib"
     tokenizer: str = "bytes"
     cache: str = ".terrace-cache"
+    mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
+    format: Format = "text"
+    documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
+    too_long: TooLong | None = None  # what becomes of a whole document that is longer than a sequence
+    chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
+    holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
+
+    def __post_init__(self) -> None:
+        check_holdout(self.holdout)
+        self.sources()
+        if self.chat_template and not any(source.format == "chat" for source in self.sources()):
+            raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
+
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources with everything decided. Raises `ConfigError` for what does not go together."""
+        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long)
 
     def absolute(self) -> "DataConfig":
         """Return the same places under names that hold in any working directory."""
         named = {name: getattr(self, name) for name in _NAMES_OF_DATA}
-        return replace(self, **{name: os.path.abspath(at) for name, at in named.items() if at != _NAMES_OF_DATA[name]})
+        kept = {name: os.path.abspath(at) for name, at in named.items() if at != _NAMES_OF_DATA[name]}
+        return replace(self, mixture=tuple(source.absolute() for source in self.mixture), **kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +236,8 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
     result |= {name: _beside(folder, name, own[name]) for name in _WHOLE if name in own}
     data = own.get("data")
     if isinstance(data, Mapping):
-        named = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
+        named: dict[str, Any] = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
+        named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
         result["data"] = merge(result["data"], named)
     return result
 

@@ -24,6 +24,7 @@ from terrace.model.init import initial_value
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport, build_stages
 from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.executor import Batch
 from terrace.runtime.launch import pace
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
@@ -32,7 +33,9 @@ from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
 from terrace.train.config import RunConfig
-from terrace.train.data import Batches, TokenFile, load_tokenizer
+from terrace.train.data import Batches, Source, load_tokenizer
+from terrace.train.data.feeding import Feeder
+from terrace.train.data.prepared import data_facts
 from terrace.train.generate import generate
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.schedule import learning_rate
@@ -43,11 +46,11 @@ _SAMPLE_MAX_PARAMS = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank is handed: the run, its folder, its tokens, and the checkpoint to go on from."""
+    """What every rank is handed: the run, its folder, its data, and the checkpoint to go on from."""
 
     run: RunConfig
     folder: Path
-    tokens: TokenFile
+    sources: tuple[Source, ...]
     tokenizer_fingerprint: str
     resume: Path | None = None
 
@@ -89,7 +92,8 @@ class _Run:
             progress=self._at,
             compiled=run.train.compile,
         )
-        self.batches = Batches(job.tokens, run.train.sequence, run.train.batch, run.train.seed)
+        train = run.train
+        self.batches = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout)
 
     def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if not self.compiling:
@@ -141,14 +145,17 @@ class _Run:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         begin = time.perf_counter()
+        feeder = Feeder(self._micro_batches, first_step, train.steps)
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
+            micros = self._fed(feeder)
+            data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
-            result = self.engine.step(self._micro_batches(), rate)
+            result = self.engine.step(micros, rate)
             self.compiling = False
-            record = self._record(result, rate, time.perf_counter() - started)
+            record = self._record(result, rate, data_s, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
                 metrics.write(record)
@@ -163,6 +170,7 @@ class _Run:
                 self._save(self.step + 1)
         if first_step < train.steps:
             self._save(train.steps)
+        feeder.close()
         if metrics is not None:
             metrics.close()
         return summary
@@ -177,18 +185,25 @@ class _Run:
         of_ranks, grid = self.engine.exchange(measured), self.engine.program.grid
         return tuple((each, of_ranks[rank_at(grid, 0, stage)]) for stage, each in enumerate(predicted))
 
-    def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        layout, device = self.engine.program.layout, self.engine.device
-        micros = []
+    def _micro_batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of `step`, on the host; runs in the feeder's thread."""
+        layout, pinned = self.engine.program.layout, self.engine.device.type == "cuda"
+        place, size = layout.position(self.world.rank), self.run.plan.micro_batch
+        made = []
         for micro in range(self.engine.program.num_micros):
-            arrays = self.batches.micro_batch(
-                self.step, micro, layout.position(self.world.rank), layout.data_degree, self.run.plan.micro_batch
-            )
-            inputs, labels = (torch.from_numpy(array).to(device) for array in arrays)
-            micros.append((inputs, labels))
-        return micros
+            arrays = self.batches.micro_batch(step, micro, place, layout.data_degree, size)
+            tensors = [torch.from_numpy(array) for array in arrays]
+            made.append(tuple(each.pin_memory() if pinned else each for each in tensors))
+        return made
 
-    def _record(self, result: StepResult, rate: float, step_s: float) -> StepRecord:
+    def _fed(self, feeder: Feeder[list[Batch]]) -> list[Batch]:
+        """Return the micro-batches of the next step on this rank's device."""
+        micros = feeder.next()
+        return [tuple(each.to(self.engine.device, non_blocking=True) for each in micro) for micro in micros]
+
+    def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
+        time_s = {**result.time_s, "data": data_s}
+        time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         return StepRecord(
             step=self.step + 1,
             loss=result.loss,
@@ -198,7 +213,7 @@ class _Run:
             step_s=step_s,
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
-            time_s={**result.time_s, "other": result.time_s.get("other", 0.0) + step_s - sum(result.time_s.values())},
+            time_s=time_s,
         )
 
     def _save(self, step: int) -> None:
@@ -213,7 +228,7 @@ class _Run:
             "model": to_table(self.run.model),
             "plan": self.run.plan.name,
             "tokenizer": self.job.tokenizer_fingerprint,
-            "data": self.job.tokens.digest,
+            **data_facts(self.job.sources, self.run.data.holdout),
             "seed": self.run.train.seed,
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
@@ -228,7 +243,7 @@ class _Run:
         tokenizer, train = load_tokenizer(self.run.data.tokenizer), self.run.train
         prompt = train.prompt
         if prompt is None:
-            prompt = tokenizer.decode(self.job.tokens.open()[:_PROMPT_TOKENS].tolist())
+            prompt = tokenizer.decode(self.job.sources[0].tokens.open()[:_PROMPT_TOKENS].tolist())
         return prompt + generate(
             folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
         )
