@@ -17,6 +17,7 @@ from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, 
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, load_tokenizer, prepare_tokens
 from terrace.train.loop import Job
+from terrace.train.trackers import check_installed
 
 _RUNS = Path("runs")
 
@@ -26,6 +27,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
 
     Raises the `TerraceError` of whatever cannot work; no run folder is made then.
     """
+    check_installed(config.train.metrics)
     checked_programs(config)
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)

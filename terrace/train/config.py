@@ -26,6 +26,8 @@ from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, v
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.planned import TASK, read_planned
+from terrace.train.steps import check_profile
+from terrace.train.trackers import check_names
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 _NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": ""}  # key -> the value that is no path
@@ -63,6 +65,9 @@ class TrainConfig:
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
+    metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
+    profile: str | None = None  # steps to trace, such as "10-12"
+    profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1}
@@ -79,6 +84,8 @@ class TrainConfig:
                 raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
+        check_names(self.metrics)
+        check_profile(self.profile, self.profile_torch)
 
 
 @dataclass(frozen=True, kw_only=True)

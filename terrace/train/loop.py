@@ -7,6 +7,7 @@ Everything a user may have got wrong was checked before; what can still fail her
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,25 +17,26 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError, TrainingError
-from terrace.cluster import Cluster
 from terrace.comm import Pacer
-from terrace.model.config import forward_flops, num_params, to_table
+from terrace.model.config import num_params, to_table
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan.grid import rank_at
-from terrace.program import StepReport, build_stages
+from terrace.program import StepReport
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
-from terrace.simulate import Work, simulate, simulate_stages, step_costs
-from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, TokenFile, load_tokenizer
+from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.prediction import predict, utilisation_of
+from terrace.train.profiler import Profiler
+from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
 
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
@@ -58,8 +60,9 @@ def train(world: World, job: Job, observer: Observer) -> Outcome:
     Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError`
     when the loss is not a number any more.
     """
-    with watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
-        return _Run(world, job, observer, dog).outcome()
+    following = recorded(observer, job.run, job.folder) if world.rank == 0 else nullcontext(observer)
+    with watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard(), following as followed:
+        return _Run(world, job, followed, dog).outcome()
 
 
 class _Run:
@@ -103,7 +106,9 @@ class _Run:
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         of_stages = predict(self.run, cluster)
         predicted = of_stages[self.engine.program.stage.index]
+        self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
+        self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
         summary = self._steps(first_step)
         measured = self.engine.report(summary.mean_time_s)
         stages = self._stages(of_stages, measured)  # before the sample, which one rank makes and all would wait for
@@ -138,7 +143,8 @@ class _Run:
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
-            result = self.engine.step(self._micro_batches(), rate)
+            with self.profiler.around(self.step):
+                result = self.engine.step(self._micro_batches(), rate)
             record = self._record(result, rate, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
@@ -190,6 +196,7 @@ class _Run:
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
             time_s={**result.time_s, "other": result.time_s.get("other", 0.0) + step_s - sum(result.time_s.values())},
+            **self.gauges.read(result.num_tokens, step_s),
         )
 
     def _save(self, step: int) -> None:
@@ -230,23 +237,6 @@ def device_of() -> torch.device:
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
-
-
-def predict(run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """Return the predicted reports of a steady step of this run on `cluster`, for a rank of each stage.
-
-    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
-    run measured, which is the FLOP/s of a layer.
-    """
-    programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    sizes = (run.plan.micro_batch, run.train.sequence)
-    work: Work | list[int] = work_of(cluster, run.plan, run.model, run.train.sequence)
-    if cluster is not run.cluster:
-        work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
-    costs = [step_costs(program, work) for program in programs]
-    if len(programs) == 1:
-        return [simulate(programs[0], costs[0])]
-    return simulate_stages(programs, costs).reports
 
 
 def _check_finite(result: StepResult, step: int) -> None:
