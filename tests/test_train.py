@@ -68,8 +68,10 @@ def test_a_run_leaves_its_folder(trained: tuple[Path, str]) -> None:
     assert sorted(os.listdir(run)) == [
         "checkpoints",
         "config.toml",
+        "events.jsonl",
         "loss.svg",
         "metrics.jsonl",
+        "prediction.json",
         "report.json",
         "sample.txt",
     ]

@@ -23,6 +23,7 @@ from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.prepared import compare_facts, prepare_sources
 from terrace.train.loop import Job
+from terrace.train.trackers import check_installed
 
 _RUNS = Path("runs")
 
@@ -39,6 +40,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     """
     if going_on and folder is not None and complete(folder / "checkpoints"):
         resume = folder
+    check_installed(config.train.metrics)
     programs = checked_programs(config)
     if config.train.compile:
         check_compiles(programs)

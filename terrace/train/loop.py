@@ -7,6 +7,7 @@ Everything a user may have got wrong was checked before; what can still fail her
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,29 +17,30 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
-from terrace.cluster import Cluster
 from terrace.comm import Pacer
-from terrace.model.config import forward_flops, num_params, to_table
+from terrace.model.config import num_params, to_table
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan.grid import rank_at
-from terrace.program import StepReport, build_stages
-from terrace.runtime.engine import Engine, StepResult
+from terrace.program import StepReport
 from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
 from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
-from terrace.simulate import Work, simulate, simulate_stages, step_costs
-from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.feeding import Feeder
 from terrace.train.data.prepared import data_facts
+from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.prediction import predict, utilisation_of
+from terrace.train.profiler import Profiler
+from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
 
 _PATIENCE = 10  # timeouts that rank 0 waits for what others write
@@ -66,13 +68,15 @@ def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
     Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError` when the
     loss is not a number any more.
     """
+    following = recorded(observer, job.run, job.folder) if world.rank == 0 else nullcontext(observer)
     # The process that started local ranks is asked in their place, and asks them through the store.
     with (
         Asked(SIGNALS if world.supervised else SIGNALS[:1]) as asked,
         watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
         dog.guard(),
+        following as followed,
     ):
-        return _Run(world, job, observer, dog, asked).outcome()
+        return _Run(world, job, followed, dog, asked).outcome()
 
 
 class _Run:
@@ -133,7 +137,9 @@ class _Run:
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         of_stages = predict(self.run, cluster)
         predicted = of_stages[self.engine.program.stage.index]
+        self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
+        self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
         summary, stop = self._steps(first_step)
         self.saver.close()
         if stop is not None:
@@ -180,7 +186,8 @@ class _Run:
             data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
-            result = self.engine.step(micros, rate)
+            with self.profiler.around(self.step):
+                result = self.engine.step(micros, rate)
             self.compiling = False
             record = self._record(result, rate, data_s, time.perf_counter() - started)
             summary.add(record)
@@ -262,6 +269,7 @@ class _Run:
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
             time_s=time_s,
+            **self.gauges.read(result.num_tokens, step_s),
         )
 
     def _save(self, step: int) -> None:
@@ -313,23 +321,6 @@ def device_of() -> torch.device:
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
-
-
-def predict(run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """Return the predicted reports of a steady step of this run on `cluster`, for a rank of each stage.
-
-    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
-    run measured, which is the FLOP/s of a layer.
-    """
-    programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    sizes = (run.plan.micro_batch, run.train.sequence)
-    work: Work | list[int] = work_of(cluster, run.plan, run.model, run.train.sequence)
-    if cluster is not run.cluster:
-        work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
-    costs = [step_costs(program, work) for program in programs]
-    if len(programs) == 1:
-        return [simulate(programs[0], costs[0])]
-    return simulate_stages(programs, costs).reports
 
 
 def _check_finite(result: StepResult, step: int) -> None:
