@@ -125,7 +125,7 @@ class Screen:
         self._progress.above(f"saved {folder}")
 
     def note(self, text: str) -> None:
-        print(f"{chr(13) if self._live else ''}{text}", flush=True)
+        self._progress.above(text)
 
     def finished(self, outcome: Outcome) -> None:
         folder = self._job.folder

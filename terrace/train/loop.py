@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -244,17 +244,17 @@ class _Run:
         """Return this rank's micro-batches of `step`, on the host; runs in the feeder's thread."""
         layout, pinned = self.engine.program.layout, self.engine.device.type == "cuda"
         place, size = layout.position(self.world.rank), self.run.plan.micro_batch
-        made = []
+        made: list[Batch] = []
         for micro in range(self.engine.program.num_micros):
             arrays = self.batches.micro_batch(step, micro, place, layout.data_degree, size)
-            tensors = [torch.from_numpy(array) for array in arrays]
-            made.append(tuple(each.pin_memory() if pinned else each for each in tensors))
+            tensors = (torch.from_numpy(array) for array in arrays)
+            made.append(cast(Batch, tuple(each.pin_memory() if pinned else each for each in tensors)))
         return made
 
     def _fed(self, feeder: Feeder[list[Batch]]) -> list[Batch]:
         """Return the micro-batches of the next step on this rank's device."""
-        micros = feeder.next()
-        return [tuple(each.to(self.engine.device, non_blocking=True) for each in micro) for micro in micros]
+        device = self.engine.device
+        return [cast(Batch, tuple(each.to(device, non_blocking=True) for each in micro)) for micro in feeder.next()]
 
     def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
         time_s = {**result.time_s, "data": data_s}

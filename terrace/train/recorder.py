@@ -105,6 +105,10 @@ class _Recorder:
         self.event("saved", step=self._step, folder=folder.name)
         self._observer.saved(folder)
 
+    def note(self, text: str) -> None:
+        self.event("note", step=self._step, text=text)
+        self._observer.note(text)
+
     def finished(self, outcome: Outcome) -> None:
         self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss)
         self._observer.finished(outcome)
