@@ -30,7 +30,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, windowed_keys
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 
@@ -244,19 +244,13 @@ class _Tape:
 
     def _seen(self) -> tuple[str, ...]:
         """Return what the core of attention reads, once it has copied what it must not read in place."""
-        reads, model = ("query", "key", "value"), self.work.model
-        if not self.work.is_masked or self.backend == "published":
-            return reads
-        if self.in_pieces:
-            copied = windowed_keys(model.sliding_window, self.work.sequence) / self.work.sequence
-            sizes = {name: int(copied * self.sizes[name]) for name in reads[1:]}
-        else:
-            sizes = dict.fromkeys(reads[1:], self.query * self.item if model.num_heads != model.num_kv_heads else 0)
-        for name, size in sizes.items():
-            if size:
-                self.sizes[f"copied {name}"] = size
-                self._add(f"copy {name}", (name,), f"copied {name}")
-        return (*reads, *(f"copied {name}" for name, size in sizes.items() if size))
+        copied = copied_bytes(self.work, self.backend, self.sizes["key"], self.sizes["query"])
+        if not copied:
+            return "query", "key", "value"
+        for name in ("key", "value"):
+            self.sizes[f"copied {name}"] = copied
+            self._add(f"copy {name}", (name,), f"copied {name}")
+        return "query", "key", "value", "copied key", "copied value"
 
     def _core(self) -> None:
         """Softmax of the products of queries and keys, times the values."""
