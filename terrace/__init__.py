@@ -3,4 +3,26 @@
 Everything is placed on a tier, and a training step is a program that can be read.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from terrace.model.adapter import blocks_of as blocks_of
+    from terrace.train.trainer import Trainer as Trainer
+
 __version__ = "0.1.0"
+
+_LAZY = {"Trainer": "terrace.train.trainer", "blocks_of": "terrace.model.adapter"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for, so that `import terrace` does not."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'terrace' has no attribute {name!r}")
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("terrace"):
+            raise
+        raise ImportError(f"terrace.{name} needs the package {error.name!r}: pip install 'terrace[train]'") from error

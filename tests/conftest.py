@@ -2,6 +2,9 @@
 
 Property tests draw the same examples in every run, so that a change is judged by what it changes.
 `pytest --hypothesis-profile=explore` draws new ones.
+
+`make test` runs two files at a time: half of the suite starts ranks and mostly waits for them, the other half computes
+in one process. Files stay whole, since their tests share what they set up.
 """
 
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ settings.load_profile("fixed")
 
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[LocalPool]":
-    """Eight processes that stay for the whole suite; those of a call that fails are replaced."""
+    """Eight processes (for each worker of pytest) that stay for all tests; those of a call that fails are replaced."""
     from terrace.runtime.launch import LocalPool
 
     with LocalPool(8) as pool:

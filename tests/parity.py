@@ -38,6 +38,7 @@ class Case:
     sabotage: str = ""
     lane: str = "thread"
     num_steps: int = NUM_STEPS
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
         adamw=ADAMW,
         declared=model.declared,
         sequence=SEQUENCE,
+        compiled=case.compiled,
     )
     if case.sabotage:
         SABOTAGES[case.sabotage](engine)

@@ -13,7 +13,7 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
-from terrace.simulate.footprint import CPU_PLAIN_SEQUENCE
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 from tests.allocations import addresses, allocated, saved_bytes, seeded
@@ -34,6 +34,8 @@ MODELS = {
     "llama, all heads, wide": parse_model(_LLAMA | {"num_key_value_heads": 4, "intermediate_size": 224}),
     "llama, relu": parse_model(_LLAMA | {"hidden_act": "relu"}),
     "llama, parallel": replace(parse_model(_LLAMA), parallel_residual=True),
+    "qwen2": parse_model(_LLAMA | {"model_type": "qwen2"}),
+    "qwen3": parse_model(_LLAMA | {"model_type": "qwen3", "head_dim": 24}),
     "gpt_neox": parse_model(_SIZES | {"model_type": "gpt_neox", "intermediate_size": 256}),
     "gpt2": parse_model(_GPT2),
     "gpt2, relu": parse_model(_GPT2 | {"activation_function": "relu"}),
@@ -170,7 +172,7 @@ def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
     assert predicted.backward_peak_bytes == pytest.approx(backward, rel=within)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, all heads, wide", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama, all heads, wide", "qwen3", "gpt_neox", "gpt2"])
 def test_plain_products_in_bf16(name: str) -> None:
     saved, forward, backward, predicted = run_block(name, "bf16", 64, 1)
     assert sum(predicted.saved.values()) == saved
@@ -179,7 +181,7 @@ def test_plain_products_in_bf16(name: str) -> None:
     assert CPU_PLAIN_SEQUENCE == SHORT_SEQUENCE
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "gpt2"])
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["embedding", "layer", "head"])
 def test_a_recomputed_block(name: str, index: int) -> None:
     _, forward, backward, predicted = run_block(name, "fp32", 256, index, again=True)

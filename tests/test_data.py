@@ -1,5 +1,7 @@
 """Order and batches: every sample once an epoch, the same global batch on any number of ranks."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -171,7 +173,7 @@ def test_holdout_is_never_trained_on(tokens: TokenFile) -> None:
         ({"holdout": 1.5}, r"holdout = 1.5 is neither a share below 1 nor a whole number"),
     ],
 )
-def test_sizes_that_cannot_be(tokens: TokenFile, change: dict[str, float], message: str) -> None:
+def test_sizes_that_cannot_be(tokens: TokenFile, change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Batches(tokens, **{"sequence": 16, "batch": 4, "seed": 0, **change})
 

@@ -90,3 +90,27 @@ def _in_a_shell(command: str, folder: Path) -> "subprocess.CompletedProcess[str]
     return subprocess.run(
         command, shell=True, cwd=folder, env=path, capture_output=True, text=True, timeout=400, check=False
     )
+
+
+def _python_blocks() -> dict[str, list[str]]:
+    found = {path.name: re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.S) for path in DOCS}
+    return {name: blocks for name, blocks in found.items() if blocks}
+
+
+@pytest.mark.parametrize("document", sorted(_python_blocks()))
+def test_python_of_a_document_runs_in_order(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page share their names, as in one session, in this process."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in _python_blocks()[document]:
+        exec(compile(block, document, "exec"), names)
+
+
+def test_every_argument_of_the_trainer_is_documented() -> None:
+    import inspect
+
+    from terrace.train.trainer import Trainer
+
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    arguments = set(inspect.signature(Trainer).parameters) - {"blocks", "say"}
+    assert arguments == set(re.findall(r"^\| `(\w+)`", text, re.M))

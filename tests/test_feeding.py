@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -9,15 +10,20 @@ from terrace.base.errors import DataError
 from terrace.train.data.feeding import Feeder
 
 
-def wait_for(condition: "object") -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline_s:  # type: ignore[operator]
+    while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.001)
 
 
 def test_steps_come_in_order_and_at_most_so_many_ahead() -> None:
     made: list[int] = []
-    feeder = Feeder(lambda step: made.append(step) or step, 3, 20, depth=2)
+
+    def make(step: int) -> int:
+        made.append(step)
+        return step
+
+    feeder = Feeder(make, 3, 20, depth=2)
     wait_for(lambda: len(made) >= 3)
     time.sleep(0.05)
     assert made == [3, 4, 5]  # two lie ready, one waits to be handed on
@@ -47,11 +53,15 @@ def test_closing_ends_the_thread_however_full_it_is() -> None:
     feeder.close()
     feeder.close()
     assert threading.active_count() == before
-    assert Feeder(lambda step: step, 5, 5).close() is None
+    Feeder(lambda step: step, 5, 5).close()
 
 
 def test_the_next_step_is_made_while_this_one_runs() -> None:
-    feeder = Feeder(lambda step: time.sleep(0.02) or step, 0, 5)
+    def make(step: int) -> int:
+        time.sleep(0.02)
+        return step
+
+    feeder = Feeder(make, 0, 5)
     feeder.next()
     time.sleep(0.1)  # the step
     started = time.perf_counter()

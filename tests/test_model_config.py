@@ -28,6 +28,10 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 6,
     "intermediate_size": 40,
 }
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+MISTRAL: dict[str, Any] = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
+QWEN2: dict[str, Any] = MISTRAL | {"model_type": "qwen2"}
+QWEN3: dict[str, Any] = MISTRAL | {"model_type": "qwen3"}
 GPT_NEOX: dict[str, Any] = LLAMA | {"model_type": "gpt_neox", "hidden_size": 48}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -44,7 +48,16 @@ TABLES = [
     LLAMA,
     LLAMA | {"num_key_value_heads": 2, "tie_word_embeddings": True},
     LLAMA | {"head_dim": 10, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 500},
+    LLAMA | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    MISTRAL,
+    MISTRAL | {"sliding_window": None, "head_dim": 10},
+    QWEN2,
+    QWEN2 | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "tie_word_embeddings": True},
+    QWEN3,
+    QWEN3 | {"head_dim": 6, "attention_bias": True},
     GPT_NEOX,
+    GPT_NEOX | {"rope_scaling": {"rope_type": "linear", "factor": 3.5}},
     GPT_NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True, "attention_bias": False},
     GPT2,
     GPT2 | {"tie_word_embeddings": False, "n_inner": 40, "activation_function": "relu"},
@@ -104,6 +117,28 @@ def test_a_published_file_is_read_whole() -> None:
     assert parse_model(published) == parse_model(LLAMA)
 
 
+def test_mistral_without_a_window_key_has_the_window_of_transformers() -> None:
+    assert parse_model(MISTRAL).sliding_window == 4096
+    assert parse_model(MISTRAL | {"sliding_window": None}).sliding_window == 0
+    # Zero is what a file says that cannot hold null, such as the resolved configuration of a run.
+    assert to_table(parse_model(MISTRAL | {"sliding_window": None}))["sliding_window"] == 0
+    assert parse_model(MISTRAL | {"sliding_window": 0}).sliding_window == 0
+
+
+def test_qwen_has_a_window_where_it_is_switched_on() -> None:
+    published = QWEN2 | {"sliding_window": 7, "max_window_layers": 2, "use_mrope": False}
+    assert parse_model(published).sliding_window == 0
+    assert parse_model(published | {"use_sliding_window": True}).sliding_window == 0
+    assert parse_model(published | {"use_sliding_window": True, "max_window_layers": 0}).sliding_window == 7
+    windows = published | {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    assert parse_model(windows).sliding_window == 7
+    assert parse_model(QWEN3).head_dim == 128  # whatever hidden_size / num_attention_heads is
+    assert parse_model(QWEN2).head_dim == 4
+    config = parse_model(QWEN2)
+    assert (config.qkv_bias, config.attention_bias, config.qk_norm) == (True, False, False)
+    assert parse_model(QWEN3).qk_norm
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_round_trip(table: dict[str, Any]) -> None:
     config = parse_model(table)
@@ -129,17 +164,44 @@ def test_a_configuration_outside_its_family_is_not_written() -> None:
         (
             LLAMA,
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling.rope_type = 'llama3'",
+            "rope_scaling.low_freq_factor is missing: rope_type llama3 needs it",
         ),
-        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "set rope_scaling to null"),
+        (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0 of linear RoPE scaling"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor = '2' must be of type float"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "disagree: keep one"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_parameters and rope_scaling disagree",
+        ),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, "must be .* below"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 0}},
+            "must be at least 1",
+        ),
+        (LLAMA, {"rope_parameters": {"rope_type": "linear", **LLAMA3}}, "unknown key rope_parameters.low_freq_factor"),
         (LLAMA, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = 'yarn'"),
+        (LLAMA, {"rope_scaling": 2.0}, "rope_scaling = 2.0 must be a table or null"),
         (LLAMA, {"rope_parameters": {"rope_thta": 1e4}}, "did you mean 'rope_theta'"),
         (LLAMA, {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, "disagree: keep one"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA, {"rope_theta": "10000"}, "rope_theta = '10000' must be a number"),
-        (LLAMA, {"sliding_window": 4096}, "sliding_window = 4096 is not implemented: set it to null"),
-        (LLAMA, {"attention_dropout": 0.1}, "attention_dropout = 0.1 is not implemented: set it to 0.0"),
-        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config = .* set it to null"),
+        (LLAMA, {"sliding_window": 4096}, "unknown key 'sliding_window' for llama"),
+        (MISTRAL, {"sliding_window": -3}, "sliding_window = -3 must be at least 1"),
+        (MISTRAL, {"attention_bias": True}, "unknown key 'attention_bias' for mistral"),
+        (MISTRAL, {"layer_types": ["full_attention"] * 2}, "layer_types = .* make all 2 'sliding_attention'"),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "max_window_layers = 1 of 2 layers without a window is not implemented: set it to 0 or 2",
+        ),
+        (QWEN2, {"layer_types": ["full_attention"]}, "make all 2 'full_attention'"),
+        (QWEN2, {"layer_types": ["sliding_attention"] * 2}, "make all 2 'full_attention'"),
+        (QWEN2, {"use_mrope": True}, "use_mrope = True is not implemented"),
+        (LLAMA, {"attention_dropout": 0.1}, "set it to 0.0 in config.json, or give --model.attention_dropout 0.0"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config = .* set it to null in config.json$"),
         (LLAMA, {"hidden_act": "mish"}, "hidden_act = 'mish' is not implemented; "),
         (LLAMA, {"hiden_size": 24}, "unknown key 'hiden_size' for llama; did you mean 'hidden_size'"),
         (LLAMA, {"num_experts": 8}, "unknown key 'num_experts'"),
@@ -184,6 +246,13 @@ def test_a_missing_size_is_named(base: dict[str, Any]) -> None:
 def test_gpt2_without_dropout_keys_means_dropout() -> None:
     with pytest.raises(ModelError, match=r"embd_pdrop = 0.1 \(what its absence means\)"):
         parse_model({key: value for key, value in GPT2.items() if key != "embd_pdrop"})
+
+
+def test_the_fix_of_a_stock_gpt2_names_all_its_dropouts() -> None:
+    stock = {key: value for key, value in GPT2.items() if not key.endswith("_pdrop")} | {"attn_pdrop": 0.1}
+    flags = "--model.resid_pdrop 0.0 --model.embd_pdrop 0.0 --model.attn_pdrop 0.0"
+    with pytest.raises(ModelError, match=f"resid_pdrop = 0.1 .* or give {flags}$"):
+        parse_model(stock)
 
 
 def test_load_model_reads_a_file_or_a_folder(tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_every_factoring_of_four_equals_one_process(pool: LocalPool, model: str)
 
 
 @pytest.mark.parametrize("splits", [True, False])
+def test_norms_of_heads_and_biases_of_some_are_cut_like_the_rest(pool: LocalPool, splits: bool) -> None:
+    """A norm of heads is held by all ranks, each with a part of its gradient; the output of Qwen has no bias."""
+    models = ("wide qwen3, 2 kv heads", "wide qwen2, 1 kv head")
+    check(pool, (4,), [factored(one, models[(i + splits) % 2], splits, 2) for i, one in enumerate(factorings(4))])
+
+
+@pytest.mark.parametrize("splits", [True, False])
 def test_every_factoring_of_eight_equals_one_process(pool: LocalPool, splits: bool) -> None:
     """Both forms of each, with two families each: every family comes up in both forms."""
     families = [FAMILIES[(2 * i + splits) % len(FAMILIES)] for i in range(len(factorings(8)))]

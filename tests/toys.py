@@ -101,6 +101,8 @@ class Model:
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LLAMA = _SIZES | {"model_type": "llama", "intermediate_size": 10, "num_key_value_heads": 2, "hidden_act": "silu"}
+_QWEN2 = _LLAMA | {"model_type": "qwen2", "rope_scaling": {"type": "linear", "factor": 2.0}}
+_QWEN3 = _LLAMA | {"model_type": "qwen3", "head_dim": 6}
 _NEOX = _SIZES | {"model_type": "gpt_neox", "intermediate_size": 12, "rotary_pct": 1.0}
 _GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -138,6 +140,8 @@ MODELS = {
     "wide llama, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 1}),
     "wide llama, 2 kv heads": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, attention_bias=True),
     "wide llama, 8 kv heads": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 8}),
+    "wide qwen2, 1 kv head": _decoder_model(_QWEN2 | _WIDE | {"num_key_value_heads": 1}),
+    "wide qwen3, 2 kv heads": _decoder_model(_QWEN3 | _WIDE),
     "wide llama, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3),
     "wide gpt2": _decoder_model(_WIDE_GPT2),
     "wide gpt_neox": _decoder_model(_NEOX | _WIDE),

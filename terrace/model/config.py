@@ -17,6 +17,7 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.model.families import ACTIVATIONS, FAMILIES
 from terrace.model.hf_config import read_fields, write_table
+from terrace.model.rope import RopeScaling
 from terrace.model.spec import BlockSpec, ParamSpec
 
 _SIZES = (
@@ -37,7 +38,7 @@ _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 class ModelConfig:
     """What a decoder computes. Raises `ModelError` when no such model can exist."""
 
-    family: str  # llama, gpt_neox or gpt2: the layout of its config.json and of its weight files
+    family: str  # one of FAMILIES: the layout of its config.json and of its weight files
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -53,11 +54,14 @@ class ModelConfig:
     rope_theta: float  # 0 where positions are learned
     rotary_dim: int  # leading elements of a head that RoPE turns; 0: positions are learned
     parallel_residual: bool  # x + attention(norm(x)) + mlp(norm'(x)) instead of one after the other
-    attention_bias: bool
+    attention_bias: bool  # of query, key, value and output
     mlp_bias: bool
     tied_embeddings: bool  # the output matrix is the embedding
     init_std: float
-    sliding_window: int = 0  # a token sees itself and this number less one before it; 0: all before it
+    qkv_bias: bool = False  # of query, key and value alone
+    qk_norm: bool = False  # an rms norm over every head of query and key, before RoPE
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -87,17 +91,27 @@ class ModelConfig:
             )
         if self.rotary_dim and not 0 < self.rope_theta < math.inf:
             raise ModelError(f"rope_theta = {self.rope_theta} must be positive and finite")
+        self._check_attention()
         if not 0 < self.norm_eps < math.inf:
             raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and finite")
         if not 0 < self.init_std < math.inf:
             raise ModelError(f"{names['init_std']} = {self.init_std} must be positive and finite")
-        if not 0 <= self.sliding_window <= _LARGEST_SIZE:
-            raise ModelError(f"sliding_window = {self.sliding_window} must be at least 0 (none) and at most 2^31 - 1")
         if self.norm not in ("rms", "layer"):
             raise ModelError(f"norm = {self.norm!r} is not implemented: use 'rms' or 'layer'")
         if self.activation not in ACTIVATIONS.values():
             known = did_you_mean(self.activation, set(ACTIVATIONS.values()))
             raise ModelError(f"activation = {self.activation!r} is not implemented{known}")
+
+    def _check_attention(self) -> None:
+        if self.rope_scaling is not None and not self.rotary_dim:
+            raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
+        if not 0 <= self.sliding_window <= _LARGEST_SIZE:
+            raise ModelError(
+                f"sliding_window = {self.sliding_window} must be at least 1 and at most {_LARGEST_SIZE}: "
+                "set it to null for no window"
+            )
+        if self.qkv_bias and self.attention_bias:
+            raise ModelError("attention_bias covers qkv_bias: set one of them to false")
 
     @property
     def learned_positions(self) -> bool:
@@ -205,18 +219,16 @@ def _layer_params(config: ModelConfig) -> list[ParamSpec]:
     hidden = ("hidden", config.hidden_size)
     inner = ("intermediate", config.intermediate_size)
     heads, kv_heads = ("heads", config.num_heads), ("kv_heads", config.num_kv_heads)
-    attention = [
-        ("query", heads, hidden),
-        ("key", kv_heads, hidden),
-        ("value", kv_heads, hidden),
-        ("output", hidden, heads),
-    ]
+    entering = [("query", heads, hidden), ("key", kv_heads, hidden), ("value", kv_heads, hidden)]
+    bias, size = config.attention_bias, config.head_dim
     mlp = [("up", inner, hidden), ("down", hidden, inner)]
     if config.gated_mlp:
         mlp.insert(0, ("gate", inner, hidden))
     return [
         *_norm_params(config, "attention_norm"),
-        *_linear_params("attention", attention, config.attention_bias, config.head_dim),
+        *_linear_params("attention", entering, bias or config.qkv_bias, size),
+        *_linear_params("attention", [("output", hidden, heads)], bias, size),
+        *_head_norm_params(config),
         *_norm_params(config, "mlp_norm"),
         *_linear_params("mlp", mlp, config.mlp_bias, 1),
     ]
@@ -239,6 +251,13 @@ def _linear_params(parent: str, sizes: list[tuple[str, _Dim, _Dim]], bias: bool,
         if bias:
             params.append(ParamSpec(name=f"{parent}.{name}.bias", shape=(size(out_dim),), dims=(out_dim,)))
     return params
+
+
+def _head_norm_params(config: ModelConfig) -> list[ParamSpec]:
+    """Return the weights that every head shares: of one head, they are cut by no axis."""
+    names = ("query_norm", "key_norm") if config.qk_norm else ()
+    size = config.head_dim
+    return [ParamSpec(name=f"attention.{name}.weight", shape=(size,), dims=(("head_dim", size),)) for name in names]
 
 
 def _norm_params(config: ModelConfig, name: str) -> list[ParamSpec]:

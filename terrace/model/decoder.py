@@ -90,7 +90,7 @@ def build_blocks(
     so it also appears in the head's `named_parameters`.
     """
     meta: dict[str, Any] = {"device": "meta", "dtype": dtype}
-    rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta)
+    rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
     # Built on meta first, so that no layer draws from the global random generator.
     embedding = Embedding(config, **meta).to_empty(device=device)
     plans = AttentionPlans(config.sliding_window)

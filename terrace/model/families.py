@@ -21,40 +21,62 @@ HARMLESS = frozenset(
         "_name_or_path",
         "architectures",
         "attn_implementation",
+        "bad_words_ids",
         "bos_token_id",
         "chunk_size_feed_forward",
         "classifier_dropout",
         "decoder_start_token_id",
+        "do_sample",
         "dtype",
+        "early_stopping",
         "eos_token_id",
         "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
         "gradient_checkpointing",
         "id2label",
         "is_decoder",
         "is_llama_config",
         "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
         "model_type",
         "n_ctx",
         "name_or_path",
+        "no_repeat_ngram_size",
+        "num_beams",
         "num_labels",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
         "pad_token_id",
+        "prefix",
         "pretraining_tp",
         "problem_type",
+        "repetition_penalty",
         "return_dict",
+        "return_dict_in_generate",
         "sep_token_id",
         "summary_activation",
         "summary_first_dropout",
         "summary_proj_to_labels",
         "summary_type",
         "summary_use_proj",
+        "suppress_tokens",
         "task_specific_params",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
         "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "typical_p",
         "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_cache",
     }
 )
@@ -70,8 +92,9 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_probs_dropout_prob": _NO_DROPOUT,
     "hidden_dropout_prob": _NO_DROPOUT,
     "quantization_config": (None,),
-    "sliding_window": (None,),
-    "use_sliding_window": (False,),
+    "use_mrope": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
     "rope_interleaved": (False,),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -108,6 +131,55 @@ class LlamaTable:
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralTable:
+    """The implemented keys of `MistralConfig`, with its defaults."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    intermediate_size: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 4096 * 32
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Table:
+    """The implemented keys of `Qwen2Config`, with its defaults. A window is that of all layers or of none."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    intermediate_size: int
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Table(Qwen2Table):
+    """The implemented keys of `Qwen3Config`, with its defaults."""
+
+    head_dim: int | None = 128
+    attention_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +229,7 @@ class Family:
     factor_key: str = ""  # where older files keep the rotated fraction of a head
     default_factor: float = 1.0
     factor_is_free: bool = False
+    switched_window: bool = False  # whether sliding_window means something only with use_sliding_window
 
 
 _SHARED_NAMES = {
@@ -171,27 +244,46 @@ _ROTARY_NAMES = _SHARED_NAMES | {
     "intermediate_size": "intermediate_size",
     "max_positions": "max_position_embeddings",
     "activation": "hidden_act",
-    "attention_bias": "attention_bias",
 }
+_BIASED = {"attention_bias": "attention_bias"}
+_GROUPED = _ROTARY_NAMES | {"num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"}
+_GATED = {"norm": "rms", "gated_mlp": True, "parallel_residual": False}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         table=LlamaTable,
         architecture="LlamaForCausalLM",
-        names=_ROTARY_NAMES
-        | {
-            "num_kv_heads": "num_key_value_heads",
-            "head_dim": "head_dim",
-            "norm_eps": "rms_norm_eps",
-            "mlp_bias": "mlp_bias",
-        },
-        constants={"norm": "rms", "gated_mlp": True, "parallel_residual": False},
+        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "mlp_bias": "mlp_bias"},
+        constants=_GATED,
         theta_key="rope_theta",
+    ),
+    "mistral": Family(
+        table=MistralTable,
+        architecture="MistralForCausalLM",
+        names=_GROUPED | {"head_dim": "head_dim", "sliding_window": "sliding_window"},
+        constants=_GATED | {"attention_bias": False, "mlp_bias": False},
+        theta_key="rope_theta",
+    ),
+    "qwen2": Family(
+        table=Qwen2Table,
+        architecture="Qwen2ForCausalLM",
+        names=_GROUPED | {"sliding_window": "sliding_window"},
+        constants=_GATED | {"attention_bias": False, "qkv_bias": True, "mlp_bias": False},
+        theta_key="rope_theta",
+        switched_window=True,
+    ),
+    "qwen3": Family(
+        table=Qwen3Table,
+        architecture="Qwen3ForCausalLM",
+        names=_GROUPED | _BIASED | {"head_dim": "head_dim", "sliding_window": "sliding_window"},
+        constants=_GATED | {"mlp_bias": False, "qk_norm": True},
+        theta_key="rope_theta",
+        switched_window=True,
     ),
     "gpt_neox": Family(
         table=GPTNeoXTable,
         architecture="GPTNeoXForCausalLM",
-        names=_ROTARY_NAMES | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"},
+        names=_ROTARY_NAMES | _BIASED | {"norm_eps": "layer_norm_eps", "parallel_residual": "use_parallel_residual"},
         constants={"norm": "layer", "gated_mlp": False, "mlp_bias": True},
         theta_key="rotary_emb_base",
         factor_key="rotary_pct",

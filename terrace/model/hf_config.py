@@ -14,6 +14,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
 from terrace.model.families import ACTIVATIONS, FAMILIES, HARMLESS, ONLY, Family
+from terrace.model.rope import RopeScaling, scaling_keys
 
 _ENDLESS = 1e30  # beyond, it is no number that anyone means
 
@@ -41,6 +42,8 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         raise ModelError(str(error)) from error
     fields = {own: getattr(loaded, key) for own, key in family.names.items()}
+    if "sliding_window" in fields:
+        fields["sliding_window"] = _read_window(loaded, family)
     return _complete(fields | dict(family.constants) | {"family": name}, table)
 
 
@@ -53,19 +56,51 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
     table[activation_key] = spellings[0]
     table |= dict.fromkeys(family.implied, 0.0)
+    if family.switched_window:
+        table |= _switched_window(fields)
     if family.theta_key:
-        rope = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
+        scaling = fields["rope_scaling"] or {"rope_type": "default"}
+        kept = ("rope_type", *scaling_keys(scaling["rope_type"]))
+        rope = {key: scaling[key] for key in kept} | {"rope_theta": fields["rope_theta"]}
         if family.factor_is_free:
             rope["partial_rotary_factor"] = _factor(fields["rotary_dim"], fields["head_dim"])
         table["rope_parameters"] = rope
     return table
 
 
+def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json to publish with weights of `dtype`, from what `write_table` wrote.
+
+    RoPE is there under its newer and its older keys: a release of `transformers` that knows the older ones alone would
+    else take its defaults without a word. `tokens` are the ids that begin, end and pad a text.
+    """
+    family = FAMILIES[table["model_type"]]
+    published = {**table, **tokens, "torch_dtype": dtype}
+    if "sliding_window" in table:
+        published["sliding_window"] = table["sliding_window"] or None
+    if family.theta_key:
+        rope = table["rope_parameters"]
+        published[family.theta_key] = rope["rope_theta"]
+        if family.factor_key:
+            published[family.factor_key] = rope["partial_rotary_factor"]
+        scaled = {key: rope[key] for key in ("rope_type", *scaling_keys(rope["rope_type"]))}
+        published["rope_scaling"] = None if rope["rope_type"] == "default" else scaled
+    return published
+
+
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
-    for key, value in {**family.implied, **table}.items():
-        if key in ONLY and value not in ONLY[key]:
-            absent = "" if key in table else " (what its absence means)"
-            raise ModelError(f"{key} = {value!r}{absent} is not implemented: set it to {json.dumps(ONLY[key][0])}")
+    """Raise `ModelError` for keys with values that Terrace does not implement, with the fix of all of them."""
+    given = {**family.implied, **table}
+    refused = [key for key, value in given.items() if key in ONLY and value not in ONLY[key]]
+    if not refused:
+        return
+    implemented = {key: json.dumps(ONLY[key][0]) for key in refused}
+    key = refused[0]
+    absent = "" if key in table else " (what its absence means)"
+    fix = f"set it to {implemented[key]} in config.json"
+    if "null" not in implemented.values():  # which no flag can say
+        fix += ", or give " + " ".join(f"--model.{name} {value}" for name, value in implemented.items())
+    raise ModelError(f"{key} = {given[key]!r}{absent} is not implemented: {fix}")
 
 
 def _rope_keys(family: Family) -> set[str]:
@@ -100,23 +135,15 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
         sizes = [family.names[name] for name in ("hidden_size", "head_dim") if name in family.names]
         raise ModelError(f"a head would have more than {_ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")
     # Rounded down as the reference does: 0.25 of a head of 90 rotates 22 elements.
-    return fields | {"rope_theta": theta, "rotary_dim": int(fields["head_dim"] * factor)}
+    fields |= {"rope_theta": theta, "rotary_dim": int(fields["head_dim"] * factor)}
+    scaling = _read_scaling(table) if family.theta_key else None
+    return fields | ({} if scaling is None else {"rope_scaling": scaling})
 
 
 def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
     """Return the RoPE base and the rotated fraction, from the newer or the older keys."""
     found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
-    for where in ("rope_parameters", "rope_scaling"):
-        inner = {} if table.get(where) is None else table[where]
-        if not isinstance(inner, Mapping):
-            raise ModelError(f"{where} = {inner!r} must be a table or null")
-        kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind != "default":
-            raise ModelError(f"{where}.rope_type = {kind!r} is not implemented: set {where} to null")
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        for key in inner:
-            if key not in known:
-                raise ModelError(f"unknown key {where}.{key}{did_you_mean(key, known)}")
+    for where, inner in _rope_tables(table).items():
         found["theta"][f"{where}.rope_theta"] = inner.get("rope_theta")
         found["factor"][f"{where}.partial_rotary_factor"] = inner.get("partial_rotary_factor")
     for key in ("rope_theta", family.theta_key):
@@ -128,6 +155,72 @@ def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
     if not family.factor_is_free and factor != family.default_factor:
         raise ModelError(f"partial_rotary_factor = {factor} is not part of this family: set it to 1.0")
     return theta, factor
+
+
+def _read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
+    """Return what the tables of RoPE say besides its base and the rotated fraction."""
+    found: dict[str, RopeScaling | None] = {}
+    for where, inner in _rope_tables(table).items():
+        kind = inner.get("rope_type", inner.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            raise ModelError(f"{where}.rope_type = {kind!r} is not implemented: use default, linear or llama3")
+        if inner.get("type", kind) != kind:
+            raise ModelError(f"{where}.rope_type = {kind!r} and {where}.type = {inner['type']!r} disagree: keep one")
+        known = scaling_keys(kind)
+        for key in inner:
+            others = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+            if key not in others | set(known):
+                raise ModelError(
+                    f"unknown key {where}.{key} for rope_type {kind}{did_you_mean(key, {*known, *others})}"
+                )
+        for key in known:
+            if inner.get(key) is None:
+                raise ModelError(f"{where}.{key} is missing: rope_type {kind} needs it")
+        try:
+            fields = {"rope_type": kind} | {key: inner[key] for key in known}
+            found[where] = None if kind == "default" else load(RopeScaling, fields, where)
+        except ConfigError as error:
+            raise ModelError(str(error)) from error
+    if len(set(found.values())) > 1:
+        raise ModelError("rope_parameters and rope_scaling disagree: keep one of them")
+    return next(iter(found.values()), None)
+
+
+def _rope_tables(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    found = {}
+    for where in ("rope_parameters", "rope_scaling"):
+        inner = table.get(where)
+        if not isinstance(inner, Mapping | None):
+            raise ModelError(f"{where} = {inner!r} must be a table or null")
+        if inner is not None:
+            found[where] = inner
+    return found
+
+
+def _read_window(loaded: Any, family: Family) -> int:
+    """Return the sliding window of all layers, 0 for none; zero is also what a file without null says."""
+    window = 0 if loaded.sliding_window is None else int(loaded.sliding_window)
+    num_layers, kinds = loaded.num_hidden_layers, loaded.layer_types
+    if family.switched_window:
+        without = loaded.max_window_layers if kinds is None else 0
+        if not loaded.use_sliding_window or without >= num_layers:
+            window = 0
+        elif window and without > 0:
+            raise ModelError(
+                f"max_window_layers = {without} of {num_layers} layers without a window is not implemented: "
+                f"set it to 0 or {num_layers}, or use_sliding_window to false"
+            )
+    wanted = "sliding_attention" if window else "full_attention"
+    if kinds is not None and (len(kinds) != num_layers or set(kinds) != {wanted}):
+        raise ModelError(
+            f"layer_types = {list(kinds)} is not implemented: make all {num_layers} {wanted!r}, or leave it out"
+        )
+    return window
+
+
+def _switched_window(fields: Mapping[str, Any]) -> dict[str, Any]:
+    has_window = fields["sliding_window"] > 0
+    return {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else fields["num_layers"]}
 
 
 def _agreed(found: Mapping[str, Any], default: float) -> float:

@@ -7,6 +7,7 @@ Shape legend: B batch, S sequence, H hidden, N query heads, K key-value heads, D
 I intermediate.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from terrace.model.attention import AttentionPlans, PerMicroBatch, attend
 from terrace.model.config import ModelConfig
+from terrace.model.rope import RopeScaling
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -54,14 +56,15 @@ def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
 class Rotary:
     """Rotary position embedding in the rotate-half convention, on the first `dim` elements of a head.
 
-    Pair i is elements i and i + R/2; position s turns it by s * theta^(-2i/R). The tables are computed on
-    first use and kept here, not in module buffers, so that a model built on the meta device holds
-    nothing but its parameters. One object serves all layers.
+    Pair i is elements i and i + R/2; position s turns it by s * theta^(-2i/R), or by less as `scaling` says.
+    The tables are computed on first use and kept here, not in module buffers, so that a model built on the meta
+    device holds nothing but its parameters. One object serves all layers.
     """
 
-    def __init__(self, dim: int, theta: float) -> None:
+    def __init__(self, dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         self.dim = dim
         self.theta = theta
+        self.scaling = scaling
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._packed = PerMicroBatch()
 
@@ -79,7 +82,8 @@ class Rotary:
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=compute) / self.dim  # (R/2)
-        angles = positions.to(compute).unsqueeze(-1) * (1.0 / self.theta**exponents)  # (S, R/2) or (B, S, R/2)
+        frequencies = _scaled(1.0 / self.theta**exponents, self.scaling)
+        angles = positions.to(compute).unsqueeze(-1) * frequencies  # (S, R/2) or (B, S, R/2)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -109,7 +113,7 @@ class Attention(nn.Module):
         self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans | None = None, **where: Any
     ) -> None:
         super().__init__()
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden, bias = config.hidden_size, config.attention_bias or config.qkv_bias
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.rotary = rotary
@@ -117,14 +121,18 @@ class Attention(nn.Module):
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
-        self.output = nn.Linear(query_size, hidden, bias=bias, **where)
+        self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Attend within x (B, S, H); a token sees those up to itself.
 
         With `positions` (B, S) int64, of each token in its document, it sees its document alone.
         """
-        query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
+        query = self._heads(self.query(x), self.query_norm)
+        key = self._heads(self.key(x), self.key_norm)
+        value = self._heads(self.value(x), None)
         plan = self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
@@ -133,8 +141,9 @@ class Attention(nn.Module):
         output: Tensor = self.output(mixed)
         return output
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # (B, S, N*D) -> (B, N, S, D)
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        x = x.view(*x.shape[:-1], -1, self.head_dim)  # (B, S, N*D) -> (B, S, N, D)
+        return (x if norm is None else norm(x)).transpose(1, 2)  # (B, N, S, D)
 
 
 class MLP(nn.Module):
@@ -154,3 +163,17 @@ class MLP(nn.Module):
         inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         output: Tensor = self.down(inner)
         return output
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    """Return the rotary frequencies (R/2) as `scaling` changes them."""
+    if scaling is None:
+        return frequencies
+    slow = frequencies / scaling.factor
+    if scaling.rope_type == "linear":
+        return slow
+    # How many turns the positions of the original training hold: few turns are slowed down, many stay as they are.
+    turns = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - kept) * slow + kept * frequencies

@@ -223,7 +223,8 @@ def _is_inner(param: ParamSpec) -> bool:
 
 
 def _is_norm(param: ParamSpec) -> bool:
-    return len(param.dims) == 1 and "norm" in param.name.split(".")[-2]
+    """Whether it is a parameter of a norm over the residual stream; that of heads is over what a rank has whole."""
+    return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
 
 
 def hidden_size(blocks: Sequence[BlockSpec]) -> int:

@@ -24,6 +24,7 @@ from terrace.program import Program, StepReport, build_stages, verify, verify_st
 from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
+from terrace.runtime.compiled import check_compiles, compile_blocks
 from terrace.runtime.describe import describe, replace_parameters, with_dims
 from terrace.runtime.executor import Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
@@ -64,7 +65,8 @@ class Engine:
     dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
     every rank. With a pipeline a rank keeps the states of its stage's blocks alone. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; what a tensor axis then runs in place
-    of `blocks` is `states[i].module`. A `pacer` slows every message to the rate of its tier.
+    of `blocks` is `states[i].module`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
+    block through `torch.compile`.
 
     Raises `PlanError`, `ProgramError` or `ModelError` before anything is allocated.
     """
@@ -89,18 +91,22 @@ class Engine:
         declared: Sequence[BlockSpec] = (),
         sequence: int = 0,
         pacer: Pacer | None = None,
+        compiled: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
         specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
         self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)
         verify(self.program, rank)
+        if compiled:
+            check_compiles([self.program])
         self.rank = rank
         self.device = torch.device(device)
         if self.device.type == "cpu":
             return_large_buffers()
-        adamw = adamw or AdamWConfig()
+        adamw = self.settings = adamw or AdamWConfig()
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
+        self._compiled = compiled  # then autograd computes the weight gradients
         self.groups = self._make_groups(rank, timeout)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
         everyone = _EXCHANGE_TIMEOUTS * timeout
@@ -118,20 +124,10 @@ class Engine:
             blocks, objective = parallelise(blocks, self.program, rank, axis, objective)
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
         held = self.program.stage.held
-        self.states = [
-            BlockState(
-                self.program.blocks[index],
-                blocks[index],
-                self.program.flats[index],
-                rank,
-                plan,
-                self.device,
-                self._meter,
-                is_copy=index in self.program.stage.copies,
-            )
-            for index in held
-        ]
+        self.states = [self._make_state(index, blocks[index]) for index in held]
         self._adopt([blocks[index] for index in held], [values[index] for index in held], initial, adamw)
+        if compiled:
+            compile_blocks(blocks[index] for index in held)
         self._executor = Executor(
             self.program,
             dict(zip(held, self.states, strict=True)),
@@ -172,6 +168,12 @@ class Engine:
             quantisation_error=relative_errors(errors.messages, rounding),
         )
 
+    @property
+    def num_updates(self) -> int:
+        """Updates that the optimizers of this rank have made; 0 where all is frozen."""
+        shards = [shard for state in self.states for shard in state.shards]
+        return max((shard.optimizer.num_steps for shard in shards if shard.optimizer is not None), default=0)
+
     def drain(self) -> None:
         """Wait until every parameter is up to date."""
         self._executor.drain()
@@ -203,6 +205,14 @@ class Engine:
         steps = max(1, self._num_steps)
         sent = {key: total // steps for key, total in self._ledger.total().items()}
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self._meter.peak())
+
+    def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """Return what this rank has sent in all steps so far."""
+        return self._ledger.total()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the peak of each category of model state so far."""
+        return self._meter.peak()
 
     def refresh_all(self) -> None:
         """Bring every working copy up to date with the master parameters, as after loading a checkpoint.
@@ -238,6 +248,20 @@ class Engine:
             self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer, program.world
         )
 
+    def _make_state(self, block: int, module: nn.Module) -> BlockState:
+        program = self.program
+        is_copy = block in program.stage.copies
+        return BlockState(
+            program.blocks[block],
+            module,
+            program.flats[block],
+            self.rank,
+            program.plan,
+            self.device,
+            self._meter,
+            is_copy=is_copy,
+        )
+
     def _make_groups(self, rank: int, timeout: timedelta) -> TierGroups:
         program = self.program
         parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
@@ -266,7 +290,7 @@ class Engine:
 
             state.initialise(value, adamw)
             for shard in state.shards:
-                if shard.trainable is not None:
+                if shard.trainable is not None and not self._compiled:
                     self._weights.own(shard.trainable.parameters, shard.trainable)
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new

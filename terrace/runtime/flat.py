@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from terrace.comm import Meter
 from terrace.model.spec import ParamSpec
 from terrace.plan.layout import DEVICE, Layout
-from terrace.runtime.linear import Matrix
 
 Initial = Callable[[ParamSpec], Tensor]
 
@@ -160,8 +159,7 @@ class Flat:
             view = torch.empty(0, dtype=self.full.dtype, device=self.full.device)
             stride = torch.empty(spec.shape, device="meta").stride()
             view.set_(self.full.untyped_storage(), start, spec.shape, stride)
-            kind = Matrix if spec.trainable and len(spec.shape) == 2 else nn.Parameter
-            parameters.append(kind(view, requires_grad=spec.trainable))
+            parameters.append(nn.Parameter(view, requires_grad=spec.trainable))
         return parameters
 
     def _zeros(self, tier: int) -> Tensor:

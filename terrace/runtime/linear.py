@@ -11,7 +11,7 @@ gradient it is: running it needs neither the graph nor the values of the weights
 product is written into the gradient buffer itself: the first one of a unit there (`mm(out=)`), later ones
 added by the product (`addmm_`). No other tensor of the weight's size is made.
 
-Model code is not told. The matrices of a flat buffer are `Matrix` parameters, which take `F.linear`, and so
+Model code is not told. Matrices that a `WeightGradients` owns become `Matrix` parameters, which take `F.linear`, and so
 `nn.Linear`, and on a CPU `F.embedding`, to the functions below. Whatever else a model does with a weight, and every
 other parameter, goes through autograd and the hook of `Flat`, into the same buffer and in any mix with this.
 
@@ -160,7 +160,10 @@ class WeightGradients:
         """Have the gradients of `parameters` recorded from now on, to be kept in `sink`."""
         for parameter in parameters:
             self._sinks[parameter] = sink
-            if isinstance(parameter, Matrix):
+            if parameter.requires_grad and parameter.dim() == 2:
+                # The class changes and not the object: modules, and lists made of them, have it already.
+                parameter.__class__ = Matrix
+                assert isinstance(parameter, Matrix)
                 parameter.gradients = self
 
     def queue(self, hold: bool) -> WeightQueue:
@@ -179,7 +182,7 @@ class WeightGradients:
 
 def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> bool:
     """Record the weight gradient of dy (N, O) and x (..., I), if there is a queue for it; return whether there is."""
-    queue = weight.gradients.current if isinstance(weight, Matrix) and weight.gradients is not None else None
+    queue = weight.gradients.current if isinstance(weight, Matrix) else None
     if queue is None:
         return False
     queue.add(_Product(output_gradient, inputs, weight))
@@ -187,9 +190,9 @@ def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> b
 
 
 class Matrix(nn.Parameter):
-    """A parameter of two dims whose products may be recorded; a plain parameter until it is owned."""
+    """A trainable parameter of two dims whose products may be recorded."""
 
-    gradients: WeightGradients | None = None
+    gradients: WeightGradients
 
     @classmethod
     def __torch_function__(
@@ -214,7 +217,7 @@ def _plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if type(weight) is not Matrix or weight.gradients is None or torch.is_autocast_enabled(input.device.type):
+    if type(weight) is not Matrix or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
     return _Linear.apply(input, weight, bias, weight.gradients)  # type: ignore[no-untyped-call]
 
@@ -228,7 +231,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if type(weight) is not Matrix or weight.gradients is None:
+    if type(weight) is not Matrix:
         return NotImplemented
     # On CUDA rows would be added atomically: in no fixed order, and in bf16 rounded at every addition.
     special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse

@@ -11,6 +11,8 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 - `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
   of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
 
+Documents and windows are in terrace.simulate.masks.
+
 T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
 the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
 input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
@@ -28,6 +30,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, windowed_keys
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 
@@ -119,7 +122,10 @@ class _Tape:
         self.hidden = -(-model.hidden_size // work.columns)
         self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
-        self.scores = work.tokens * self.heads * work.sequence
+        # Piece by piece on a CPU: else, and in the published counting, over whole rows.
+        self.in_pieces = self.backend == "cpu" and work.is_masked
+        keys = min(work.sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else work.sequence
+        self.scores = work.tokens * self.heads * keys
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
         # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
@@ -206,13 +212,18 @@ class _Tape:
         sizes = {"query": self.query, "key": key, "value": key}
         self.sizes |= {name: numel * self.item for name, numel in sizes.items()}
         parts = {"query": self.heads, "key": self.kv_heads, "value": self.kv_heads}
+        stages = {name: [name] for name in parts}  # the tensors that a product's result passes, the last one first
+        for name in ("query", "key"):
+            if rotary and self.backend != "published":
+                stages[name].append(f"{name} before RoPE")
+            if model.qk_norm:
+                stages[name].append(f"{name} before norm")
         for name, heads in parts.items():
-            turned = rotary and name != "value" and self.backend != "published"
-            if turned:
-                self.sizes[f"{name} before RoPE"] = self.sizes[name]
-            into = f"{name} before RoPE" if turned else name
+            self.sizes |= dict.fromkeys(stages[name], self.sizes[name])
             weight = heads * model.head_dim * self.hidden
-            self._product(name, source, into, weight, whole=self.gathered_beside)
+            self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
+            if model.qk_norm and name != "value":
+                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
         if rotary and self.backend != "published":
             for name in ("query", "key"):
                 whole = self.sizes[name]
@@ -220,7 +231,7 @@ class _Tape:
         self.sizes["mixed"] = self.query * self.item
         self._core()
         merged = "mixed"
-        if self.backend != "published" and self._plain:
+        if self.backend != "published" and (self._plain or self.in_pieces):
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
@@ -231,9 +242,25 @@ class _Tape:
     def _plain(self) -> bool:
         return not self.work.flash
 
+    def _seen(self) -> tuple[str, ...]:
+        """Return what the core of attention reads, once it has copied what it must not read in place."""
+        reads, model = ("query", "key", "value"), self.work.model
+        if not self.work.is_masked or self.backend == "published":
+            return reads
+        if self.in_pieces:
+            copied = windowed_keys(model.sliding_window, self.work.sequence) / self.work.sequence
+            sizes = {name: int(copied * self.sizes[name]) for name in reads[1:]}
+        else:
+            sizes = dict.fromkeys(reads[1:], self.query * self.item if model.num_heads != model.num_kv_heads else 0)
+        for name, size in sizes.items():
+            if size:
+                self.sizes[f"copied {name}"] = size
+                self._add(f"copy {name}", (name,), f"copied {name}")
+        return (*reads, *(f"copied {name}" for name, size in sizes.items() if size))
+
     def _core(self) -> None:
         """Softmax of the products of queries and keys, times the values."""
-        model, reads = self.work.model, ("query", "key", "value")
+        model, reads = self.work.model, self._seen()
         statistics = self.work.tokens * self.heads * self.wide if self.backend != "published" else 0
         if not self._plain:
             self.sizes["log-sums"] = statistics
@@ -277,28 +304,34 @@ class _Tape:
             self._product("down", "active", target, weight, (source, "up"), self.whole)
 
     def _norm(self, name: str, source: str, target: str) -> None:
-        model, item = self.work.model, self.item
-        tokens = self.work.tokens // self.cut
-        self.sizes[target] = self.residual * item
+        self.sizes[target] = self.residual * self.item
+        self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm)
+
+    def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
+        self._normalise(name, source, target, num_heads, "rms")
+
+    def _normalise(self, name: str, source: str, target: str, num_rows: int, norm: str) -> None:
+        """A norm over each of `num_rows` rows of `source`."""
+        numel = self.sizes[target] // self.item
         statistics, normalised = f"statistics of {name}", f"normalised by {name}"
         widened = f"widened by {name}"
         keeps: tuple[str, ...] = (source,)
         adds = 0
         if self.backend == "published":
             pass
-        elif model.norm == "layer":
-            self.sizes[statistics] = 2 * tokens * (item if self.backend == "cpu" else self.wide)
+        elif norm == "layer":
+            self.sizes[statistics] = 2 * num_rows * (self.item if self.backend == "cpu" else self.wide)
             keeps = (source, statistics)
         elif self.backend == "cuda":
-            self.sizes[statistics] = tokens * self.wide
+            self.sizes[statistics] = num_rows * self.wide
             keeps = (source, statistics)
         else:
-            self.sizes |= {statistics: tokens * self.wide, normalised: self.residual * self.wide}
+            self.sizes |= {statistics: num_rows * self.wide, normalised: numel * self.wide}
             keeps = (source, statistics, normalised)
-            if self.wide > item:
-                self.sizes[widened] = self.residual * self.wide
+            if self.wide > self.item:
+                self.sizes[widened] = numel * self.wide
                 keeps = (widened, statistics, normalised)
-            adds = 3 * self.residual * self.wide  # gradients of the operations that it consists of
+            adds = 3 * numel * self.wide  # gradients of the operations that it consists of
         self._add(name, (source,), target, keeps, backward_adds=adds)
 
     def _gathered(self, source: str, whole: int) -> str:

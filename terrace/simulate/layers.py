@@ -7,7 +7,8 @@ Q, key and value width K each, t tensor rows and e bytes an element (m: 1 for a 
     forward    2 norms 2eHT, 2 residual sums (3e + m)HT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
     backward   2 norms 5eHT, 2 residual sums (3e + m)HT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
-and, where attention is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient.
+and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention
+is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient.
 For GPT with dropout that is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. What stands outside the
 tensor-parallel products is cut over the rows under sequence parallelism. Tensor columns cut the residual stream and
 the hidden side of every product, and repeat the rest. Query, key and value count as one product, and so do gate and
@@ -176,9 +177,10 @@ def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     rope = 2 * item * (query + key) if model.rotary_dim else 0
     layout = 0 if work.flash else 2 * item * (query + 2 * key)
     bias = item * intermediate if model.mlp_bias else 0
+    norms += item * (query + key) if model.qk_norm else 0
     forward = 2 * norms + residual + (3 if model.gated_mlp else 2) * item * intermediate + rope + layout
     backward = 5 * norms + residual + (5 if model.gated_mlp else 3) * item * intermediate + rope + layout + bias
-    num_kernels = 5 + (1 if rope else 0) + (1 if layout else 0)
+    num_kernels = 5 + (1 if rope else 0) + (1 if layout else 0) + (2 if model.qk_norm else 0)
     return memory_s(device, tokens * forward, num_kernels), memory_s(device, tokens * backward, num_kernels + 2)
 
 

@@ -27,6 +27,7 @@ from terrace.model.init import initialise
 from terrace.plan import MessageClass
 from terrace.plan.grid import edge_tier
 from terrace.plan.hops import lossy_messages
+from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
 
@@ -45,10 +46,18 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     `progress` is told what is measured next.
     """
     progress("compute and memory")
-    layer, flops = _layer(engine, run)
+    return measure(engine, *_layer(engine, run), progress)
+
+
+def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda what: None) -> Cluster:
+    """Return the cluster of `engine` with measured constants; `layer` is a computation, of so many FLOPs.
+
+    The rest is as for `calibrate`.
+    """
+    cluster, plan = engine.program.cluster, engine.program.plan
     layer_s = _mean_seconds(engine, layer)
     own = [flops / layer_s, _memory_bytes_per_s(engine)]
-    own.append(_codec_bytes_per_s(engine, run) or own[1])
+    own.append(_codec_bytes_per_s(engine) or own[1])
     crossed = [index for index, degree in enumerate(engine.program.everyone.degrees) if degree > 1]
     groups = [engine.groups[max(crossed), index] for index in crossed]  # those of the control message
     for group in groups:
@@ -58,18 +67,18 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
     own.append(_skew_s(engine, groups, layer, layer_s))
     edges = _edge_tiers(engine)
     for tier in edges:
-        progress(f"{run.cluster.tiers[tier].name} between stages")
+        progress(f"{cluster.tiers[tier].name} between stages")
         own += _between_stages(engine, tier)
     progress("the figures of all ranks")
     everyone = torch.tensor(engine.exchange(own), dtype=torch.float64)  # (world size, constants)
     mean = everyone.nanmean(0).tolist()  # a stage may have no neighbour over a tier
     device = replace(
-        run.cluster.device,
-        peak_flops_per_s={**run.cluster.device.peak_flops_per_s, run.plan.compute: mean[0]},
+        cluster.device,
+        peak_flops_per_s={**cluster.device.peak_flops_per_s, plan.compute: mean[0]},
         memory_bandwidth_bytes_per_s=mean[1],
         # What was measured is what kernels reach, so nothing is left to scale; a codec may reach less.
         kernels=Kernels(codec=min(1.0, mean[2] / mean[1])),
-        marks={f"peak_flops_per_s.{run.plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
+        marks={f"peak_flops_per_s.{plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
     )
     after = 3 + 2 * len(groups)
@@ -79,14 +88,14 @@ def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: 
         for group, latency_s, bandwidth in zip(groups, mean[3:after:2], mean[4:after:2], strict=True)
     }
     constants |= {
-        run.cluster.tiers[tier].name: (latency_s, bandwidth)
+        cluster.tiers[tier].name: (latency_s, bandwidth)
         for tier, latency_s, bandwidth in zip(edges, links[::2], links[1::2], strict=True)
     }
     tiers = [
         _measured(tier, *constants[tier.name], engine.pacer) if tier.name in constants else tier
-        for tier in run.cluster.tiers
+        for tier in cluster.tiers
     ]
-    return replace(run.cluster, device=device, tiers=tuple(tiers))
+    return replace(cluster, device=device, tiers=tuple(tiers))
 
 
 def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer: Pacer | None) -> Tier:
@@ -114,6 +123,10 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     initialise(blocks, config, 0, dtype, engine.device)
     sizes = (run.plan.micro_batch, run.train.sequence)
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
+    if run.train.compile:
+        compile_blocks(blocks)
+        for _ in range(2):  # the tables of RoPE are made by the first call and read by the second: two graphs
+            blocks[1](x)
     return lambda: blocks[1](x), forward_flops(config, 1, *sizes)
 
 
@@ -122,18 +135,19 @@ def _memory_bytes_per_s(engine: Engine) -> float:
     return 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
 
 
-def _codec_bytes_per_s(engine: Engine, run: RunConfig) -> float:
+def _codec_bytes_per_s(engine: Engine) -> float:
     """Return the bytes that coding and decoding moves in a second, or 0 where no message is in a block format."""
+    cluster, plan = engine.program.cluster, engine.program.plan
     wires = {
         wire
-        for message in lossy_messages(engine.program.layout, run.plan)
-        for tier in run.cluster.tiers
-        if (wire := run.plan.wire_format(message, tier.name)).block
+        for message in lossy_messages(engine.program.layout, plan)
+        for tier in cluster.tiers
+        if (wire := plan.wire_format(message, tier.name)).block
     }
     if not wires:
         return 0.0
     wire = min(wires, key=lambda each: each.name)
-    values = torch.randn((1, _LARGE_BYTES // 2), device=engine.device).to(DTYPES[run.plan.compute])
+    values = torch.randn((1, _LARGE_BYTES // 2), device=engine.device).to(DTYPES[plan.compute])
     coded = torch.empty((1, wire.message_bytes(values.numel())), dtype=torch.uint8, device=engine.device)
 
     def both() -> None:

@@ -36,6 +36,8 @@ from terrace.train.sources import (
     check_holdout,
     sources_of,
 )
+from terrace.train.steps import check_profile
+from terrace.train.trackers import check_names
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
 # key -> the value that is no path
@@ -87,10 +89,15 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
+    compile: bool = False  # each block through torch.compile
+    background_save: bool = True  # write checkpoints beside the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
+    metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
+    profile: str | None = None  # steps to trace, such as "10-12"
+    profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1}
@@ -107,6 +114,8 @@ class TrainConfig:
                 raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
+        check_names(self.metrics)
+        check_profile(self.profile, self.profile_torch)
 
 
 @dataclass(frozen=True, kw_only=True)

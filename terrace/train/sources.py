@@ -63,7 +63,7 @@ def sources_of(
         raise ConfigError(
             f"data.path = {path!r} and data.mixture are both given: make the path an entry of the mixture"
         )
-    specs = []
+    specs: list[SourceSpec] = []
     for each in mixture or [SourceConfig(path=path)]:
         if not 0 < each.weight < math.inf:
             raise ConfigError(f"data.mixture: the weight {each.weight} of {each.path!r} must be a positive number")

@@ -18,7 +18,7 @@ from terrace.plan.slices import rank_slices
 from terrace.program import Program
 from terrace.runtime.tensor.line import Line, Means
 from terrace.runtime.tensor.loss import vocabulary_loss
-from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, Norm, RowLinear, TensorAxis
+from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, HeadNorm, Norm, RowLinear, TensorAxis
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 
@@ -101,7 +101,9 @@ class _Cutter:
                     regions.add(parent)
                 setattr(parent, name.rpartition(".")[2], stand_in)
             elif isinstance(child, (layers.RMSNorm, nn.LayerNorm)):
-                setattr(parent, name.rpartition(".")[2], self._norm(block, name, child))
+                of_heads = self._specs[block][f"{name}.weight"].dims[0][0] == "head_dim"
+                norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
+                setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
             region.register_forward_pre_hook(lambda _, inputs: (self._axis.enter(inputs[0]), *inputs[1:]))
         return module
@@ -127,6 +129,10 @@ class _Cutter:
         assert isinstance(module.eps, float), "every norm here has an epsilon"
         bias = self._parameter(block, f"{name}.bias") if f"{name}.bias" in self._specs[block] else None
         return Norm(self._parameter(block, f"{name}.weight"), bias, module.eps, self._axis)
+
+    def _head_norm(self, block: int, name: str, module: nn.Module) -> HeadNorm:
+        assert isinstance(module, layers.RMSNorm), "queries and keys have an rms norm"
+        return HeadNorm(self._parameter(block, f"{name}.weight"), module.eps, self._axis)
 
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]

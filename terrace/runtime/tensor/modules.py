@@ -1,6 +1,7 @@
 """What stands in for the modules of a block under the tensor axis: the same names, a slice of the parameters each.
 
-Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, n inner features of a rank.
+Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, D elements of a head, n inner
+features of a rank.
 
 Between blocks and in the residual stream an activation is (T'/R, H/C) with sequence parallelism (T' is T padded for R
 to divide), and (B, S, H/C) without. Inside attention and MLP it is (B, S, ...), with n features.
@@ -156,6 +157,23 @@ class Norm(nn.Module):
     def _mean(self, x: Tensor) -> Tensor:
         num_features = x.shape[-1] * self._axis.columns.degree
         return self._axis.columns.numbers(x.sum(-1, keepdim=True)) / num_features
+
+
+class HeadNorm(nn.Module):
+    """The rms norm over every head that a rank has, (..., D) to (..., D), with one weight for the heads of all ranks.
+
+    Ranks of a column hold the same heads, so each finds the whole of their gradient; those of a row find parts of it.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        self._axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., D)."""
+        return F.rms_norm(x, self.weight.shape, share(self.weight, self._axis.columns.degree), self.eps)
 
 
 class Embedding(nn.Module):

@@ -164,7 +164,8 @@ class Batches:
             )
         ends = np.cumsum(self._held)
         sources = np.searchsorted(ends, chosen, side="right")
-        firsts = np.array([order.num_samples for order in self._orders]) - (ends - self._held)
+        sizes: Ids = np.array([order.num_samples for order in self._orders], dtype=np.int64)
+        firsts: Ids = sizes - ends + np.asarray(self._held, dtype=np.int64)
         return self._gather(sources, chosen + firsts[sources])
 
     def _at(self, first: int, count: int) -> Arrays:

@@ -46,7 +46,7 @@ def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: 
     if isinstance(stored, str):
         stored = [{"digest": stored, **_BEFORE_SOURCES}]
     here = [source.facts() for source in sources]
-    different = {}
+    different: dict[str, tuple[Any, Any]] = {}
     if not isinstance(stored, list) or len(stored) != len(here):
         different["number of data sources"] = (len(stored) if isinstance(stored, list) else stored, len(here))
         return different

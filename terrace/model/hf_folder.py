@@ -1,0 +1,113 @@
+"""What a Hugging Face folder holds beside its config.json. Pure: needs no torch.
+
+weights     model.safetensors, or model.safetensors.index.json and the files it names
+tokenizer   tokenizer.json, and the files beside it that say how to use it
+generation  generation_config.json
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ModelError
+from terrace.base.schema import read_table
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+GENERATION = "generation_config.json"
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack", "consolidated.*.pth")
+
+
+def holds_weights(folder: str) -> bool:
+    """Say whether `folder` holds weights in any form, also in one that `weight_files` refuses."""
+    if not os.path.isdir(folder):
+        return False
+    return any(any(Path(folder).glob(pattern)) for pattern in (INDEX, *_OTHER_WEIGHTS))
+
+
+def weight_files(folder: Path) -> dict[str, str] | None:
+    """Return tensor -> file of an index, or None where all is in one `model.safetensors`.
+
+    Raises `ModelError` for a folder without weights or with weights in another form, and for a damaged index.
+    """
+    if (folder / INDEX).is_file():
+        index = read_table(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise ModelError(f"{folder / INDEX} has no weight_map of tensors to files: download it again")
+        for file in sorted(set(index.values())):
+            if os.path.basename(file) != file or not (folder / file).is_file():
+                raise ModelError(f"{folder / INDEX} names {file}, which is not in the folder: download it")
+        return index
+    if (folder / SINGLE).is_file():
+        return None
+    others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
+    if others:
+        raise ModelError(
+            f"{folder} has {others[0]}, but weights are read from {SINGLE} or {INDEX} alone: save the model again "
+            "with save_pretrained of transformers, or give --train.weights '' to start from scratch"
+        )
+    raise ModelError(
+        f"{folder} has no weights ({SINGLE} or {INDEX}): name another folder, or give --train.weights '' to start "
+        "from scratch"
+    )
+
+
+def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, Any]:
+    """Return which tokens begin, end and pad a text, as the config.json of `source` says, or else `end_of_text`.
+
+    All three are there, since what a config.json leaves out has a meaning of its own in `transformers`.
+    """
+    table: dict[str, Any] = dict.fromkeys(_TOKEN_IDS) | {"eos_token_id": end_of_text}
+    if source is not None and (Path(source) / CONFIG).is_file():
+        given = read_table(Path(source) / CONFIG)
+        table |= {key: given[key] for key in _TOKEN_IDS if key in given}
+    return table
+
+
+def carried_files(source: str | Path | None, end_of_text: int | None = None) -> dict[str, bytes]:
+    """Return name -> content of the files of `source` that belong to a model whatever its weights are.
+
+    A tokenizer.json without a tokenizer_config.json gets one, without which `transformers` takes it for the tokenizer
+    that the model's family once had. Raises `ModelError` for a file that cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    for name in (*TOKENIZER_FILES, GENERATION) if source is not None else ():
+        path = Path(str(source), name)
+        try:
+            if path.is_file():
+                found[name] = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    if TOKENIZER in found and TOKENIZER_CONFIG not in found:
+        table = _tokenizer_config(found[TOKENIZER], end_of_text)
+        found[TOKENIZER_CONFIG] = (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
+    return found
+
+
+def _tokenizer_config(tokenizer: bytes, end_of_text: int | None) -> dict[str, Any]:
+    """Return what says that a tokenizer.json is all there is to a tokenizer."""
+    table: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    try:
+        added = json.loads(tokenizer).get("added_tokens", [])
+    except (ValueError, AttributeError) as error:
+        raise ModelError(f"{TOKENIZER} is damaged ({error}): save the tokenizer again") from error
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, Mapping) and end_of_text is not None and token.get("id") == end_of_text:
+            table["eos_token"] = token.get("content")
+    return table

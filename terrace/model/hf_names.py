@@ -1,0 +1,156 @@
+"""Where each parameter of a decoder lies in the weight files of its family. Pure: names and shapes alone.
+
+A parameter is a whole tensor there, or a part of one:
+
+- GPT-2 stores matrices as (in, out), and query, key and value one after the other in `c_attn`;
+- GPT-NeoX stores query, key and value in `query_key_value`, head by head: of head 0 all three, then of head 1.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from terrace.model.config import ModelConfig, block_specs
+
+# What files of older releases hold beside parameters: masks and frequencies, which follow from config.json.
+DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Part `part` of `num_parts` of the tensor `name`, whose rows take turns within each of `num_groups` groups."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor, as it is stored
+    transposed: bool = False  # stored as (in, out)
+    part: int = 0
+    num_parts: int = 1
+    num_groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The names of one family; a parameter's own ending, `weight` or `bias`, follows."""
+
+    base: str  # in front of all but the output matrix; files of the model without its head leave it out
+    layers: str
+    embedding: str
+    output: str
+    final_norm: str
+    layer: Mapping[str, str]
+    positions: str = ""
+    fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its part
+    by_head: bool = False  # whether the parts take turns head by head
+    transposed: bool = False
+
+
+_LLAMA = Names(
+    base="model.",
+    layers="layers",
+    embedding="embed_tokens",
+    output="lm_head",
+    final_norm="norm",
+    layer={
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "attention.query_norm": "self_attn.q_norm",
+        "attention.key_norm": "self_attn.k_norm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.down": "mlp.down_proj",
+    },
+)
+_PARTS = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
+
+NAMES: Mapping[str, Names] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gpt_neox": Names(
+        base="gpt_neox.",
+        layers="layers",
+        embedding="embed_in",
+        output="embed_out",
+        final_norm="final_layer_norm",
+        layer={
+            "attention_norm": "input_layernorm",
+            **dict.fromkeys(_PARTS, "attention.query_key_value"),
+            "attention.output": "attention.dense",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+        },
+        fused=_PARTS,
+        by_head=True,
+    ),
+    "gpt2": Names(
+        base="transformer.",
+        layers="h",
+        embedding="wte",
+        output="lm_head",
+        final_norm="ln_f",
+        positions="wpe",
+        layer={
+            "attention_norm": "ln_1",
+            **dict.fromkeys(_PARTS, "attn.c_attn"),
+            "attention.output": "attn.c_proj",
+            "mlp_norm": "ln_2",
+            "mlp.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        },
+        fused=_PARTS,
+        transposed=True,
+    ),
+}
+
+
+def sources(config: ModelConfig) -> dict[tuple[str, str], Source]:
+    """Return (block, parameter) -> where it is stored, in the order of the blocks; a tied head is not stored."""
+    names = NAMES[config.family]
+    return {
+        (block.name, param.name): _source(config, names, block.name, param.name, param.shape)
+        for block in block_specs(config)
+        for param in block.params
+    }
+
+
+def output_name(config: ModelConfig) -> str:
+    """Return the name of the output matrix, which a file may also hold where it is tied to the embedding."""
+    return f"{NAMES[config.family].output}.weight"
+
+
+def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tuple[int, ...]) -> Source:
+    module, _, ending = param.rpartition(".")
+    if block == "embedding":
+        return Source(
+            name=f"{names.base}{names.positions if param == 'positions' else names.embedding}.weight", shape=shape
+        )
+    if block == "head":
+        name = f"{names.output}.weight" if param == "weight" else f"{names.base}{names.final_norm}.{ending}"
+        return Source(name=name, shape=shape)
+    index = block.removeprefix("layers.")
+    name = f"{names.base}{names.layers}.{index}.{names.layer[module]}.{ending}"
+    num_parts = len(names.fused) if module in names.fused else 1
+    transposed = names.transposed and len(shape) == 2
+    stored = (num_parts * shape[0], *shape[1:])
+    return Source(
+        name=name,
+        shape=stored[::-1] if transposed else stored,
+        transposed=transposed,
+        part=names.fused.get(module, 0),
+        num_parts=num_parts,
+        num_groups=config.num_heads if num_parts > 1 and names.by_head else 1,
+    )
+
+
+def num_stored(config: ModelConfig) -> int:
+    """Return the number of elements that the weight files of a model hold."""
+    return sum(
+        math.prod(shape) for shape in {source.name: source.shape for source in sources(config).values()}.values()
+    )

@@ -1,0 +1,274 @@
+"""Weights of a Hugging Face folder: read one parameter at a time, and written as `transformers` reads them.
+
+Reading is lazy: opening a folder reads its index, and `value` reads what it is asked for, so that a rank of a pipeline
+touches its own layers alone. Values keep the dtype in which they are stored. Written folders hold the same bytes
+whenever the values are the same: the order of tensors, their names and the headers follow from the model.
+
+Shape legend: G groups, P parts, d rows of a part in a group.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from terrace.base.errors import ModelError, did_you_mean
+from terrace.base.files import sync_folder, write_atomic
+from terrace.model.config import ModelConfig, load_model, to_table
+from terrace.model.hf_config import published_table
+from terrace.model.hf_folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
+from terrace.model.hf_names import DERIVED, NAMES, Source, num_stored, output_name, sources
+
+SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+_FLOATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # as safetensors names them, and as Terrace
+_NAMED = 3  # how many tensors of a kind an error names
+
+
+class Pretrained:
+    """The weights in a folder, opened for reading.
+
+    `config` says what model they are to become; without it the folder's own config.json does. Raises `ModelError` for a
+    folder without readable weights.
+    """
+
+    def __init__(self, folder: str | Path, config: ModelConfig | None = None) -> None:
+        self.folder = Path(folder)
+        self._config = config
+        self._open: dict[str, Any] = {}
+        index = weight_files(self.folder)
+        self._files = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model; raises `ModelError` when config.json is missing or says what Terrace does not implement."""
+        return load_model(str(self.folder)) if self._config is None else self._config
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the embedding as it is stored: fp32, bf16, fp16 or fp64."""
+        return _FLOATS[self._header(self._stored_name(self._sources["embedding", "weight"].name))[1]]
+
+    def value(self, block_name: str, param_name: str) -> Tensor:
+        """Return a whole parameter in Terrace's layout, in its stored dtype, on the CPU.
+
+        Raises `ModelError` when it is not there or cannot be read.
+        """
+        source = self._sources[block_name, param_name]
+        name = self._stored_name(source.name)
+        if name not in self._files:
+            raise ModelError(f"{self.folder} has no tensor {source.name}")
+        try:
+            return _taken(self._file(self._files[name]).get_slice(name), source)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(f"cannot read {name} of {self.folder / self._files[name]}: {error}") from error
+
+    def check(self, config: ModelConfig | None = None) -> None:
+        """Hold names, shapes and dtypes against the model, `config` or the folder's own.
+
+        Raises `ModelError` naming what is missing, unexpected, of another shape or of a dtype that is no plain float.
+        """
+        if config is not None and config != self._config:
+            Pretrained(self.folder, config).check()
+            return
+        wanted = {source.name: source.shape for source in self._sources.values()}
+        names = {self._stored_name(name): name for name in wanted}
+        missing = [name for stored, name in names.items() if stored not in self._files]
+        tied = self._tied_output()
+        unexpected = [name for name in self._files if name not in names and name != tied and not DERIVED.search(name)]
+        complaints = [*_listed("lacks", missing), *_listed("has beside the model's", unexpected)]
+        headers = {name: self._header(name) for name in names if name in self._files}
+        for name, (shape, dtype) in headers.items():
+            if shape != wanted[names[name]]:
+                complaints.append(f"{name} is {list(shape)} there and {list(wanted[names[name]])} in the model")
+            elif dtype not in _FLOATS:
+                complaints.append(f"{name} is stored as {dtype}, and only {', '.join(_FLOATS)} are read")
+        if complaints:
+            more = f"; and {len(complaints) - _NAMED} more" if len(complaints) > _NAMED else ""
+            raise ModelError(
+                f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}{self._fix(missing)}"
+            )
+        if tied is not None and not torch.equal(self._whole(tied), self.value("embedding", "weight")):
+            raise ModelError(
+                f"{self.folder} has an output matrix {tied} that differs from the embedding, to which the model ties "
+                "it: give --model.tie_word_embeddings false"
+            )
+
+    @cached_property
+    def _sources(self) -> dict[tuple[str, str], Source]:
+        return sources(self.config)
+
+    def _fix(self, missing: list[str]) -> str:
+        if missing == [output_name(self.config)]:
+            return ": give --model.tie_word_embeddings true where the embedding is the output matrix"
+        return ": use the config.json that belongs to the weights"
+
+    def _tied_output(self) -> str | None:
+        """Return the name of an output matrix that is stored although it is tied."""
+        name = output_name(self.config)
+        return name if self.config.tied_embeddings and name in self._files else None
+
+    def _stored_name(self, name: str) -> str:
+        """Return a tensor's name in these files: one of the model without its head leaves the beginning out."""
+        short = name.removeprefix(NAMES[self.config.family].base)
+        return short if name not in self._files and short in self._files else name
+
+    def _whole(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
+        return tensor
+
+    def _header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the dtype of a stored tensor."""
+        try:
+            tensor = self._file(self._files[name]).get_slice(name)
+        except safetensors.SafetensorError as error:
+            raise ModelError(f"{self.folder / self._files[name]} has no tensor {name}: download it again") from error
+        return tuple(tensor.get_shape()), str(tensor.get_dtype())
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safetensors.safe_open(self.folder / name, framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise ModelError(f"cannot read {self.folder / name} ({error}): download it again") from error
+        return self._open[name]
+
+
+def _listed(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield f"it {what} {', '.join(names[:_NAMED])}{more}"
+
+
+def _taken(stored: Any, source: Source) -> Tensor:
+    """Return the part of a stored tensor that `source` names, turned into Terrace's layout."""
+    if source.num_parts > 1 and source.num_groups == 1:
+        # Rows of one part follow one another, so only they are read.
+        rows = source.shape[-1 if source.transposed else 0] // source.num_parts
+        part = slice(source.part * rows, (source.part + 1) * rows)
+        tensor: Tensor = stored[:, part] if source.transposed else stored[part]
+        return tensor.t() if source.transposed else tensor
+    tensor = stored[:] if source.shape else stored[...]
+    tensor = tensor.t() if source.transposed else tensor
+    if source.num_parts == 1:
+        return tensor
+    grouped = tensor.reshape(source.num_groups, source.num_parts, -1, *tensor.shape[1:])  # (G, P, d, ...)
+    return grouped[:, source.part].flatten(0, 1)
+
+
+def write_pretrained(
+    folder: str | Path,
+    config: ModelConfig,
+    value: Callable[[str, str], Tensor],
+    dtype: str,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    source: str | Path | None = None,
+    end_of_text: int | None = None,
+) -> list[str]:
+    """Write a folder that `transformers` loads, whole or not at all, and return the names of its files.
+
+    `value` returns the whole parameter of (block, parameter); it is asked in the order of the blocks, once for each,
+    and a shard is in memory at a time. `dtype` is fp32, bf16, fp16 or fp64. From the folder `source` come, byte for
+    byte, the tokenizer's files and generation_config.json, and of its config.json which tokens begin, end and pad a
+    text; without one, `end_of_text` ends it. Raises `ModelError` for a folder that is not empty or cannot be written,
+    for values that fp16 cannot hold, and for a model that its family's config.json cannot say.
+    """
+    folder = Path(folder)
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
+    if shard_bytes < 1:
+        raise ModelError(f"shard_bytes = {shard_bytes} must be at least 1")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} is there and not an empty folder: name a new one")
+    table = published_table(to_table(config), str(DTYPES[dtype]).removeprefix("torch."), token_ids(source, end_of_text))
+    others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text)}
+    shards = _shards(config, DTYPES[dtype].itemsize, shard_bytes)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            for file, tensors in shards.items():
+                _write_shard(made / file, {name: _stored(parts, value, dtype) for name, parts in tensors.items()})
+            if len(shards) > 1:
+                others[INDEX] = _json(_index(config, shards, DTYPES[dtype].itemsize))
+            for name, content in others.items():
+                write_atomic(made / name, content)
+            made.chmod(0o755)
+            os.replace(made, folder)
+            sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error.strerror or error}") from error
+    return sorted([*shards, *others])
+
+
+_Parts = list[tuple[str, str, Source]]  # (block, parameter, where it belongs) of one tensor, in the order of its parts
+
+
+def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[str, _Parts]]:
+    """Return file -> tensor -> its parts: tensors in order, a new file where the next one would make it too large."""
+    tensors: dict[str, _Parts] = {}
+    for (block, param), source in sources(config).items():
+        tensors.setdefault(source.name, []).append((block, param, source))
+    shards: list[dict[str, _Parts]] = [{}]
+    held = 0
+    for name, parts in tensors.items():
+        size = item * math.prod(parts[0][2].shape)
+        if shards[-1] and held + size > shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = sorted(parts, key=lambda each: each[2].part)
+        held += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+def _index(config: ModelConfig, shards: Mapping[str, Mapping[str, _Parts]], item: int) -> dict[str, Any]:
+    files = {name: file for file, tensors in shards.items() for name in tensors}
+    return {"metadata": {"total_size": item * num_stored(config)}, "weight_map": dict(sorted(files.items()))}
+
+
+def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> Tensor:
+    values = [value(block, param) for block, param, _ in parts]
+    whole = _joined([each.to(DTYPES[dtype]) for each in values], parts[0][2])
+    if dtype == "fp16" and whole.isinf().any() and not any(each.isinf().any() for each in values):
+        raise ModelError(f"{parts[0][2].name} has values beyond what fp16 holds: write bf16 or fp32")
+    return whole
+
+
+def _joined(parts: list[Tensor], source: Source) -> Tensor:
+    """Return the tensor to store of its `parts` in Terrace's layout: what `_taken` takes apart."""
+    whole = parts[0]
+    if source.num_parts > 1:
+        whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
+    whole = (whole.t() if source.transposed else whole).contiguous()
+    # A view of something larger cannot be stored: the file would not know what else is in it.
+    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _json(table: Mapping[str, Any]) -> str:
+    return json.dumps(table, indent=2, sort_keys=True) + "\n"

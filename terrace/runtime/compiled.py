@@ -1,0 +1,53 @@
+"""Blocks through `torch.compile`, each by itself.
+
+A block's parameters keep their storage while it is freed and gathered, so a compiled block reads the values that
+are there when it runs. What changes is who takes the weight gradients: a compiled backward computes them all,
+where else the runtime records them and takes them when the program says (terrace.runtime.linear). So a program
+with a backward in two parts, and the tensor axis, which fills the time of its messages with them, cannot be compiled.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from terrace.base.errors import ConfigError, PlanError
+from terrace.program import Op, Program
+
+
+def check_compiles(programs: Sequence[Program]) -> None:
+    """Raise `PlanError` for programs whose blocks cannot be compiled."""
+    program = programs[0]
+    if program.tensor.degree > 1:
+        raise PlanError(
+            "train.compile = true with a tensor axis: its blocks talk to other ranks in the middle of a layer, which a "
+            "compiled block cannot; take the tensor axis out of the mapping, or leave train.compile out"
+        )
+    if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
+        raise PlanError(
+            f"train.compile = true with schedule = {program.plan.schedule!r}, which runs a backward in two parts: a "
+            "compiled block computes both at once; take '1f1b' or 'interleaved', or leave train.compile out"
+        )
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile something small; raises `ConfigError` with the reason where this machine cannot."""
+    try:
+        torch.compile(_trial)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"train.compile = true, but torch.compile does not work here ({type(error).__name__}: "
+            f"{reason[0] if reason else 'no reason given'}): install what it wants (a C++ compiler; on CUDA "
+            "Triton), or leave train.compile out"
+        ) from error
+
+
+def compile_blocks(modules: Iterable[nn.Module]) -> None:
+    """Have each block compiled when it is first run."""
+    for module in modules:
+        module.compile()
+
+
+def _trial(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1

@@ -1,0 +1,158 @@
+"""What a trainer looks at while blocks that it does not know run for the first time.
+
+During the first micro-batch each block is checked, and run once more to be timed; the loss is held against its own
+parts, since it must be a sum. After the first step all of it is gone, and blocks run as they are.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from terrace.base.errors import ModelError, TrainingError
+from terrace.comm.collectives import DTYPES
+from terrace.program import StepReport, build_stages
+from terrace.runtime.engine import Engine
+from terrace.runtime.random_state import random_state, restored
+from terrace.simulate import simulate, simulate_stages, step_costs
+from terrace.train.calibrate import measure
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+# A mean gives half of what its two halves give; a sum differs from theirs by rounding, in bf16 by a percent or so.
+_SUM_TOLERANCE = 0.1
+_PRODUCT = 192  # side of the matrices whose product tells a rank's FLOP/s
+
+
+@dataclass
+class FirstStep:
+    """Checks and times blocks during the first micro-batch; `seconds` is of a forward, by block."""
+
+    names: Sequence[str]
+    device: torch.device
+    times: bool = True  # running a block again sends messages where a tensor axis is inside it
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, engine: Engine) -> Iterator[None]:
+        """Look at the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
+        modules = dict(zip(engine.program.stage.held, engine.states, strict=True))
+        handles = [self._watch(index, modules[index].module) for index in engine.program.stage.own]
+        before = {index: _buffers(modules[index].module) for index in engine.program.stage.own}
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for index, buffers in before.items():
+            for name, mark in _buffers(modules[index].module).items():
+                if buffers.get(name) != mark:
+                    raise ModelError(
+                        f"block {self.names[index]} changes its buffer {name!r} in a forward: ranks would drift apart, "
+                        "and no checkpoint has it; use a module without running statistics, such as GroupNorm or "
+                        "LayerNorm for BatchNorm"
+                    )
+
+    def _watch(self, index: int, module: nn.Module) -> RemovableHandle:
+        def look(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
+            # A module may serve as several blocks, which pass in order.
+            if index in self.seconds:
+                return
+            self._check(index, output)
+            self.seconds[index] = self._time(module, inputs) if self.times else 0.0
+
+        return module.register_forward_hook(look)
+
+    def _check(self, index: int, output: object) -> None:
+        name, is_last = self.names[index], index == len(self.names) - 1
+        if not isinstance(output, Tensor):
+            raise ModelError(
+                f"block {name} returns a {type(output).__name__}: what passes from a block to the next is one tensor, "
+                "so wrap the module in one that returns it"
+            )
+        if not (is_last or output.is_floating_point()):
+            raise ModelError(
+                f"block {name} returns {output.dtype}: what passes between blocks needs a gradient, so it must be "
+                "floating point; join the block with the one after it"
+            )
+
+    def _time(self, module: nn.Module, inputs: tuple[Any, ...]) -> float:
+        with torch.no_grad(), restored(random_state(self.device), self.device):
+            self._finish()
+            begin = time.perf_counter()
+            module.forward(*inputs)
+            self._finish()
+            return time.perf_counter() - begin
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class CheckedLoss:
+    """A user's loss, whose first value is checked."""
+
+    def __init__(self, loss: Loss, check_sum: bool) -> None:
+        self._loss = loss
+        self._check_sum = check_sum
+        self._is_checked = False
+
+    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss. Raises `TrainingError` when the first one is not a sum over samples."""
+        loss = self._loss(output, labels)
+        if not self._is_checked:
+            self._is_checked = True
+            self._check(loss, output, labels)
+        return loss
+
+    def _check(self, loss: object, output: Tensor, labels: Tensor) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TrainingError(f"loss(output, labels) returns {found}: return one number, the SUM of the losses")
+        num = labels.shape[0] if labels.dim() else 0
+        if not self._check_sum or num < 2 or output.dim() == 0 or output.shape[0] != num:
+            return
+        with torch.no_grad():
+            whole = float(loss.detach())
+            halves = [float(self._loss(output[part], labels[part])) for part in (slice(num // 2), slice(num // 2, num))]
+        if abs(sum(halves) - whole) > _SUM_TOLERANCE * max(abs(whole), *map(abs, halves)):
+            raise TrainingError(
+                f"loss(output, labels) is not a sum: {num} samples give {whole:.4g}, two halves {halves[0]:.4g} "
+                f"and {halves[1]:.4g}. The losses of a step are added up over micro-batches and ranks and divided "
+                'once, by the number of labels that are not -100; use reduction="sum". For a loss that is no sum over '
+                "samples, give Trainer check_loss=False"
+            )
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return what tells whether a buffer was changed: which tensor it is, and of which version."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+
+
+def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[str], None]) -> StepReport:
+    """Predict a step of this rank from the seconds of a forward of its blocks. Every rank calls this.
+
+    What links carry is measured now; `progress` is told what. A backward is priced as twice the forward, without the
+    weights' half where nothing is trained.
+    """
+    program = engine.program
+    side = torch.ones(_PRODUCT, _PRODUCT, dtype=DTYPES[program.plan.compute], device=engine.device)
+    cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
+    measured: dict[int, list[float]] = defaultdict(list)
+    for own in engine.exchange(dict(seconds)):
+        for block, block_s in own.items():
+            measured[block].append(block_s)
+    # The FLOPs that would take as long: what a block computes need not be products.
+    peak = cluster.device.peak_flops_per_s[program.plan.compute]
+    flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.whole))]
+    programs = build_stages(cluster, program.plan, engine.whole, program.num_micros, program.sequence)
+    costs = [step_costs(each, flops) for each in programs]
+    if len(programs) == 1:
+        return simulate(programs[0], costs[0])
+    return simulate_stages(programs, costs).reports[program.stage.index]

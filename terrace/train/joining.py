@@ -1,0 +1,109 @@
+"""Where a user's own script runs: one process, a world that it has joined already, or one rank of a launcher."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrace.base.errors import ConfigError
+from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.presets import parse_cluster
+from terrace.plan import Plan, parse_plan
+from terrace.runtime.launch import detect, join
+from terrace.runtime.watchdog import Watchdog, watch
+from terrace.train.config import section
+
+FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it
+_JOIN_TIMEOUT_S = 600.0
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@dataclass
+class Joined:
+    """This process's place; `dog` watches a world that was joined here, and ends with `leave`."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    dog: Watchdog | None = None
+
+    def leave(self) -> None:
+        """Leave a world that was joined here; one that the user joined stays."""
+        if self.dog is not None:
+            self.dog.__exit__(None, None, None)
+            self.dog = None
+            dist.destroy_process_group()
+
+
+def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
+    """Return this process's place, joining the world of torchrun, srun or mpirun where one of them started it."""
+    if dist.is_initialized():
+        return Joined(dist.get_rank(), dist.get_world_size(), _device())
+    if not detect():
+        return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    world = join(_JOIN_TIMEOUT_S, say)
+    dog = watch(world, timeout_s=timeout_s)
+    dog.__enter__()
+    dog.idle("before the first step")
+    return Joined(world.rank, world.world_size, _device(), dog)
+
+
+def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) -> Cluster:
+    """Return the cluster of a value, table, file or preset; "local" has as many ranks as run.
+
+    Raises `ConfigError` when it has another number of ranks than the world.
+    """
+    if isinstance(cluster, str):
+        found = load_cluster(cluster)
+        found = _fitted(found, world_size) if cluster == FITTED else found
+    else:
+        found = cluster if isinstance(cluster, Cluster) else parse_cluster(dict(cluster))
+    if found.world_size != world_size:
+        sizes = " x ".join(str(tier.size) for tier in found.tiers)
+        raise ConfigError(
+            f"cluster {found.name!r} has {sizes} = {found.world_size} ranks, but {world_size} "
+            f"{'run' if world_size > 1 else 'runs'}: start {found.world_size} (torchrun --nproc-per-node "
+            f'{found.world_size}), change the sizes of its tiers, or write cluster="local" for whatever runs here'
+        )
+    return found
+
+
+def read_plan(plan: Plan | Mapping[str, Any] | str, cluster: Cluster, dtypes: set[torch.dtype]) -> Plan:
+    """Return the plan of a value, table, file or preset; where no dtype is said, blocks compute in their own.
+
+    `dtypes` are those of the parameters. Raises `ConfigError` or `PlanError`.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    table = dict(section("plan", plan))
+    found = parse_plan(table, cluster)
+    if "compute" in table:
+        return found
+    if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
+        named = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(
+            f"the parameters of the blocks are {named}, and plan {found.name!r} does not say what to compute in: write "
+            f'plan={{"preset": {found.name!r}, "compute": "bf16"}} (or "fp32", "fp64")'
+        )
+    compute = _DTYPES[next(iter(dtypes))]
+    master = "fp64" if compute == "fp64" and "master" not in table else found.master
+    return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
+
+
+def _fitted(cluster: Cluster, world_size: int) -> Cluster:
+    """Return the cluster with as many ranks: inner tiers keep what divides, the outermost takes the rest."""
+    left, tiers = world_size, []
+    for tier in cluster.tiers[:-1]:
+        size = math.gcd(tier.size, left)
+        left //= size
+        tiers.append(replace(tier, size=size))
+    return replace(cluster, tiers=(*tiers, replace(cluster.tiers[-1], size=left)))
+
+
+def _device() -> torch.device:
+    if dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,340 @@
+"""`terrace.Trainer`: blocks of one's own under any plan, in one's own loop.
+
+The command line's `terrace train` has its data, loop and models; this has none of them. It takes modules that run one
+after the other, a loss, a plan and a cluster, and does a step when told to.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
+from terrace.base.schema import load
+from terrace.cluster import Cluster
+from terrace.comm.collectives import DTYPES
+from terrace.model.decoder import token_loss
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan, validate
+from terrace.program import StepReport
+from terrace.runtime.describe import describe
+from terrace.runtime.engine import Engine, StepResult
+from terrace.runtime.settings import AdamWConfig
+from terrace.train.checkpoint import Checkpoint, latest, restore, save
+from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
+from terrace.train.joining import find_world, read_cluster, read_plan
+from terrace.train.trainer_report import TrainerReport
+from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, places, spread
+from terrace.train.whole import whole_values
+
+
+class Trainer:
+    """Trains `blocks`, modules that run one after the other, under a plan on this rank of a cluster.
+
+    - `blocks`: a sequence of modules (`nn.Sequential` is one), or names and modules. Each takes one tensor and returns
+      one. A block is what is gathered, reduced and recomputed at once. A parameter that several share is one (a tied
+      head). The trainer takes the parameters over; those with `requires_grad` off stay as they are.
+    - `plan`, `cluster`: a preset's name, a file, a table or the value. `cluster="local"` is this machine with as many
+      ranks as run; any other must have as many ranks as the world. Where the plan says no dtype, blocks compute in the
+      dtype that they have.
+    - `loss(output, labels)` returns the SUM of the losses, of which the trainer makes the mean: sums of all
+      micro-batches and ranks are added up and divided once, by the number of labels that are not -100. The first
+      loss is held against those of its halves unless `check_loss` is off.
+    - `optimizer`: keys of AdamW as in the section `[optimizer]` of a run; by default with weight decay 0.1 on matrices
+      and the gradient norm clipped at 1.
+    - `num_micros`: into how many micro-batches a rank cuts its part of a batch.
+    - `local_batches`: `step` is given this rank's part of the batch, which ranks at the same place of the data
+      axis must share; otherwise it is given the whole batch, the same on every rank.
+    - `activation=(sequence, hidden)`: the shape of what passes between blocks, of one sample. A pipeline needs it.
+    - `declared`: what the dims of parameters count; a tensor axis needs it, and blocks of `terrace.model.decoder`.
+    - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
+    - `predict`: time the blocks and the links during the first step, about a second, to predict the steps after it.
+    - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
+
+    Under torchrun, srun or mpirun the trainer joins the world; one that the user has joined is used as it is. Every
+    rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for what cannot work.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module] | Mapping[str, nn.Module] | nn.Sequential,
+        *,
+        plan: Plan | Mapping[str, Any] | str = "zero3",
+        cluster: Cluster | Mapping[str, Any] | str = "local",
+        loss: Loss,
+        lr: float,
+        optimizer: AdamWConfig | Mapping[str, Any] | None = None,
+        num_micros: int = 1,
+        local_batches: bool = False,
+        activation: tuple[int, int] | None = None,
+        declared: Sequence[BlockSpec] = (),
+        check_loss: bool = True,
+        broadcast: bool = True,
+        predict: bool = True,
+        timeout_s: float = 600.0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.names, self._blocks = named(blocks)
+        if num_micros < 1:
+            raise ConfigError(f"num_micros = {num_micros}: a rank cuts its part of a batch into 1 or more")
+        self.lr = lr
+        self.num_steps = 0
+        self._adamw = _adamw(optimizer, lr)
+        self._places = list(places(self.names, self._blocks))
+        self._dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
+        specs = describe(self._blocks, self.names)
+        if not any(spec.num_trainable for spec in specs):
+            raise ModelError("no parameter of the blocks has requires_grad on: leave something to train")
+        self._local_batches, self._predicts = local_batches, predict
+        self._time_s: dict[str, float] = defaultdict(float)
+        self._num_timed = 0
+        self._is_new = True
+        self.predicted: StepReport | None = None  # after the first step
+        self._is_closed = False
+        self._joined = find_world(timeout_s, say)
+        try:
+            self.cluster = read_cluster(cluster, self._joined.world_size)
+            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()))
+            validate(self.cluster, self.plan, specs)
+            if broadcast and self._joined.world_size > 1:
+                spread(self._blocks, specs, self._joined.device)
+            move_buffers(self._blocks, self._joined.device)
+            self.engine = Engine(
+                self._blocks,
+                names=self.names,
+                cluster=self.cluster,
+                plan=self.plan,
+                num_micros=num_micros,
+                objective=loss if loss is token_loss else CheckedLoss(loss, check_loss),
+                rank=self._joined.rank,
+                device=self._joined.device,
+                adamw=self._adamw,
+                declared=declared or hidden_dims(specs, activation),
+                sequence=0 if activation is None else activation[0],
+                timeout=timedelta(seconds=2 * timeout_s),  # the watchdog speaks first
+                progress=self._progress,
+            )
+        except BaseException:
+            self._joined.leave()
+            raise
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._joined.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes; batches are moved there."""
+        return self._joined.device
+
+    def step(
+        self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None, lr: float | None = None
+    ) -> StepResult:
+        """Train on one batch: inputs, labels and maybe positions, the first dim of all being samples.
+
+        Floating inputs are taken in the plan's compute dtype. `lr` is for this step; without it, the trainer's `lr`,
+        which may be set at any time. Returns the mean loss over the labels that count, on all ranks, the gradient's
+        norm before clipping, and how many labels counted. `positions` go to every block as its second argument.
+
+        Raises `ConfigError` for a batch that cannot be cut, and what the engine raises.
+        """
+        if self._is_closed:
+            raise TrainingError("this trainer is closed: make a new one, and load a checkpoint into it")
+        tensors = {"inputs": inputs, "labels": labels} | ({} if positions is None else {"positions": positions})
+        with self._guarded("between steps"):
+            result = self._first_step(tensors, lr) if self._is_new else self._step(tensors, lr)
+        self.num_steps += 1
+        return result
+
+    def report(self) -> TrainerReport:
+        """Return a step of this rank, predicted beside measured: bytes and times are means of the steps so far.
+
+        The times of the first step, in which blocks are timed, are left out where there are others.
+        """
+        time_s = {category: total / max(1, self._num_timed) for category, total in self._time_s.items()}
+        return TrainerReport(predicted=self.predicted, measured=self.engine.report(time_s), num_steps=self.num_steps)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return whole parameters on every rank, as CPU tensors in the master dtype: "block.parameter" -> value.
+
+        A shared parameter appears once, under the first block that has it. Those of blocks from
+        `terrace.blocks_of` have the names that they have in their model. Buffers are not here. Every rank calls this.
+        """
+        with self._guarded("gathering parameters"):
+            return {self._full_name(block, name): value for block, name, value in whole_values(self.engine)}
+
+    def unload(self) -> None:
+        """Give the blocks, and so a model whose modules they are, plain whole parameters again, and close.
+
+        Values come in the dtype that each parameter had. Every rank calls this. Raises `TrainingError` under a tensor
+        axis, which has put other modules in the place of the blocks' own.
+        """
+        if self.engine.program.tensor.degree > 1:
+            raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
+        with self._guarded("gathering parameters"):
+            values = {(block, name): value for block, name, value in whole_values(self.engine)}
+        trained = {(spec.name, param.name): param.trainable for spec in self.engine.whole for param in spec.params}
+        self.close()
+        fresh = {
+            key: nn.Parameter(value.to(self._dtypes[key]), requires_grad=trained[key]) for key, value in values.items()
+        }
+        for module, name, key in self._places:
+            setattr(module, name, fresh[key])
+
+    def save(self, folder: str | Path, *, keep: int = 2, facts: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint into `folder/checkpoints/step-N` and return it; any plan can load it.
+
+        The newest `keep` stay. `facts` are values of the user's own for the manifest. Every rank calls this.
+        Raises `CheckpointError`.
+        """
+        with self._guarded("saving a checkpoint"):
+            self.engine.drain()
+            own = {"plan": self.plan.name, **(facts or {})}
+            return save(self.engine, Path(folder), self.num_steps, own, keep)
+
+    def load(self, folder: str | Path) -> Path:
+        """Go on from a checkpoint, or from the newest one in a folder that `save` was given; return it.
+
+        Every rank calls this. Raises `CheckpointError` when there is none, or it is damaged or of other blocks.
+        """
+        with self._guarded("loading a checkpoint"):
+            problem, found = None, Path(folder)
+            try:
+                if not (found / "manifest.json").is_file():
+                    newest = latest(found)
+                    if newest is None:
+                        raise CheckpointError(f"{folder} holds no checkpoint: give a folder that save() was given")
+                    found = newest
+                checkpoint = Checkpoint(found)
+                if self.rank == 0:
+                    checkpoint.verify()
+            except TerraceError as error:
+                problem = str(error)
+            for rank, told in enumerate(self.engine.exchange(problem)):
+                if told is not None:
+                    raise CheckpointError(told if rank == 0 else f"rank {rank}: {told}")
+            restore(self.engine, checkpoint)
+            self.num_steps = checkpoint.step
+            return found
+
+    def close(self) -> None:
+        """Stop the trainer's threads, and leave the world if it was joined here. Closing twice is fine."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.engine.drain()
+            self.engine.close()
+            self._joined.leave()
+
+    def __enter__(self) -> Self:
+        """Return the trainer, which closes at the end of the body."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close, unless an error is on its way that others may not share: then threads end with the process."""
+        if kind is None:
+            self.close()
+
+    def _step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
+        result = self.engine.step(self._micro_batches(tensors), self.lr if lr is None else lr)
+        self._num_timed += 1
+        for category, seconds in result.time_s.items():
+            self._time_s[category] += seconds
+        return result
+
+    def _first_step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
+        if not self._local_batches and self._joined.world_size > 1:
+            self._check_same(tensors)
+        first = FirstStep(self.names, self.device, self._predicts and self.engine.program.tensor.degree == 1)
+        with first.watching(self.engine):
+            result = self._step(tensors, lr)
+        self._is_new = False
+        self.engine.check_bytes()
+        if first.times:
+            self.predicted = predict(self.engine, first.seconds, self._measuring)
+            self._time_s.clear()
+            self._num_timed = 0
+        return result
+
+    def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+        num_micros, layout = self.engine.program.num_micros, self.engine.program.layout
+        num_ranks = 1 if self._local_batches else layout.data_degree
+        sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in tensors.items()}
+        num = sizes["inputs"]
+        if len(set(sizes.values())) > 1:
+            raise ConfigError(f"the first dim of a batch is its samples, and these differ: {sizes}")
+        unit = num_ranks * num_micros
+        if num < 1 or num % unit:
+            below = num // unit * unit
+            near = f"{below} or {below + unit}" if below else str(unit)
+            raise ConfigError(
+                f"a batch of {num} samples does not divide into {num_ranks} data ranks x {num_micros} micro-batches = "
+                f"{unit}: give {near}, or another num_micros"
+            )
+        size = num // unit
+        if self.engine.program.stage.num_stages > 1 and size != self.plan.micro_batch:
+            raise ConfigError(
+                f"a micro-batch of {size} samples: stages exchange activations of plan.micro_batch = "
+                f'{self.plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
+                f"{unit * self.plan.micro_batch} samples"
+            )
+        first = 0 if self._local_batches else layout.position(self.rank) * num_micros * size
+        return [
+            tuple(self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items())
+            for start in range(first, first + num_micros * size, size)
+        ]
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        floats = name == "inputs" and tensor.is_floating_point()
+        return tensor.to(self.device, DTYPES[self.plan.compute] if floats else tensor.dtype)
+
+    def _check_same(self, tensors: Mapping[str, Tensor]) -> None:
+        digests = self.engine.exchange({name: digest(tensor) for name, tensor in tensors.items()})
+        for rank, theirs in enumerate(digests):
+            for name, value in theirs.items():
+                if value != digests[0].get(name):
+                    raise ConfigError(
+                        f"rank {rank} has other {name} than rank 0 in its first batch: give every rank the same whole "
+                        "batch (the same seed), or its own part with Trainer(..., local_batches=True)"
+                    )
+
+    def _full_name(self, block: str, name: str) -> str:
+        module = self._blocks[self.names.index(block)]
+        original: Mapping[str, str] = getattr(module, "original_names", {})
+        return original.get(name, f"{block}.{name}")
+
+    def _progress(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        if self._joined.dog is not None:
+            self._joined.dog.at(self.num_steps, counter, instruction, waiting_on)
+
+    def _measuring(self, what: str) -> None:
+        self._progress(0, f"MEASURE {what}", tuple(range(self._joined.world_size)))
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Run the body; where there is a watchdog, a lost peer is named, and no timeout runs after it."""
+        dog = self._joined.dog
+        if dog is None:
+            yield
+            return
+        dog.idle(what)
+        with dog.guard():
+            yield
+        dog.idle("between steps")
+
+
+def _adamw(optimizer: AdamWConfig | Mapping[str, Any] | None, lr: float) -> AdamWConfig:
+    if isinstance(optimizer, AdamWConfig):
+        return replace(optimizer, lr=lr)
+    if optimizer is not None and "lr" in optimizer:
+        raise ConfigError("optimizer has an lr: give it to Trainer as lr alone")
+    return load(AdamWConfig, {**(optimizer or {}), "lr": lr}, "optimizer")

@@ -1,0 +1,37 @@
+"""What a trainer tells of its steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from terrace.program import StepReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerReport:
+    """A step of this rank: as predicted (None before the first step, or where it was not asked for) and as measured.
+
+    Printed, it is a table of both.
+    """
+
+    predicted: StepReport | None
+    measured: StepReport
+    num_steps: int
+
+    def __str__(self) -> str:
+        """Return lines of figures, predicted beside measured."""
+        none: Mapping[Any, float] = {}
+        rows = [f"{f'mean of {self.num_steps} steps':28}{'predicted':>14}{'measured':>14}"]
+        for title, name, unit in (
+            ("time", "time_s", "s"),
+            ("sent", "sent_bytes", "B"),
+            ("memory", "memory_bytes", "B"),
+        ):
+            measured = getattr(self.measured, name)
+            predicted = none if self.predicted is None else getattr(self.predicted, name)
+            for key in dict.fromkeys([*predicted, *measured]):
+                label = " on ".join(str(getattr(part, "value", part)) for part in key) if key is not str(key) else key
+                figures = [f"{table[key]:.6g} {unit}" if key in table else "-" for table in (predicted, measured)]
+                if any(table.get(key) for table in (predicted, measured)):
+                    rows.append(f"{f'{title}: {label}':28}{figures[0]:>14}{figures[1]:>14}")
+        return "\n".join(rows)

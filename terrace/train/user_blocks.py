@@ -1,0 +1,98 @@
+"""A user's blocks before an engine takes them: named and checked, with the same values on every rank."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from terrace.base.errors import ConfigError, ModelError
+from terrace.model.spec import BlockSpec
+
+
+def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
+    """Return the names of blocks and the blocks. Raises `ModelError` for what no trainer can take."""
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
+        raise ModelError(
+            f"blocks is one {type(blocks).__name__}: give the list of modules that run one after the other, such as "
+            "[embedding, *layers, head] (terrace.blocks_of makes it of a transformers model)"
+        )
+    if isinstance(blocks, (Mapping, nn.ModuleDict)):
+        names, modules = [str(name) for name in blocks], list(blocks.values())
+    else:
+        modules = list(blocks)  # type: ignore[call-overload]
+        names = [getattr(block, "block_name", f"block.{index}") for index, block in enumerate(modules)]
+    if not modules:
+        raise ModelError("blocks is empty: give at least one module")
+    for name, module in zip(names, modules, strict=True):
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"block {name} is a {type(module).__name__}, not a torch.nn.Module: wrap it in one")
+        for key, tensor in module.named_parameters():
+            if tensor.device.type == "meta":
+                raise ModelError(f"{name}.{key} is on the meta device: give the blocks values first (to_empty, load)")
+    if len(set(names)) < len(names):
+        raise ModelError(f"two blocks have the same name: {names}; give each its own")
+    return names, modules
+
+
+def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, tuple[str, str]]]:
+    """Yield where parameters stand: module, attribute, and the (block, parameter) that owns what is there."""
+    owners: dict[int, tuple[str, str]] = {}
+    for block_name, block in zip(names, blocks, strict=True):
+        for name, param in block.named_parameters():
+            owners.setdefault(id(param), (block_name, name))
+    for block in blocks:
+        for module in block.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                yield module, name, owners[id(param)]
+
+
+def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) -> tuple[BlockSpec, ...]:
+    """Return the specs with dims of the hidden size declared as such, which a pipeline's messages go by."""
+    if activation is None:
+        return ()
+
+    def dims(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+        return tuple(("hidden" if size == activation[1] else "size", size) for size in shape)
+
+    found = tuple(
+        replace(spec, params=tuple(replace(param, dims=dims(param.shape)) for param in spec.params)) for spec in specs
+    )
+    if not any(name == "hidden" for spec in found for param in spec.params for name, _ in param.dims):
+        raise ConfigError(f"activation = {activation}: no parameter has a dim of {activation[1]}; give the hidden size")
+    return found
+
+
+def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torch.device) -> None:
+    """Give every rank the values of rank 0. Raises `ModelError` where a rank has other blocks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [asdict(spec) for spec in specs])
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ModelError(f"rank {rank} has other blocks than rank 0: make the same ones on every rank")
+    seen = set()
+    with torch.no_grad():
+        for block in blocks:
+            for tensor in (*block.parameters(), *block.buffers()):
+                if id(tensor) not in seen and tensor.numel():
+                    seen.add(id(tensor))
+                    moved = tensor.detach().to(device, copy=True).contiguous()
+                    dist.broadcast(moved, 0)
+                    tensor.copy_(moved)
+
+
+def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Move the buffers of blocks to a device; their parameters move when an engine takes them."""
+    for module in (module for block in blocks for module in block.modules()):
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def digest(tensor: Tensor) -> str:
+    """Return what tells tensors apart that differ in values or shape."""
+    values = tensor.detach().cpu().contiguous()
+    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))

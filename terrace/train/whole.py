@@ -1,0 +1,36 @@
+"""Whole parameters from what the ranks of an engine hold."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from terrace.runtime.engine import Engine
+from terrace.train.checkpoint.boxes import Box, whole, within
+from terrace.train.checkpoint.parts import held, parts, slices_of
+
+
+def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
+
+    Every rank calls this, and takes all of it. One block is on its way at a time: each rank sends the boxes that it is
+    the first to hold, as for a checkpoint.
+    """
+    engine.drain()
+    slices = slices_of(engine.program.tensor, engine.rank)
+    states = dict(zip(engine.program.stage.held, engine.states, strict=True))
+    for index, spec in enumerate(engine.whole):
+        own: list[tuple[str, Box, Tensor]] = []
+        for shard in states[index].shards if index in states else ():
+            for part in (part for each in held(shard) if each.is_first for part in parts(each, slices)):
+                value = next(iter(part.values.values()))  # of the kinds of state the first is the value
+                own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
+        found: dict[str, Tensor] = {}
+        shapes = {param.name: param.shape for param in spec.params}
+        for boxes in engine.exchange(own):
+            for name, box, value in boxes:
+                if name not in found:
+                    found[name] = torch.empty(shapes[name], dtype=value.dtype)
+                found[name][within(box, whole(shapes[name]))].copy_(value)
+        for name, shape in shapes.items():
+            yield spec.name, name, found.get(name, torch.empty(shape))  # one without elements is nobody's
