@@ -59,7 +59,7 @@ def run_page(view: RunView) -> str:
         _figures(view),
         _missing(view),
         "<h2>Over the steps</h2>" if drawn else "",
-        f"<div class=grid>{''.join(_curve(curve, view.resumed) for curve in drawn)}</div>" if drawn else "",
+        f"<div class=tiles>{''.join(_curve(curve, view.resumed) for curve in drawn)}</div>" if drawn else "",
         _timeline(view),
         _section("Where the time of a step goes", _time_table(view)),
         "<div class=columns>",
