@@ -18,10 +18,11 @@ from terrace.runtime.block_state import BlockState
 from terrace.runtime.flat import Flat
 from terrace.runtime.settings import AdamWConfig
 from terrace.runtime.shard import Shard
+from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.checkpoint import Checkpoint
-from terrace.train.checkpoint.layout import FROZEN, KINDS, TRAINABLE, Files, encode, manifest_of
+from terrace.train.checkpoint.layout import Files, encode, manifest_of
 from terrace.train.checkpoint.parts import slices_of
-from terrace.train.checkpoint.writing import write_pieces
+from terrace.train.checkpoint.snapshot import Snapshot
 from tests.toys import TIER_NAMES, cluster_of
 
 NUM_UPDATES = 5
@@ -89,7 +90,7 @@ class Truth:
             own = self.values[block.name] = {}
             for param in block.params:
                 own[param.name] = {}
-                for kind in KINDS[TRAINABLE if param.trainable and param.numel else FROZEN]:
+                for kind in KINDS[ADAMW if param.trainable and param.numel else FROZEN]:
                     own[param.name][kind] = torch.arange(count, count + param.numel).float().view(param.shape)
                     count += param.numel
 
@@ -106,7 +107,7 @@ class Truth:
     def of(self, program: Program, rank: int, shard: Shard) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (kind, what a rank keeps, what it should hold there)."""
         if shard.trainable is not None and shard.optimizer is not None:
-            for kind in KINDS[TRAINABLE]:
+            for kind in KINDS[ADAMW]:
                 full = self.buffer(program, rank, shard.name, shard.trainable, kind)
                 yield kind, getattr(shard.optimizer, kind), full[shard.trainable.part(shard.layout.optimizer)]
         if shard.fixed is not None:
@@ -137,7 +138,10 @@ def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoi
         for shard in shards:
             for _, kept, values in truth.of(program, rank, shard):
                 kept.copy_(values)
-        files |= write_pieces(folder / f"rank-{rank:05d}.safetensors", shards, slices_of(program.tensor, rank))
-    manifest = encode(manifest_of(blocks, 3, NUM_UPDATES, {}, files))
+        snapshot = Snapshot(shards, slices_of(program.tensor, rank))
+        snapshot.take()
+        if snapshot.pieces:
+            files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")
+    manifest = encode(manifest_of(blocks, AdamWConfig(), 3, NUM_UPDATES, {}, files))
     (folder / "manifest.json").write_text(manifest)
     return Checkpoint(folder)

@@ -130,6 +130,9 @@ class Screen:
     def saved(self, folder: Path) -> None:
         print(f"{chr(13) if self._live else ''}saved {folder}", flush=True)
 
+    def note(self, text: str) -> None:
+        print(f"{chr(13) if self._live else ''}{text}", flush=True)
+
     def finished(self, outcome: Outcome) -> None:
         folder = self._job.folder
         print()

@@ -5,10 +5,23 @@ weight decay applies to them alone, and keeps the state as whole slices, which i
 stores.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.states import ADAMW, KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePart:
+    """Elements of a rank's slice whose parameters are of one group, and by kind their state: 1-D views."""
+
+    group: str
+    elements: slice  # of the slice that the optimizer owns
+    values: Mapping[str, Tensor]
 
 
 class ShardedAdamW:
@@ -56,6 +69,12 @@ class ShardedAdamW:
     def num_steps(self, value: int) -> None:
         for leaf in self._leaves:
             self._optimizer.state[leaf]["step"].fill_(value)
+
+    @property
+    def parts(self) -> list[StatePart]:
+        """What a checkpoint stores: every element is in one part."""
+        values = dict(zip(KINDS[ADAMW], (self.master, self.exp_avg, self.exp_avg_sq), strict=True))
+        return [StatePart(group=ADAMW, elements=slice(0, self.master.numel()), values=values)]
 
     def update(self, lr: float) -> None:
         """One step of AdamW with learning rate `lr`."""

@@ -97,7 +97,7 @@ class Engine:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             return_large_buffers()
-        adamw = adamw or AdamWConfig()
+        adamw = self.settings = adamw or AdamWConfig()
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self.groups = self._make_groups(rank, timeout)
@@ -167,6 +167,12 @@ class Engine:
             time_s=self._clock.totals(),
             quantisation_error=relative_errors(errors.messages, rounding),
         )
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the optimizers of this rank have made; 0 where all is frozen."""
+        shards = [shard for state in self.states for shard in state.shards]
+        return max((shard.optimizer.num_steps for shard in shards if shard.optimizer is not None), default=0)
 
     def drain(self) -> None:
         """Wait until every parameter is up to date."""

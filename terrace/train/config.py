@@ -62,6 +62,7 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
+    background_save: bool = True  # write checkpoints beside the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above

@@ -1,6 +1,6 @@
 """The training loop of one rank.
 
-    with the world joined:  engine -> resume -> calibrate and predict -> steps -> checkpoint -> sample
+    with the world joined:  engine -> resume -> calibrate and predict -> steps and checkpoints -> sample
 
 Everything a user may have got wrong was checked before; what can still fail here is the machine.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrace.base.errors import ConfigError, TrainingError
+from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
 from terrace.model.config import forward_flops, num_params, to_table
@@ -25,18 +25,20 @@ from terrace.plan.grid import rank_at
 from terrace.program import StepReport, build_stages
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
+from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.simulate import Work, simulate, simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, latest, restore, save
+from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, TokenFile, load_tokenizer
 from terrace.train.generate import generate
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.schedule import learning_rate
 
+_PATIENCE = 10  # timeouts that rank 0 waits for what others write
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 _SAMPLE_MAX_PARAMS = 100_000_000
 
@@ -52,18 +54,26 @@ class Job:
     resume: Path | None = None
 
 
-def train(world: World, job: Job, observer: Observer) -> Outcome:
+def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
     """Train to the last step and return how it ended. Every rank calls this, each with its own observer.
 
-    Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError`
-    when the loss is not a number any more.
+    SIGTERM, and what else asks for it (terrace.runtime.stop), ends a run earlier: after the same step on every rank,
+    with a checkpoint of it.
+
+    Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError` when the
+    loss is not a number any more.
     """
-    with watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
-        return _Run(world, job, observer, dog).outcome()
+    # The process that started local ranks is asked in their place, and asks them through the store.
+    with (
+        Asked(SIGNALS if world.supervised else SIGNALS[:1]) as asked,
+        watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
+        dog.guard(),
+    ):
+        return _Run(world, job, observer, dog, asked).outcome()
 
 
 class _Run:
-    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog) -> None:
+    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog, asked: Asked) -> None:
         run, rate = job.run, pace()
         if rate is not None and device_of().type == "cuda":
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
@@ -87,6 +97,16 @@ class _Run:
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=lambda counter, instruction, ranks: dog.at(self.step, counter, instruction, ranks),
         )
+        self.vote = Vote(world, asked)
+        self.saver = Saver(
+            self.engine,
+            world,
+            job.folder,
+            self._facts(),
+            run.train.keep_checkpoints,
+            background=run.train.background_save,
+            limit_s=_PATIENCE * run.train.timeout_s,
+        )
         self.batches = Batches(job.tokens, run.train.sequence, run.train.batch, run.train.seed)
 
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -94,7 +114,7 @@ class _Run:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Outcome | Stop:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
         cluster = self.run.cluster
@@ -104,7 +124,11 @@ class _Run:
         of_stages = predict(self.run, cluster)
         predicted = of_stages[self.engine.program.stage.index]
         self.observer.started(predicted, cluster, first_step)
-        summary = self._steps(first_step)
+        summary, stop = self._steps(first_step)
+        self.saver.close()
+        if stop is not None:
+            self.engine.close()
+            return stop
         measured = self.engine.report(summary.mean_time_s)
         stages = self._stages(of_stages, measured)  # before the sample, which one rank makes and all would wait for
         folder = latest(self.job.folder)
@@ -131,9 +155,12 @@ class _Run:
         restore(self.engine, checkpoint)
         return checkpoint.step
 
-    def _steps(self, first_step: int) -> Summary:
+    def _steps(self, first_step: int) -> tuple[Summary, Stop | None]:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
+        stop = None
+        if self.job.resume is None:
+            self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
@@ -146,17 +173,38 @@ class _Run:
             done = self.step + 1 - first_step
             per_step_s = (time.perf_counter() - begin) / done
             self.observer.stepped(record, per_step_s * (train.steps - self.step - 1))
-            _check_finite(result, self.step)
-            _check_rounding(result, self.step, train.error_budget)
+            self._check(result)
             if self.step == first_step:
                 self.engine.check_bytes()  # a wrong byte count stops the run while it has cost nothing
-            if train.checkpoint_every and (self.step + 1) % train.checkpoint_every == 0 and self.step + 1 < train.steps:
-                self._save(self.step + 1)
-        if first_step < train.steps:
-            self._save(train.steps)
+            num_done = self.step + 1
+            stop = self._stop(num_done) if num_done < train.steps else None
+            due = train.checkpoint_every and num_done % train.checkpoint_every == 0
+            if due or stop is not None or num_done == train.steps:
+                self._save(num_done)
+            if stop is not None:
+                break
+        self._finish_saving()
         if metrics is not None:
             metrics.close()
-        return summary
+        return summary, stop
+
+    def _check(self, result: StepResult) -> None:
+        try:
+            _check_finite(result, self.step)
+            _check_rounding(result, self.step, self.run.train.error_budget)
+        except TrainingError:  # on every rank, so that a save under way can end
+            self._finish_saving()
+            raise
+
+    def _stop(self, num_done: int) -> Stop | None:
+        """Return the stop that all ranks have agreed on for now, having told what was saved meanwhile."""
+        self._tell()
+        if self.saver.problem is not None:
+            self.vote.fail(self.saver.problem)
+        stop = self.vote.after(num_done)
+        if stop is not None and stop.why == "failed":
+            raise CheckpointError(stop.text)
+        return stop
 
     def _stages(
         self, predicted: Sequence[StepReport], measured: StepReport
@@ -193,11 +241,22 @@ class _Run:
         )
 
     def _save(self, step: int) -> None:
-        self.engine.drain()
         self.dog.idle("saving a checkpoint")
-        folder = save(self.engine, self.job.folder, step, self._facts(), self.run.train.keep_checkpoints)
-        self.observer.saved(folder)
+        if self.saver.is_under_way:
+            self.observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
+        self.saver.start(step)
+        self._tell()
         self.engine.check_bytes()
+
+    def _finish_saving(self) -> None:
+        self.dog.idle("finishing a checkpoint")
+        self.saver.finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        saved = self.saver.news()
+        if saved is not None:
+            self.observer.saved(saved.folder)
 
     def _facts(self) -> Mapping[str, Any]:
         return {

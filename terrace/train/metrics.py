@@ -91,6 +91,9 @@ class Observer(Protocol):
     def saved(self, folder: Path) -> None:
         """A checkpoint is complete."""
 
+    def note(self, text: str) -> None:
+        """Something that a user should know of has happened."""
+
     def finished(self, outcome: Outcome) -> None:
         """The run is over."""
 
@@ -103,6 +106,8 @@ class Silent:
     def stepped(self, record: StepRecord, seconds_left: float) -> None: ...
 
     def saved(self, folder: Path) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
     def finished(self, outcome: Outcome) -> None: ...
 

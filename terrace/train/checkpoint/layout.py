@@ -2,32 +2,39 @@
 
 A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds
 pieces: boxes of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank
-of any plan finds what it needs by intersecting boxes. Of a trainable parameter the master value and both moments
-are stored; of a frozen one the value. Padding is not stored, and no element twice. The manifest has
+of any plan finds what it needs by intersecting boxes. Which kinds of state a parameter has is said by its group
+(terrace.runtime.states): the first kind is its value. Padding is not stored, and no element twice. The manifest has
 
-    layout   block -> parameter -> [trainable or frozen, shape of the whole parameter]
-    files    file -> its size, its SHA-256 and its pieces: block -> parameter -> boxes
+    groups   group -> kinds of state
+    layout   block -> parameter -> [group, shape of the whole parameter]
+    files    file -> its size, its CRC-32 and its pieces: block -> parameter -> boxes
 
-and, in `checksum`, the SHA-256 of its own other entries. A checkpoint is written into a hidden folder beside it,
-synced, and renamed: it is there whole or not at all.
+and, in `checksum`, the SHA-256 of its own other entries. A CRC-32 finds every damage within 32 bits and misses any
+other once in 2^32; it is there against bad disks and cut copies, not against an attacker, and costs less than half of
+SHA-256. A checkpoint is written into a hidden folder beside it, synced, and renamed: it is there whole or not at all.
+
+Format 2, which is read too, has SHA-256 of files and knows the optimizer AdamW alone.
 """
 
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import CheckpointError
 from terrace.model.spec import BlockSpec
+from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of, is_trained
 from terrace.train.checkpoint.boxes import Box, to_text
 
-FORMAT = 2
-TRAINABLE, FROZEN = "trainable", "frozen"
-KINDS = {TRAINABLE: ("master", "exp_avg", "exp_avg_sq"), FROZEN: ("frozen",)}
+FORMAT, FORMAT_2 = 3, 2
+_GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
+_READ_BYTES = 4 << 20
 
-Group = str  # trainable or frozen
+Group = str
 BlockLayout = dict[str, tuple[Group, list[int]]]  # parameter -> group, shape
 Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
 
@@ -42,7 +49,12 @@ def complete(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
     found = [path for path in checkpoints.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def latest(run_folder: Path) -> Path | None:
@@ -51,18 +63,21 @@ def latest(run_folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def checkpoint_bytes(num_trainable: int, num_frozen: int, master_bytes: int, compute_bytes: int) -> int:
-    """Return the size of a checkpoint on disk, without headers."""
-    return num_trainable * len(KINDS[TRAINABLE]) * master_bytes + num_frozen * compute_bytes
+def checkpoint_bytes(blocks: Sequence[BlockSpec], optimizer: AdamWConfig, master_bytes: int, compute_bytes: int) -> int:
+    """Return the size of a checkpoint of whole blocks on disk, without headers."""
+    return sum(
+        param.numel
+        * len(KINDS[group_of(block.name, param, optimizer)])
+        * (master_bytes if is_trained(param) else compute_bytes)
+        for block in blocks
+        for param in block.params
+    )
 
 
-def block_layouts(blocks: Sequence[BlockSpec]) -> dict[str, BlockLayout]:
+def block_layouts(blocks: Sequence[BlockSpec], optimizer: AdamWConfig) -> dict[str, BlockLayout]:
     """Return the group and the shape of every parameter of whole blocks."""
     return {
-        block.name: {
-            param.name: (TRAINABLE if param.trainable and param.numel else FROZEN, list(param.shape))
-            for param in block.params
-        }
+        block.name: {param.name: (group_of(block.name, param, optimizer), list(param.shape)) for param in block.params}
         for block in blocks
     }
 
@@ -73,15 +88,23 @@ def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
 
 
 def manifest_of(
-    blocks: Sequence[BlockSpec], step: int, num_updates: int, facts: Mapping[str, Any], files: Files
+    blocks: Sequence[BlockSpec],
+    optimizer: AdamWConfig,
+    step: int,
+    num_updates: int,
+    facts: Mapping[str, Any],
+    files: Files,
 ) -> dict[str, Any]:
     """Return the manifest of a model's checkpoint; `blocks` are whole."""
+    layout = block_layouts(blocks, optimizer)
+    used = {group for parameters in layout.values() for group, _ in parameters.values()}
     return {
         "format": FORMAT,
         "step": step,
         "num_updates": num_updates,
         "facts": dict(facts),
-        "layout": block_layouts(blocks),
+        "groups": {group: list(KINDS[group]) for group in sorted(used)},
+        "layout": layout,
         "files": dict(sorted(files.items())),
     }
 
@@ -97,28 +120,43 @@ def decode(text: str) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise ValueError("it holds no table")
     found = manifest.pop("checksum", None)
-    if manifest.get("format") == FORMAT and found != _checksum(manifest):
+    if manifest.get("format") in (FORMAT, FORMAT_2) and found != _checksum(manifest):
         raise ValueError("its checksum differs")
-    return manifest
+    return _from_format_2(manifest) if manifest.get("format") == FORMAT_2 else manifest
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
+    """Say whether a file has the checksum of its entry in the manifest; raises `OSError`."""
+    with path.open("rb", buffering=0) as file:
+        if "crc32" not in entry:
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])
+        crc = 0
+        while chunk := file.read(_READ_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return bool(f"{crc:08x}" == entry["crc32"])
 
 
-def check_model(where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec]) -> None:
+def check_model(
+    where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec], optimizer: AdamWConfig
+) -> None:
     """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and whole blocks."""
-    here = block_layouts(blocks)
+    here = block_layouts(blocks, optimizer)
     for block in (*here, *theirs):
         stored, wanted = _parameters(theirs.get(block)), _parameters(here.get(block))
         for name in (*wanted, *stored):
             if stored.get(name) != wanted.get(name):
                 raise CheckpointError(
                     f"{where} is of another model: {block}.{name} is {stored.get(name, 'absent')} there and "
-                    f"{wanted.get(name, 'absent')} here; use the model and train.freeze it was saved with"
+                    f"{wanted.get(name, 'absent')} here; use the model, optimizer and train.freeze it was saved with"
                 )
+
+
+def _from_format_2(manifest: dict[str, Any]) -> dict[str, Any]:
+    layout = {
+        block: {name: (_GROUPS_2[group], shape) for name, (group, shape) in parameters.items()}
+        for block, parameters in manifest["layout"].items()
+    }
+    return {**manifest, "groups": {group: list(KINDS[group]) for group in _GROUPS_2.values()}, "layout": layout}
 
 
 def _parameters(layout: BlockLayout | None) -> dict[str, str]:

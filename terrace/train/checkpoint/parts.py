@@ -8,7 +8,7 @@ A rank keeps a range of a flat buffer, and the buffer holds slices of parameters
 Nothing of the plan is left in the last form. Writing and reading both work on it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +19,8 @@ from terrace.plan.slices import rank_slices
 from terrace.plan.tensor_traffic import Tensor as TensorAxis
 from terrace.runtime.flat import Flat
 from terrace.runtime.shard import Shard
+from terrace.runtime.states import FROZEN, KINDS
 from terrace.train.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, within
-from terrace.train.checkpoint.layout import FROZEN, KINDS, TRAINABLE
 
 Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the part of a whole parameter that a rank holds
 
@@ -31,7 +31,7 @@ class Held:
 
     flat: Flat
     start: int
-    values: dict[str, Tensor]
+    values: Mapping[str, Tensor]
     is_first: bool  # of the ranks that hold the same: the one that writes
 
 
@@ -51,25 +51,21 @@ def slices_of(tensor: TensorAxis, rank: int) -> Slices:
 
 def held(shard: Shard) -> list[Held]:
     """Return what a checkpoint stores of a shard: its state on the optimizer tier, and what is frozen in it."""
-    found = []
-    for flat, group, tier in (
-        (shard.trainable, TRAINABLE, shard.layout.optimizer),
-        (shard.fixed, FROZEN, shard.layout.params),
-    ):
-        if flat is None:
-            continue
-        values: tuple[Tensor, ...] = (flat.shard,)
-        if group == TRAINABLE:
-            assert shard.optimizer is not None, f"block {shard.name} is not initialised"
-            values = (shard.optimizer.master, shard.optimizer.exp_avg, shard.optimizer.exp_avg_sq)
-        found.append(
-            Held(
-                flat=flat,
-                start=flat.part(tier).start,
-                values=dict(zip(KINDS[group], values, strict=True)),
-                is_first=not shard.is_copy and not any(shard.coordinates[tier + 1 :]),
-            )
-        )
+    layout, found = shard.layout, []
+
+    def is_first(tier: int) -> bool:
+        return not shard.is_copy and not any(shard.coordinates[tier + 1 :])
+
+    if shard.trainable is not None:
+        assert shard.optimizer is not None, f"block {shard.name} is not initialised"
+        start, first = shard.trainable.part(layout.optimizer).start, is_first(layout.optimizer)
+        for part in shard.optimizer.parts:
+            at = start + part.elements.start
+            found.append(Held(flat=shard.trainable, start=at, values=part.values, is_first=first))
+    if shard.fixed is not None:
+        values = dict(zip(KINDS[FROZEN], (shard.fixed.shard,), strict=True))
+        start, first = shard.fixed.part(layout.params).start, is_first(layout.params)
+        found.append(Held(flat=shard.fixed, start=start, values=values, is_first=first))
     return found
 
 

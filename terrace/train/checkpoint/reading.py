@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,19 @@ from terrace.runtime.shard import Shard
 from terrace.train.checkpoint.boxes import Box, from_text, numel, overlap, sizes, to_text, uncovered, whole, within
 from terrace.train.checkpoint.layout import (
     FORMAT,
-    FROZEN,
-    KINDS,
-    TRAINABLE,
+    FORMAT_2,
     BlockLayout,
     Files,
     check_model,
+    complete,
     decode,
-    file_sha256,
+    is_intact,
     tensor_name,
 )
 from terrace.train.checkpoint.parts import Part, Slices, held, parts, slices_of
 
+_NUM_READERS = 8
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
-_VALUES = (KINDS[TRAINABLE][0], KINDS[FROZEN][0])
 
 
 class Checkpoint:
@@ -41,14 +41,15 @@ class Checkpoint:
         self._pieces: dict[tuple[str, str], list[tuple[Box, str]]] = defaultdict(list)  # -> (box, file), sorted
         try:
             manifest = decode(path.read_text(encoding="utf-8"))
-            if manifest["format"] != FORMAT:
+            if manifest["format"] not in (FORMAT_2, FORMAT):
                 raise CheckpointError(
-                    f"{folder} has format {manifest['format']!r}, but this version of Terrace reads format {FORMAT} "
-                    "only: resume it with the version that wrote it, or start a new run"
+                    f"{folder} has format {manifest['format']!r}, but this version of Terrace reads formats {FORMAT_2} "
+                    f"and {FORMAT} only: resume it with the version that wrote it, or start a new run"
                 )
             self.step = int(manifest["step"])
             self.num_updates = int(manifest["num_updates"])
             self.facts: dict[str, Any] = dict(manifest["facts"])
+            self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
             self.layout: dict[str, BlockLayout] = {
                 block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
                 for block, layout in manifest["layout"].items()
@@ -70,25 +71,30 @@ class Checkpoint:
 
         Raises `CheckpointError` naming the first that is bad.
         """
-        for name, file in self.files.items():
-            path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing: {_INSTEAD}")
-            try:
-                size, sha256 = path.stat().st_size, file_sha256(path)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-            if size != file["num_bytes"]:
-                raise CheckpointError(
-                    f"{path} has {size} bytes instead of {file['num_bytes']}, so it is damaged: {_INSTEAD}"
-                )
-            if sha256 != file["sha256"]:
-                raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
+        with ThreadPoolExecutor(_NUM_READERS) as readers:  # reading and checksums let go of the interpreter lock
+            for _ in readers.map(self._verify_file, self.files):
+                pass
         for block, layout in self.layout.items():
             for name, (_, shape) in layout.items():
                 stored = self._find(block, name, whole(shape))
                 if sum(numel(box) for box, _ in stored) != numel(whole(shape)):
                     raise CheckpointError(f"{self.folder} has more of {block}.{name} than there is: {_INSTEAD}")
+
+    def _verify_file(self, name: str) -> None:
+        path, file = self.folder / name, self.files[name]
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: {_INSTEAD}")
+        try:
+            size = path.stat().st_size
+            intact = size == file["num_bytes"] and is_intact(path, file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if size != file["num_bytes"]:
+            raise CheckpointError(
+                f"{path} has {size} bytes instead of {file['num_bytes']}, so it is damaged: {_INSTEAD}"
+            )
+        if not intact:
+            raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
 
     def fill(self, block: str, wanted: Sequence[Part]) -> None:
         """Read boxes of parameters of one block into the parts' values.
@@ -102,13 +108,13 @@ class Checkpoint:
             part = wanted[index]
             part.values[kind][within(box, part.box)].copy_(stored)
 
-    def read(self, block: str, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        """Return the whole parameters of a block, in those of the `kinds` that each has: parameter -> kind -> tensor.
+    def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
+        """Return the whole parameters of a block: parameter -> kind -> tensor; without `kinds` in all that each has.
 
         Raises `CheckpointError` as `fill` does.
         """
         wanted = [
-            (name, whole(shape), [kind for kind in kinds if kind in KINDS[group]])
+            (name, whole(shape), [kind for kind in self.groups[group] if kinds is None or kind in kinds])
             for name, (group, shape) in self.layout[block].items()
         ]
         found: dict[str, dict[str, Tensor]] = {name: {} for name, _, _ in wanted}
@@ -124,8 +130,9 @@ class Checkpoint:
 
     def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (block, parameter, master value) of the whole model, one block in memory at a time."""
+        first = {kinds[0] for kinds in self.groups.values()}
         for block in self.layout:
-            for name, values in self.read(block, _VALUES).items():
+            for name, values in self.read(block, first).items():
                 for value in values.values():
                     yield block, name, value
 
@@ -161,13 +168,32 @@ class Checkpoint:
         return found
 
 
+def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
+    """Return the newest checkpoint of a run that is whole, verified, and what is wrong with each newer one.
+
+    Raises `CheckpointError` when there is none, with what is wrong with each.
+    """
+    wrong: list[str] = []
+    for folder in reversed(complete(run_folder / "checkpoints")):
+        try:
+            checkpoint = Checkpoint(folder)
+            checkpoint.verify()
+        except CheckpointError as error:
+            wrong.append(str(error).removesuffix(f": {_INSTEAD}"))
+        else:
+            return checkpoint, wrong
+    if not wrong:
+        raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
+    raise CheckpointError(f"{run_folder} has no checkpoint that is whole: {'; '.join(wrong)}; start a new run")
+
+
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load parameters and optimizer state into the engine. Every rank calls this.
 
     Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call
     `checkpoint.verify()` on one rank before: here only what is read is looked at.
     """
-    check_model(checkpoint.folder, checkpoint.layout, engine.whole)
+    check_model(checkpoint.folder, checkpoint.layout, engine.whole, engine.settings)
     slices = slices_of(engine.program.tensor, engine.rank)
     with torch.no_grad():
         for shard in (shard for state in engine.states for shard in state.shards):

@@ -1,23 +1,25 @@
-"""Writing a checkpoint: every rank its own pieces, then rank 0 the manifest and the rename."""
+"""Writing a checkpoint: every rank its own pieces and what they are, then rank 0 the manifest and the rename.
 
-import os
+    .step-00000100.partial/    made by every rank: its rank-00007.safetensors and, once that is synced, rank-00007.json
+    step-00000100/             rank 0 has joined the small files into manifest.json, and renamed the folder
+
+At any instant there are the complete checkpoints of before, or these and the new one.
+"""
+
+import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import safetensors
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.runtime.engine import Engine
-from terrace.runtime.shard import Shard
-from terrace.train.checkpoint.boxes import to_text
-from terrace.train.checkpoint.layout import Files, complete, encode, file_sha256, folder_of, manifest_of, tensor_name
-from terrace.train.checkpoint.parts import Slices, held, parts, slices_of
+from terrace.train.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
+from terrace.train.checkpoint.parts import slices_of
+from terrace.train.checkpoint.snapshot import Snapshot
+
+_REPLACED = ".replaced"
 
 
 def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
@@ -27,91 +29,96 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
     write; what was there before is untouched then, and nothing half-written is left.
     """
     folder = folder_of(run_folder, step)
-    partial = folder.with_name(f".{folder.name}.partial")
-    problem = _attempt(lambda: _make_empty(partial)) if engine.rank == 0 else None
-    _agree(engine, problem, partial)
-    own: Files = {}
-    problem = _attempt(lambda: own.update(_write_own(engine, partial)))
-    files = {name: entry for part in _agree(engine, problem, partial, own) for name, entry in part.items()}
-    problem = None
-    if engine.rank == 0:
-        manifest = encode(manifest_of(engine.whole, step, _num_updates(engine), facts, files))
-        problem = _attempt(lambda: _commit(partial, folder, manifest, keep))
-    _agree(engine, problem, partial)
+    partial = partial_of(folder)
+
+    def agree(problem: str | None) -> None:
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(engine.exchange(problem)) if why is not None]
+        if failed:
+            if engine.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(not_written(folder, failed[0]))
+
+    agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
+    snapshot = snapshot_of(engine)
+    snapshot.take()
+    agree(attempt(lambda: write_part(snapshot, partial, engine)))
+    agree(attempt(lambda: commit(engine, partial, folder, step, facts, keep)) if engine.rank == 0 else None)
     return folder
 
 
-def write_pieces(path: Path, shards: Iterable[Shard], slices: Slices) -> Files:
-    """Write the pieces that a rank is the first to hold into a file; return its entry for the manifest.
-
-    `slices` says what the rank holds of each parameter. Without a piece there is no file. Raises `OSError` and
-    `SafetensorError`.
-    """
-    tensors: dict[str, Tensor] = {}
-    pieces: dict[str, dict[str, list[str]]] = {}
-    for shard in shards:
-        for part in (part for own in held(shard) if own.is_first for part in parts(own, slices)):
-            pieces.setdefault(shard.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
-            for kind, values in part.values.items():
-                # A copy, since safetensors refuses tensors that share a storage.
-                copy = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                tensors[tensor_name(shard.name, part.parameter, part.box, kind)] = copy
-    if not tensors:
-        return {}
-    save_file(tensors, path)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    return {path.name: {"sha256": file_sha256(path), "num_bytes": path.stat().st_size, "pieces": pieces}}
-
-
-def _write_own(engine: Engine, partial: Path) -> Files:
+def snapshot_of(engine: Engine) -> Snapshot:
+    """Return what this rank writes of the engine's state."""
     shards = (shard for state in engine.states for shard in state.shards)
-    slices = slices_of(engine.program.tensor, engine.rank)
-    return write_pieces(partial / f"rank-{engine.rank:05d}.safetensors", shards, slices)
+    return Snapshot(shards, slices_of(engine.program.tensor, engine.rank))
 
 
-def _num_updates(engine: Engine) -> int:
-    shards = [shard for state in engine.states for shard in state.shards]
-    return max((shard.optimizer.num_steps for shard in shards if shard.optimizer is not None), default=0)
+def partial_of(folder: Path, life: str = "") -> Path:
+    """Return where a checkpoint is written before it is complete; `life` keeps runs of the same folder apart."""
+    return folder.with_name(f".{folder.name}.{life}{'.' * bool(life)}partial")
 
 
-def _make_empty(partial: Path) -> None:
-    """Make the folder, and remove what saves that were cut short have left."""
-    for left in partial.parent.glob(".step-*"):
-        shutil.rmtree(left)
-    partial.mkdir(parents=True)
+def part_of(partial: Path, rank: int) -> Path:
+    """Return the file that says what a rank has written; it is there once all of that is on disk."""
+    return partial / f"rank-{rank:05d}.json"
 
 
-def _commit(partial: Path, folder: Path, manifest: str, keep: int) -> None:
-    write_atomic(partial / "manifest.json", manifest)
-    sync_folder(partial)
-    if folder.exists():
-        folder.rename(folder.with_name(f".{folder.name}.replaced"))
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(folder.with_name(f".{folder.name}.replaced"), ignore_errors=True)
-    for old in complete(folder.parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+def not_written(folder: Path, why: str) -> str:
+    """Return the message of a save that failed."""
+    return (
+        f"cannot write a checkpoint in {folder.parent} ({why}): free space or name another --folder; "
+        "earlier checkpoints are untouched"
+    )
 
 
-def _attempt(work: Callable[[], object]) -> str | None:
+def attempt(work: Callable[[], object]) -> str | None:
+    """Do it; return what went wrong with a file, in words."""
     try:
         work()
-    except (OSError, safetensors.SafetensorError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 
-def _agree(engine: Engine, problem: str | None, partial: Path, own: Files | None = None) -> list[Files]:
-    """Exchange what each rank wrote; when any failed, clean up and raise the same error on all."""
-    answers = engine.exchange((engine.rank, problem, own))
-    failed = [(rank, why) for rank, why, _ in answers if why is not None]
-    if failed:
-        if engine.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        rank, why = failed[0]
-        raise CheckpointError(
-            f"cannot write a checkpoint in {partial.parent} (rank {rank}: {why}): free space or name another --folder; "
-            "earlier checkpoints are untouched"
-        )
-    return [files for _, _, files in answers if files is not None]
+def write_part(snapshot: Snapshot, partial: Path, engine: Engine) -> None:
+    """Write what this rank has taken. Raises `OSError`."""
+    partial.mkdir(parents=True, exist_ok=True)
+    part, files = part_of(partial, engine.rank), {}
+    if snapshot.pieces:
+        path = part.with_suffix(".safetensors")
+        files[path.name] = snapshot.write(path)
+    write_atomic(part, json.dumps({"num_updates": engine.num_updates, "files": files}))
+
+
+def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
+    """Join what all ranks have written, rename it to its place and remove what is too old. Raises `OSError`."""
+    files: Files = {}
+    num_updates = 0
+    for rank in range(engine.program.cluster.world_size):
+        path = part_of(partial, rank)
+        part = json.loads(path.read_text(encoding="utf-8"))
+        files |= part["files"]
+        num_updates = max(num_updates, part["num_updates"])
+        path.unlink()
+    manifest = manifest_of(engine.whole, engine.settings, step, num_updates, facts, files)
+    write_atomic(partial / "manifest.json", encode(manifest))
+    sync_folder(partial)
+    if folder.exists():
+        folder.rename(folder.with_name(f".{folder.name}{_REPLACED}"))
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(folder.with_name(f".{folder.name}{_REPLACED}"), ignore_errors=True)
+    # What is newer may be damaged, if the run went on from before it: it is neither counted nor removed.
+    earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
+    for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(checkpoints: Path) -> None:
+    """Make the folder of checkpoints, and remove what saves that were cut short have left. Raises `OSError`."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for left in checkpoints.glob(f".step-*{_REPLACED}"):
+        whole = left.with_name(left.name.removeprefix(".").removesuffix(_REPLACED))
+        if not whole.exists():  # cut short between the two renames of `commit`
+            left.rename(whole)
+    for left in checkpoints.glob(".step-*"):
+        shutil.rmtree(left)

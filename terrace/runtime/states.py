@@ -1,0 +1,26 @@
+"""Which tensors of state belong to a parameter: its group names their kinds. Pure.
+
+A group stands for a way to update parameters: those of one group have the same kinds of state, each of the parameter's
+own shape. `master` is the parameter itself in the master dtype and comes first. A new optimizer adds its groups here,
+says in `group_of` which parameters belong to them, and hands out its tensors by `StatePart`s
+(`terrace/runtime/adamw.py`); checkpoints then store and restore them under any plan.
+"""
+
+from terrace.model.spec import ParamSpec
+from terrace.runtime.settings import AdamWConfig
+
+ADAMW, FROZEN = "adamw", "frozen"
+KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its parameters
+    ADAMW: ("master", "exp_avg", "exp_avg_sq"),
+    FROZEN: ("frozen",),
+}
+
+
+def is_trained(spec: ParamSpec) -> bool:
+    """Whether an optimizer updates a parameter: it is trainable and has elements."""
+    return spec.trainable and spec.numel > 0
+
+
+def group_of(block: str, spec: ParamSpec, optimizer: AdamWConfig) -> str:
+    """Return the group of a parameter of `block` under an optimizer's settings."""
+    return ADAMW if is_trained(spec) else FROZEN
