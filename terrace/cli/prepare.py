@@ -19,6 +19,7 @@ from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, load_tokenizer, prepare_tokens
+from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.loop import Job
 
 _RUNS = Path("runs")
@@ -35,13 +36,19 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
+    check_tokenizer(tokenizer, config)
+    if resume is None:
+        check_weights(config)
     tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))
     tokens.check_vocab(config.model.vocab_size)
     Batches(tokens, config.train.sequence, config.train.batch, config.train.seed)
     checkpoint = None if resume is None else _to_resume(resume, config, tokens.digest, tokenizer.fingerprint)
     _check_disk(resume or folder or _RUNS, config)
+    carried = source_files(config) if resume is None else {}
     chosen = resume or _new_folder(folder)
     try:
+        for name, content in carried.items():
+            write_atomic(chosen / SOURCE / name, content)
         write_atomic(chosen / "config.toml", run_toml(config))
     except OSError as error:
         if resume is None:
