@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("terrace: interrupted; what was saved is complete", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Terminated:
-        print("terrace: ended by SIGTERM; what was saved is complete", file=sys.stderr)
+    except Terminated as ended:
+        print(f"terrace: ended by {str(ended) or 'SIGTERM'}; what was saved is complete", file=sys.stderr)
         return EXIT_TERMINATED
     return code
 

@@ -23,7 +23,7 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
         own: list[tuple[str, Box, Tensor]] = []
         for shard in states[index].shards if index in states else ():
             for part in (part for each in held(shard) if each.is_first for part in parts(each, slices)):
-                value = next(iter(part.values.values()))  # the first kind of state is the parameter itself
+                value = next(iter(part.values.values()))  # of the kinds of state the first is the value
                 own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
         found: dict[str, Tensor] = {}
         shapes = {param.name: param.shape for param in spec.params}
