@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_named_with_both_shapes(tmp_path: Path) -> None:
         "num_layers": "it has beside the model's model.layers.1.* and 6 more",
         "vocab_size": r"embed_tokens.weight is \[61, 24\] there and \[64, 24\]",
     }
-    changed = {"head_dim": 8, "rotary_dim": 8, "qkv_bias": True, "num_layers": 1, "vocab_size": 64}
+    changed: dict[str, Any] = {"head_dim": 8, "rotary_dim": 8, "qkv_bias": True, "num_layers": 1, "vocab_size": 64}
     for name, message in wrong.items():
         names = (name, "rotary_dim") if name == "head_dim" else (name,)
         with pytest.raises(ModelError, match=message):

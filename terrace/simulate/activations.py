@@ -223,7 +223,7 @@ class _Tape:
             weight = heads * model.head_dim * self.hidden
             self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
             if model.qk_norm and name != "value":
-                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
+                self._normalise(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads, "rms")
         if rotary and self.backend != "published":
             for name in ("query", "key"):
                 whole = self.sizes[name]
@@ -306,9 +306,6 @@ class _Tape:
     def _norm(self, name: str, source: str, target: str) -> None:
         self.sizes[target] = self.residual * self.item
         self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm)
-
-    def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
-        self._normalise(name, source, target, num_heads, "rms")
 
     def _normalise(self, name: str, source: str, target: str, num_rows: int, norm: str) -> None:
         """A norm over each of `num_rows` rows of `source`."""
