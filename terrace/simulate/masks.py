@@ -14,15 +14,20 @@ CPU_PLAIN_SEQUENCE = 128
 CPU_SHORT_PIECE = 64  # likewise what it takes together of short documents, and the least piece under a window
 
 
-def windowed_keys(window: int, sequence: int) -> int:
-    """Return how many keys the pieces of a row copy under a window (0: none), each its own and those of the one before.
+def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
+    """Return the bytes of keys, or of values, that attention copies of `key_bytes`, so as to have them in one piece.
 
-    The first, which reads them in place, copies none.
+    On a CPU every piece under a window but the first copies its own and those of the piece before.
     """
+    if not work.is_masked or backend == "published":
+        return 0
+    if backend == "cuda":
+        return query_bytes if work.model.num_heads != work.model.num_kv_heads else 0
+    window, sequence = work.model.sliding_window, work.sequence
     length = max(window, CPU_SHORT_PIECE)
     if not 0 < window < sequence or sequence <= length:
         return 0
-    return (-(-sequence // length) - 1) * length + sequence - length
+    return key_bytes * ((-(-sequence // length) - 1) * length + sequence - length) // sequence
 
 
 def mask_bytes(work: Work, backend: str) -> int:

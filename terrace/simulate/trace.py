@@ -27,7 +27,7 @@ def trace_json(recording: Recording, curve: MemoryCurve) -> str:
     """
     program = recording.program
     name = f"a rank of {program.cluster.world_size}: plan {program.plan.name} on {program.cluster.name}"
-    events = [*_recording_events(recording, _PID, name), *_counters(curve)]
+    events = [*recording_events(recording, _PID, name), *_counters(curve)]
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": recording.report.step_s}}
     return json.dumps(table, separators=(",", ":")) + "\n"
 
@@ -40,19 +40,19 @@ def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recor
     program = measured.program
     where = f"plan {program.plan.name} on {program.cluster.name}"
     if isinstance(predicted, Recording):
-        events = _recording_events(predicted, _PREDICTED, f"predicted: {where}")
+        events = recording_events(predicted, _PREDICTED, f"predicted: {where}")
         predicted_s = predicted.report.step_s
     else:
-        events = _passes_events(program, predicted, f"predicted: {where}")
+        events = passes_events(program, predicted, f"predicted: {where}")
         predicted_s = predicted[-1].end_s if predicted else 0.0
-    events += _recording_events(measured, _MEASURED, f"measured: step {step} of rank {rank}")
+    events += recording_events(measured, _MEASURED, f"measured: step {step} of rank {rank}")
     other = {"step": step, "rank": rank, "predicted_s": predicted_s, "measured_s": measured.report.step_s}
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     return json.dumps(table, separators=(",", ":")) + "\n"
 
 
-def _recording_events(recording: Recording, pid: int, name: str) -> list[dict[str, Any]]:
-    """Return the process of a recording: a thread a lane, the compute stream first."""
+def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str, Any]]:
+    """Return the events of a recording as process `pid`: a thread a lane, the compute stream first."""
     events = [_metadata("process_name", 0, {"name": name}, pid)]
     events.append(_metadata("process_sort_index", 0, {"sort_index": pid}, pid))
     for order, lane in enumerate(recording.lanes):
@@ -62,8 +62,8 @@ def _recording_events(recording: Recording, pid: int, name: str) -> list[dict[st
     return events + [_complete(recording, span, pid) for _, span in recording.visible()]
 
 
-def _passes_events(program: Program, passes: Sequence[Passed], name: str) -> list[dict[str, Any]]:
-    """Return the process of a stage's predicted passes."""
+def passes_events(program: Program, passes: Sequence[Passed], name: str) -> list[dict[str, Any]]:
+    """Return the events of a stage's predicted passes, as the first process."""
     events = [
         _metadata("process_name", 0, {"name": name}, _PREDICTED),
         _metadata("process_sort_index", 0, {"sort_index": _PREDICTED}, _PREDICTED),

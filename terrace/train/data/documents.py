@@ -28,12 +28,10 @@ class Documents:
 def open_documents(tokens: TokenFile) -> Documents:
     """Open the arrays of `tokens`. Raises `DataError` for a file that is missing or damaged."""
     # Plain views: indexing a memmap object costs Python time for its subclass on every call.
-    ids = np.asarray(tokens.open())
-    starts = tokens.path.with_suffix(".starts")
-    mask = tokens.path.with_suffix(".mask")
+    mask = tokens.open_mask()
     return Documents(
         str(tokens.path),
-        ids,
-        np.asarray(np.memmap(starts, dtype="<i8", mode="r")) if starts.exists() else np.zeros(1, dtype=np.int64),
-        np.asarray(np.memmap(mask, dtype=np.uint8, mode="r")) if mask.exists() else None,
+        np.asarray(tokens.open()),
+        np.asarray(tokens.open_starts()),
+        None if mask is None else np.asarray(mask),
     )

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import DataError
 from terrace.train.config import DataConfig
 from terrace.train.data.batches import Source
+from terrace.train.data.chat_tokens import prepare_chat
 from terrace.train.data.tokenizer import Tokenizer
 from terrace.train.data.tokens import prepare_tokens
 
@@ -23,8 +23,9 @@ def prepare_sources(data: DataConfig, tokenizer: Tokenizer, sequence: int) -> tu
     sources = []
     for spec in data.sources():
         if spec.format == "chat":
-            raise DataError("chat data cannot be read yet")
-        tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache))
+            tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+        else:
+            tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache))
         source = Source(
             tokens=tokens, name=spec.name, weight=spec.weight, documents=spec.documents, too_long=spec.too_long
         )
