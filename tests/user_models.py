@@ -115,21 +115,22 @@ def plain(
     parameters: Sequence[nn.Parameter],
     loss_of: Callable[[Tensor, Tensor], Tensor],
     batches: Sequence[tuple[Tensor, Tensor]],
+    adamw: AdamWConfig = ADAMW,
 ) -> Trained:
     """Train in plain PyTorch on whole batches: torch's AdamW and clipping, losses divided once by the valid labels."""
     trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": ADAMW.weight_decay},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": adamw.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps)
+    optimizer = torch.optim.AdamW(groups, lr=adamw.lr, betas=(adamw.beta1, adamw.beta2), eps=adamw.eps)
     found = Trained()
     for inputs, labels in batches:
         loss = loss_of(run(inputs), labels) / (labels != -100).sum()
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         found.losses.append(float(loss.detach()))
-        found.norms.append(float(nn.utils.clip_grad_norm_(trained, ADAMW.clip)))
+        found.norms.append(float(nn.utils.clip_grad_norm_(trained, adamw.clip)))
         optimizer.step()
     return found
 

@@ -6,7 +6,8 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 - `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a
   root per token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised.
   Attention keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and
-  the product. The head keeps its log-probabilities in fp32. Where attention is plain products, it keeps q, k, v and
+  the product. The head's logits are there a chunk of tokens at a time (terrace.runtime.head), all in its
+  backward: it keeps its input alone. Where attention is plain products, it keeps q, k, v and
   the softmax in fp32, and a copy of its output with the heads merged.
 - `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
   of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
@@ -16,7 +17,8 @@ Documents and windows are in terrace.simulate.masks.
 T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
 the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
 input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
-gathers it once. The head keeps its input whole. Only `cpu` has been compared with a running decoder; what `cuda` keeps
+gathers it once. The head keeps its normalised input whole, a few numbers a token, and of a small vocabulary the
+logits. Only `cpu` has been compared with a running decoder; what `cuda` keeps
 follows from the documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
 """
 
@@ -30,6 +32,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
+from terrace.simulate.chunks import chunk_bytes, chunk_rows
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
@@ -37,6 +40,7 @@ from terrace.simulate.work import Work
 Backend = Literal["published", "cpu", "cuda"]
 BlockKind = Literal["embedding", "layer", "head"]
 
+_TOKEN_BYTES = 8
 _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
 
 # What torch's generators remember, so that a recomputed block drops the same elements.
@@ -110,6 +114,7 @@ class _Tape:
     operations: list[Operation] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     logits_bytes: int = 0
+    runs_at_once: bool = False  # whether the backward runs the whole block, and the forward nothing
 
     def __post_init__(self) -> None:
         work, model = self.work, self.work.model
@@ -135,20 +140,20 @@ class _Tape:
     def result(self, again: bool) -> BlockActivations:
         """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
         tape, sizes = self.operations, self.sizes
+        random = _RANDOM_STATE_BYTES[self.backend] if again and not self.runs_at_once else 0
+        again = again or self.runs_at_once
         forward, backward = forward_peak(tape, sizes, keeping=not again), backward_peak(tape, sizes)
         if again:
             # The gradient of the output is there already while the forward runs for the second time.
             backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
-        kept_input, random = sizes[INPUT], 0
-        if again:
-            random = _RANDOM_STATE_BYTES[self.backend]
-            forward, backward = forward + random, backward + random
+        kept_input = sizes[INPUT]
+        forward, backward = sizes[INPUT] if self.runs_at_once else forward + random, backward + random
         if again and self.backend == "published":
             kept_input *= self.cut  # Table 2 keeps the whole input on every rank
         return BlockActivations(
             input_bytes=kept_input,
             output_bytes=sizes[OUTPUT],
-            saved={"random state": random} if again else kept_by_operation(tape, sizes),
+            saved=({"random state": random} if random else {}) if again else kept_by_operation(tape, sizes),
             logits_bytes=0 if again else self.logits_bytes,
             forward_peak_bytes=forward,
             backward_peak_bytes=backward,
@@ -186,15 +191,27 @@ class _Tape:
     def head(self) -> None:
         """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
         model, work = self.work.model, self.work
+        self.sizes |= {INPUT: self.residual * self.item, OUTPUT: _STATISTIC_BYTES}
         vocab = -(-model.vocab_size // work.tensor)
-        logits = work.tokens * vocab
-        wide, narrow = logits * self.wide, logits * self.item
-        self.sizes |= {INPUT: self.residual * self.item, "logits": narrow, OUTPUT: _STATISTIC_BYTES}
-        self._norm("final norm", INPUT, "head input")
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
-        published = self.backend == "published"
-        source = "head input" if published else self._gathered("head input", whole)
-        self._product("logits", source, "logits", model.hidden_size * vocab, whole=whole if published else 0)
+        if self.backend == "published":
+            self._norm("final norm", INPUT, "head input")
+            self._whole_loss(vocab, whole)
+        elif work.tensor > 1:
+            self._norm("final norm", INPUT, "head input")
+            self._exchanged_loss(self._gathered("head input", whole), vocab)
+        else:
+            self.runs_at_once = True
+            self._norm("final norm", INPUT, "head input", keeps_target=True)
+            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend)
+            self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
+
+    def _whole_loss(self, vocab: int, whole: int) -> None:
+        """Logits and log-probabilities that are there whole, and kept."""
+        logits = self.work.tokens * vocab
+        wide, narrow = logits * self.wide, logits * self.item
+        self.sizes["logits"] = narrow
+        self._product("logits", "head input", "logits", self.work.model.hidden_size * vocab, whole=whole)
         source = "logits"
         if self.wide > self.item:
             self.sizes["wide logits"] = wide
@@ -204,6 +221,19 @@ class _Tape:
         # The narrow logits outlive the conversion; backward has the loss's gradient of the log-probabilities too.
         forward_adds = narrow if source != "logits" else 0
         self._add("cross-entropy", (source,), OUTPUT, ("log-probabilities",), forward_adds, backward_adds=wide)
+
+    def _exchanged_loss(self, source: str, vocab: int) -> None:
+        """The loss of tensor ranks, which runs forward first: what a token is known by, and one chunk of logits."""
+        tokens = self.work.tokens
+        # The label's place, whether it is here, whether it counts; the log-sum.
+        self.sizes["statistics of tokens"] = tokens * (_TOKEN_BYTES + 2 + self.wide)
+        keeps: tuple[str, ...] = (source, "statistics of tokens")
+        adds = chunk_bytes(tokens, vocab, self.work.model.hidden_size, self.item, self.wide, self.backend)
+        if tokens <= chunk_rows(vocab, self.backend):
+            self.sizes["logits"] = self.logits_bytes = tokens * vocab * self.item
+            keeps = (*keeps, "logits")
+            adds -= self.logits_bytes
+        self._add("loss", (source,), OUTPUT, keeps, forward_adds=adds, backward_adds=adds)
 
     def _attention(self, source: str, target: str) -> None:
         model, tokens = self.work.model, self.work.tokens
@@ -297,14 +327,16 @@ class _Tape:
             self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))
             self._product("down", "active", target, weight, (source, "up"), self.whole)
 
-    def _norm(self, name: str, source: str, target: str) -> None:
+    def _norm(self, name: str, source: str, target: str, keeps_target: bool = False) -> None:
         self.sizes[target] = self.residual * self.item
-        self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm)
+        self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm, keeps_target)
 
     def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
         self._normalise(name, source, target, num_heads, "rms")
 
-    def _normalise(self, name: str, source: str, target: str, num_rows: int, norm: str) -> None:
+    def _normalise(
+        self, name: str, source: str, target: str, num_rows: int, norm: str, keeps_target: bool = False
+    ) -> None:
         """A norm over each of `num_rows` rows of `source`."""
         numel = self.sizes[target] // self.item
         statistics, normalised = f"statistics of {name}", f"normalised by {name}"
@@ -326,7 +358,7 @@ class _Tape:
                 self.sizes[widened] = numel * self.wide
                 keeps = (widened, statistics, normalised)
             adds = 3 * numel * self.wide  # gradients of the operations that it consists of
-        self._add(name, (source,), target, keeps, backward_adds=adds)
+        self._add(name, (source,), target, (*keeps, target) if keeps_target else keeps, backward_adds=adds)
 
     def _gathered(self, source: str, whole: int) -> str:
         """Return the name of a product's input once tensor ranks have put it together, in `whole` bytes (0: it is)."""

@@ -24,14 +24,14 @@ from terrace.model.decoder import token_loss
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
 from terrace.program import StepReport
-from terrace.runtime.describe import describe, replace_parameters
+from terrace.runtime.describe import describe
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_cluster, read_plan
 from terrace.train.trainer_report import TrainerReport
-from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, spread
+from terrace.train.user_blocks import digest, hidden_dims, move_buffers, named, places, spread
 from terrace.train.whole import whole_values
 
 
@@ -87,11 +87,8 @@ class Trainer:
         self.lr = lr
         self.num_steps = 0
         self._adamw = _adamw(optimizer, lr)
-        self._dtypes = {
-            (name, key): param.dtype
-            for name, block in zip(self.names, self._blocks, strict=True)
-            for key, param in block.named_parameters()
-        }
+        self._places = list(places(self.names, self._blocks))
+        self._dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
         specs = describe(self._blocks, self.names)
         if not any(spec.num_trainable for spec in specs):
             raise ModelError("no parameter of the blocks has requires_grad on: leave something to train")
@@ -174,8 +171,8 @@ class Trainer:
         with self._guarded("gathering parameters"):
             return {self._full_name(block, name): value for block, name, value in whole_values(self.engine)}
 
-    def unload(self, model: nn.Module | None = None) -> None:
-        """Give the blocks, and so the `model` whose modules they are, plain whole parameters, and close.
+    def unload(self) -> None:
+        """Give the blocks, and so a model whose modules they are, plain whole parameters again, and close.
 
         Values come in the dtype that each parameter had. Every rank calls this. Raises `TrainingError` under a tensor
         axis, which has put other modules in the place of the blocks' own.
@@ -183,21 +180,14 @@ class Trainer:
         if self.engine.program.tensor.degree > 1:
             raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
         with self._guarded("gathering parameters"):
-            fresh = {
-                (block, name): nn.Parameter(value.to(self._dtypes[block, name]))
-                for block, name, value in whole_values(self.engine)
-            }
-        replacements: dict[int, nn.Parameter] = {}
-        for spec, block in zip(self.engine.whole, self._blocks, strict=True):
-            old = dict(block.named_parameters())
-            for param in spec.params:
-                fresh[spec.name, param.name].requires_grad = param.trainable
-                replacements[id(old[param.name])] = fresh[spec.name, param.name]
+            values = {(block, name): value for block, name, value in whole_values(self.engine)}
+        trained = {(spec.name, param.name): param.trainable for spec in self.engine.whole for param in spec.params}
         self.close()
-        replace_parameters(self._blocks, replacements)
-        if model is not None:
-            kept = {id(param): param for param in model.parameters()}
-            replace_parameters([model], kept | replacements)
+        fresh = {
+            key: nn.Parameter(value.to(self._dtypes[key]), requires_grad=trained[key]) for key, value in values.items()
+        }
+        for module, name, key in self._places:
+            setattr(module, name, fresh[key])
 
     def save(self, folder: str | Path, *, keep: int = 2, facts: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint into `folder/checkpoints/step-N` and return it; any plan can load it.

@@ -1,7 +1,7 @@
 """A user's blocks before an engine takes them: named and checked, with the same values on every rank."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -36,6 +36,18 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
     if len(set(names)) < len(names):
         raise ModelError(f"two blocks have the same name: {names}; give each its own")
     return names, modules
+
+
+def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, tuple[str, str]]]:
+    """Yield where parameters stand: module, attribute, and the (block, parameter) that owns what is there."""
+    owners: dict[int, tuple[str, str]] = {}
+    for block_name, block in zip(names, blocks, strict=True):
+        for name, param in block.named_parameters():
+            owners.setdefault(id(param), (block_name, name))
+    for block in blocks:
+        for module in block.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                yield module, name, owners[id(param)]
 
 
 def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) -> tuple[BlockSpec, ...]:

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from terrace.runtime.engine import Engine
 from terrace.train.checkpoint.boxes import Box, whole, within
-from terrace.train.checkpoint.layout import FROZEN, KINDS, TRAINABLE
 from terrace.train.checkpoint.parts import held, parts, slices_of
-
-_VALUES = (KINDS[TRAINABLE][0], KINDS[FROZEN][0])
 
 
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
@@ -26,7 +23,7 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
         own: list[tuple[str, Box, Tensor]] = []
         for shard in states[index].shards if index in states else ():
             for part in (part for each in held(shard) if each.is_first for part in parts(each, slices)):
-                value = next(part.values[kind] for kind in _VALUES if kind in part.values)
+                value = next(iter(part.values.values()))  # of the kinds of state the first is the value
                 own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
         found: dict[str, Tensor] = {}
         shapes = {param.name: param.shape for param in spec.params}

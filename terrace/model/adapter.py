@@ -1,0 +1,238 @@
+"""`terrace.blocks_of`: a decoder of `transformers` as it is, as a list of blocks.
+
+The blocks call the model's own modules, unchanged: the embedding (with learned positions where the decoder has them),
+each layer, then the final norm with the output matrix. What the model's own forward hands to every layer besides the
+hidden states, each block makes for itself, by the model's own rotary module and by the masks of `transformers`: the
+position ids, the rotary tables, the causal or sliding mask.
+
+No family is known here by name. A model is taken when its parts are found, when its layers ask for nothing else, and
+when the blocks, one after the other, give the logits that the model itself gives on a few tokens; else it is refused.
+So what a family does besides (scaled embeddings, capped logits, router losses) cannot be lost unseen.
+
+Shape legend: B batch, S sequence, H hidden, V vocabulary.
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError
+
+# What a layer may ask for: given by a block, or left at the layer's own default.
+_GIVEN = ("hidden_states", "attention_mask", "position_ids", "position_embeddings")
+_LAYERS = ("layers", "h", "blocks")
+_NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
+_LEARNED = ("wpe",)
+_EMBEDDED_DROPOUTS = ("drop", "emb_dropout", "embd_dropout", "dropout")
+# Of the decoder's own modules; any other would do something in its forward that no block does.
+_KNOWN = {*_LAYERS, *_NORMS, *_LEARNED, *_EMBEDDED_DROPOUTS, "rotary_emb"}
+
+_CHECK_TOKENS = 12
+_CHECK_TOLERANCE = 1e-3  # of the largest logit; blocks and model call the same kernels, in bf16 maybe in other shapes
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a causal language model of `transformers`, for `terrace.Trainer`.
+
+    They share the model's modules: training them trains it, and `trainer.unload()` gives it plain parameters back.
+    A tied output matrix stays tied. The blocks take tokens (B, S), and positions within documents (B, S) where they are
+    given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`.
+
+    Runs the model once on a few tokens. Raises `ModelError`, naming what is missing, for a model that is no such
+    decoder, has parameters elsewhere, is in training mode with dropout, or computes something that blocks do not.
+    """
+    what = type(model).__name__
+    decoder, output = _decoder_of(model, what)
+    lookup = decoder.get_input_embeddings()  # type: ignore[operator]
+    layers = _first(decoder, _LAYERS, nn.ModuleList)
+    norm = _first(decoder, _NORMS, nn.Module)
+    for part, found in {"layers": layers, "final norm": norm, "input embedding": lookup}.items():
+        if found is None:
+            raise ModelError(f"{what} has no {part} where a decoder has it: write its blocks by hand (docs/python.md)")
+    for name, child in decoder.named_children():
+        if name not in _KNOWN and child is not lookup:
+            raise ModelError(
+                f"{what} has a module {name!r} ({type(child).__name__}) in its decoder, which no block would run: "
+                "write its blocks by hand (docs/python.md)"
+            )
+    _check_dropout(model, what)
+    context = _Context(model.config, getattr(decoder, "rotary_emb", None))
+    learned = _first(decoder, _LEARNED, nn.Module)
+    embedding = _Embedding(lookup, learned, _first(decoder, _EMBEDDED_DROPOUTS, nn.Module))
+    count = getattr(model.config, "num_hidden_layers", len(layers))
+    middle = [_Layer(layer, index, context, what) for index, layer in enumerate(list(layers)[:count])]
+    blocks: list[nn.Module] = [embedding, *middle, _Head(norm, output)]
+    _name(model, blocks, what)
+    _compare(model, blocks, what)
+    return blocks
+
+
+class _Context:
+    """What layers are handed beside hidden states; not a module, since its rotary module is a child of every block."""
+
+    def __init__(self, config: Any, rotary: nn.Module | None) -> None:
+        self.config = config
+        self.rotary = rotary
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer attends within a window."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return str(kinds[layer]) == "sliding_attention"
+        return getattr(self.config, "sliding_window", None) is not None
+
+    def mask(self, x: Tensor, places: Tensor, sliding: bool) -> Any:
+        """Return the mask of `transformers` for x (B, S, H): causal, within documents and the window."""
+        masks = importlib.import_module("transformers.masking_utils")  # only when there is such a model
+        make = masks.create_sliding_window_causal_mask if sliding else masks.create_causal_mask
+        return make(config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=places)
+
+
+class _Embedding(nn.Module):
+    """Tokens (B, S) to hidden states (B, S, H)."""
+
+    block_name = "embedding"
+
+    def __init__(self, lookup: nn.Module, learned: nn.Module | None, dropout: nn.Module | None) -> None:
+        super().__init__()
+        self.lookup, self.learned, self.dropout = lookup, learned, dropout
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Look tokens up, and add learned positions where there are any."""
+        x: Tensor = self.lookup(tokens)
+        if self.learned is not None:
+            x = x + self.learned(_places(tokens, positions))
+        return x if self.dropout is None else self.dropout(x)
+
+
+class _Layer(nn.Module):
+    """A layer of the model with what it needs; (B, S, H) to (B, S, H)."""
+
+    def __init__(self, layer: nn.Module, index: int, context: _Context, what: str) -> None:
+        super().__init__()
+        self.block_name = f"layers.{index}"
+        self.layer, self.rotary = layer, context.rotary
+        self._context, self._sliding = context, context.is_sliding(index)
+        self._wants = _wanted(layer, context, what)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Run the layer on x (B, S, H)."""
+        places = _places(x, positions)
+        given: dict[str, Any] = {}
+        if "attention_mask" in self._wants:
+            given["attention_mask"] = self._context.mask(x, places, self._sliding)
+        if "position_ids" in self._wants:
+            given["position_ids"] = places
+        if "position_embeddings" in self._wants and self.rotary is not None:
+            given["position_embeddings"] = self.rotary(x, places)
+        out = self.layer(x, **given)
+        result: Tensor = out if isinstance(out, Tensor) else out[0]
+        return result
+
+
+class _Head(nn.Module):
+    """Final norm and output matrix; (B, S, H) to logits (B, S, V)."""
+
+    block_name = "head"
+
+    def __init__(self, norm: nn.Module, output: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.output = norm, output
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the logits of x (B, S, H)."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+def _places(x: Tensor, positions: Tensor | None) -> Tensor:
+    """Return the position ids of x (B, S, ...): (1, S) where all samples have the same."""
+    return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if positions is None else positions
+
+
+def _decoder_of(model: nn.Module, what: str) -> tuple[nn.Module, nn.Module]:
+    if not (hasattr(model, "get_decoder") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")):
+        raise ModelError(
+            f"{what} is no causal language model of transformers (it has no get_decoder): give a model such as "
+            "LlamaForCausalLM, or a list of blocks of your own"
+        )
+    decoder, output = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
+    if decoder is None or decoder is model or output is None:
+        raise ModelError(f"{what} has no decoder with an output matrix: give the ...ForCausalLM model of its family")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{what} has an encoder too: blocks run one after the other, so only decoders are taken")
+    return decoder, output
+
+
+def _first(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> Any:
+    return next((child for name in names if isinstance(child := getattr(parent, name, None), kind)), None)
+
+
+def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
+    """Return which of `_GIVEN` a layer takes; raises `ModelError` for one that asks for more."""
+    parameters = inspect.signature(layer.forward).parameters
+    named = {name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    open_ended = len(named) < len(parameters)
+    for name in list(parameters)[1:]:
+        if name in named and name not in _GIVEN and parameters[name].default is inspect.Parameter.empty:
+            raise ModelError(
+                f"{type(layer).__name__}.forward of {what} asks for {name!r}, which no block has: write its blocks by "
+                "hand (docs/python.md)"
+            )
+    wants = {name for name in _GIVEN[1:] if name in named or (open_ended and name == "position_ids")}
+    if "position_embeddings" in wants and context.rotary is None:
+        raise ModelError(f"the layers of {what} ask for rotary tables, but its decoder has no module rotary_emb")
+    return wants
+
+
+def _check_dropout(model: nn.Module, what: str) -> None:
+    for name, module in model.named_modules():
+        rates = {key: value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)}
+        if isinstance(module, nn.Dropout):
+            rates["p"] = module.p
+        for key, rate in rates.items():
+            if rate > 0 and module.training:
+                raise ModelError(
+                    f"{name}.{key} = {rate} of {what} is dropout, which ranks and plans would draw differently: set it "
+                    "to 0 in the model's config, or call model.eval() to train without"
+                )
+
+
+def _name(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
+    """Give every block the names that its parameters have in the model."""
+    full = {id(param): name for name, param in model.named_parameters()}
+    held = {id(param) for block in blocks for param in block.parameters()}
+    for key, name in full.items():
+        if key not in held:
+            raise ModelError(f"{what} has a parameter {name!r} that no block holds: write its blocks by hand")
+    for block in blocks:
+        names: Mapping[str, str] = {name: full[id(param)] for name, param in block.named_parameters()}
+        block.original_names = names  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
+    """Raise `ModelError` unless the blocks give the model's own logits on a few tokens."""
+    first = next(model.parameters())
+    if first.device.type == "meta":
+        raise ModelError(f"{what} is on the meta device: load its values first")
+    config: Any = model.config
+    limit = getattr(config, "max_position_embeddings", _CHECK_TOKENS)
+    vocabulary = int(config.vocab_size)
+    tokens = (torch.arange(min(_CHECK_TOKENS, limit), device=first.device) * 7919 + 1) % vocabulary
+    tokens = torch.stack([tokens, (tokens * 31 + 3) % vocabulary])
+    wanted = model(tokens, use_cache=False).logits
+    x: Tensor = tokens
+    for block in blocks:
+        x = block(x)
+    difference, largest = float((x - wanted).abs().max()), float(wanted.abs().max())
+    if x.shape != wanted.shape or not difference <= _CHECK_TOLERANCE * max(largest, 1e-6):
+        raise ModelError(
+            f"the blocks of {what} do not give its logits (they differ by {difference:.3g}, the largest is "
+            f"{largest:.3g}): its forward does more than embedding, layers, norm and output matrix; write its "
+            "blocks by hand (docs/python.md)"
+        )
