@@ -57,9 +57,9 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
 def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
 
-    The gradient of `weight` (V, H), if it trains, is recorded; it is returned where no queue of weight gradients is, as
-    beside compiled blocks. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least, products in
-    the dtype of `hidden`.
+    The gradient of `weight` (V, H), if it trains, is recorded; it is returned where there is no queue for it, as
+    beside compiled blocks. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
+    products in the dtype of `hidden`.
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
