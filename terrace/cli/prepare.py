@@ -16,6 +16,7 @@ from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
+from terrace.train.adapted import FACT, fact_of
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, load_tokenizer, prepare_tokens
@@ -70,6 +71,7 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
         "seed": config.train.seed,
         "batch": config.train.batch,
         "sequence": config.train.sequence,
+        FACT: fact_of(config.lora),
     }
     there = {name: checkpoint.facts.get(name) for name in here}
     for name, value in to_table(config.model).items():

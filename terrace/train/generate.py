@@ -9,6 +9,7 @@ from terrace.base.errors import CheckpointError, DataError
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, run_blocks
 from terrace.runtime.describe import replace_parameters
+from terrace.train.adapted import merged_values
 from terrace.train.checkpoint import Checkpoint
 from terrace.train.data import Tokenizer
 
@@ -19,7 +20,7 @@ def load_blocks(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> t
     blocks = build_blocks(config)
     wanted = dict(zip(checkpoint.layout, blocks, strict=True))
     replacements: dict[int, nn.Parameter] = {}
-    for block, name, value in checkpoint.parameters():
+    for block, name, value in merged_values(checkpoint):
         replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(value.to(device, torch.float32), False)
     replace_parameters(blocks, replacements)
     return config, blocks

@@ -19,7 +19,7 @@ from terrace.base.errors import ConfigError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
 from terrace.model.config import forward_flops, num_params, to_table
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport, build_stages
@@ -29,6 +29,7 @@ from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.simulate import Work, simulate, simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
+from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
 from terrace.train.config import RunConfig
@@ -71,7 +72,7 @@ class _Run:
         self.step = 0
         self.compiling = run.train.compile  # the first step may take as long as a compiler does
         self.engine = Engine(
-            build_blocks(run.model),
+            run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
             cluster=run.cluster,
             plan=run.plan,
@@ -217,6 +218,7 @@ class _Run:
             "seed": self.run.train.seed,
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
+            FACT: fact_of(self.run.lora),
         }
 
     def _sample(self, folder: Path) -> str | None:
