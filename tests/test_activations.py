@@ -13,7 +13,7 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
-from terrace.simulate.footprint import CPU_PLAIN_SEQUENCE
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 from tests.allocations import addresses, allocated, saved_bytes, seeded

@@ -59,7 +59,7 @@ class Here:
 def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
     place = Here(tmp_path, capsys)
 
-    def launch(*_: object) -> None:
+    def launch(*_: object, **__: object) -> None:
         place.started += 1
 
     monkeypatch.setattr(worker, "launch_local", launch)
@@ -127,11 +127,13 @@ def test_a_bad_argument_is_one_line(here: Here, words: tuple[str, ...], said: st
         (("trian",), "invalid choice: 'trian'"),
         (("explain", "--lines", "x"), "argument --lines: invalid int value: 'x'"),
         (("explain", "--plan", "zero9"), "no plan preset"),
-        (("generate",), "the following arguments are required: RUN"),
-        (("generate", "nowhere"), "nowhere is not a run folder: it has no config.toml"),
+        (("generate",), "the following arguments are required: FOLDER"),
+        (("generate", "nowhere"), "nowhere is neither a run folder (config.toml) nor a Hugging Face folder"),
         (("generate", "nowhere", "--temperature", "nan"), "--temperature nan must be at least 0"),
         (("generate", "nowhere", "--tokens", "0"), "--tokens 0 must be at least 1"),
         (("generate", "nowhere", "--seed", str(2**70)), "below 2^63"),
+        (("generate", "nowhere", "--top-p", "0"), "--top-p 0.0 must be above 0"),
+        (("generate", "nowhere", "--device", "abacus"), "--device abacus cannot be used"),
         (("generate", "nowhere", "--what", "5"), "unknown argument '--what'"),
         (("train", "--resume", "nowhere"), "nowhere is not a run folder: it has no config.toml"),
         (("train", "--resume", "nowhere", "--data", "x"), "leave out --data"),
@@ -217,8 +219,8 @@ def test_resume_refuses_what_would_not_be_the_same_run(here: Here, resumable: Pa
     (here.folder / "other.txt").write_text("another text, long enough for one sample")
     assert "was made with data = " in refused("--data.path", here.folder / "other.txt")
     assert "was made with model.rms_norm_eps = 1e-05, now it is 0.001" in refused("--model.rms_norm_eps", "1e-3")
-    assert "embedding.weight is trainable [257, 16] there" in refused("--model.hidden_size", "32")
-    assert "head.norm.weight is trainable [16] there and frozen [16] here" in refused("--train.freeze", '["head.*"]')
+    assert "embedding.weight is adamw [257, 16] there" in refused("--model.hidden_size", "32")
+    assert "head.norm.weight is adamw [16] there and frozen [16] here" in refused("--train.freeze", '["head.*"]')
     assert "leave out --folder" in refused("--folder", "new")
     said = here.say("train", "--resume", resumable, "--train.steps", "4", "--plan.preset", "zero3")
     assert (said.code, here.started) == (0, 1), said.error
@@ -277,7 +279,7 @@ def test_resume_and_generate_refuse_a_damaged_checkpoint(here: Here, resumable: 
 def test_a_foreign_checkpoint_format_is_named(here: Here, resumable: Path) -> None:
     manifest = resumable / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_text(json.dumps({"format": 99}))
-    assert "has format 99, but this version of Terrace reads format 2 only" in here.refused("generate", resumable)
+    assert "has format 99, but this version of Terrace reads formats 2 and 3" in here.refused("generate", resumable)
 
 
 def test_the_program_prints_one_line_too(tmp_path: Path) -> None:

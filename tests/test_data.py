@@ -1,5 +1,7 @@
 """Order and batches: every sample once an epoch, the same global batch on any number of ranks."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -147,7 +149,7 @@ def test_a_batch_may_be_larger_than_the_data(tokens: TokenFile) -> None:
 
 
 def test_holdout_is_never_trained_on(tokens: TokenFile) -> None:
-    batches = Batches(tokens, sequence=16, batch=10, seed=0, holdout_samples=3)
+    batches = Batches(tokens, sequence=16, batch=10, seed=0, holdout=3)
     assert (batches.num_samples, batches.num_holdout_samples) == (60, 3)
     held, held_labels = batches.holdout(np.arange(3))
     ids = np.array(tokens.open())
@@ -165,11 +167,13 @@ def test_holdout_is_never_trained_on(tokens: TokenFile) -> None:
         ({"sequence": 1009}, r"has 1009 tokens, but one sample of sequence 1009 takes 1010; .* at most 1008"),
         ({"sequence": 0}, r"sequence = 0 must be at least 1"),
         ({"batch": 0}, r"batch = 0 must be at least 1"),
-        ({"holdout_samples": -1}, r"holdout_samples = -1 must be at least 0"),
-        ({"holdout_samples": 63}, r"holdout_samples = 63 leaves nothing .* 63 samples .* at most 62"),
+        ({"holdout": -1}, r"holdout = -1 must be at least 0"),
+        ({"holdout": 63}, r"holdout = 63 leaves nothing .* 63 samples; hold out at most 62"),
+        ({"holdout": 0.99}, r"holdout = 0.99 leaves nothing .* 63 samples; hold out at most 62"),
+        ({"holdout": 1.5}, r"holdout = 1.5 is neither a share below 1 nor a whole number"),
     ],
 )
-def test_sizes_that_cannot_be(tokens: TokenFile, change: dict[str, int], message: str) -> None:
+def test_sizes_that_cannot_be(tokens: TokenFile, change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Batches(tokens, **{"sequence": 16, "batch": 4, "seed": 0, **change})
 
@@ -188,5 +192,5 @@ def test_micro_batches_that_do_not_divide_are_refused(tokens: TokenFile) -> None
         batches.micro_batch(0, 2, 0, 5, 1)
     with pytest.raises(AssertionError, match="data_rank 5 of 5"):
         batches.micro_batch(0, 0, 5, 5, 1)
-    with pytest.raises(DataError, match="holdout sample 0 does not exist: holdout_samples is 0"):
+    with pytest.raises(DataError, match="holdout sample 0 does not exist: 0 are held out"):
         batches.holdout([0])

@@ -15,6 +15,7 @@ from terrace.base.errors import DataError
 from terrace.train.data import ByteTokenizer, TokenFile, prepare_tokens
 from terrace.train.data import corpus as corpus_module
 from terrace.train.data import tokens as tokens_module
+from terrace.train.data.corpus import Piece
 
 
 class WideTokenizer:
@@ -59,6 +60,29 @@ def test_a_cut_document_has_one_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tree(tmp_path, {"a.txt": b"0123456789"})
     made = prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")
     assert made.open().tolist() == [*b"0123456789", 256]
+
+
+def test_documents_begin_where_the_file_says(tmp_path: Path) -> None:
+    tree(tmp_path, {"in/a.txt": b"ab", "in/b.jsonl": b'{"text": "c"}\n{"text": ""}\n{"text": "def"}\n'})
+    made = prepare_tokens(tmp_path / "in", ByteTokenizer(), tmp_path / "cache")
+    assert made.open().tolist() == [*b"ab", 256, *b"c", 256, *b"def", 256]
+    assert made.open_starts().tolist() == [0, 3, 5]
+    assert made.num_documents == 3
+    assert made.open_starts().dtype == np.int64
+    assert made.open_mask() is None
+
+
+def test_pieces_that_are_not_trained_on_make_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [Piece("ab", False, trains=False), Piece("c", True), Piece("d", True), Piece("e", True, trains=False)]
+    monkeypatch.setattr(tokens_module, "read_pieces", lambda path: iter(said))
+    tree(tmp_path, {"a.txt": b"any"})
+    made = prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")
+    assert made.open().tolist() == [*b"abc", 256, ord("d"), 256, ord("e"), 256]
+    assert made.open_starts().tolist() == [0, 4, 6]
+    mask = made.open_mask()
+    assert mask is not None
+    assert mask.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache") == made
 
 
 def test_cache_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,4 +200,4 @@ def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
         made = pool.map(prepare_in_process, [tmp_path] * 8, chunksize=1)
     assert len(set(made)) == 1
     assert made[0].open().size == 500_001
-    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 3

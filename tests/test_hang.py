@@ -14,7 +14,7 @@ from terrace.cli.prepare import prepare
 from terrace.runtime.executor import Executor
 from terrace.runtime.launch import World, launch_local
 from terrace.train import loop
-from terrace.train.checkpoint import Checkpoint, latest
+from terrace.train.checkpoint import Checkpoint, Saver, latest
 from terrace.train.config import resolve
 from terrace.train.loop import Job
 from terrace.train.metrics import Silent, read_metrics
@@ -97,7 +97,8 @@ class Strike:
             Executor._forward = slow  # type: ignore[method-assign]
         else:
             assert how == "saving", how
-            loop.save = lambda *_: time.sleep(1000)  # type: ignore[assignment,attr-defined]
+            start = Saver.start
+            Saver.start = lambda saver, step: time.sleep(1000) if step else start(saver, step)  # type: ignore
 
 
 def struck(world: World, job: Job, folder: Path, victim: int, how: str) -> None:
@@ -135,7 +136,9 @@ def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: st
     else:
         assert "`saving a checkpoint` (outside a step" in said
         assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step == 3
-        assert latest(tmp_path / "run") is None
+        newest = latest(tmp_path / "run")
+        assert newest is not None
+        assert newest.name == "step-00000000"
     pids = {int(path.stem) for path in tmp_path.glob("*.pid")}
     assert len(pids) == 4
     assert not [pid for pid in pids if is_alive(pid)]

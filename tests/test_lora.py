@@ -29,7 +29,7 @@ from terrace.runtime.launch import LocalPool, World
 from terrace.train.adapted import merged_values
 from terrace.train.checkpoint import Checkpoint, latest
 from terrace.train.config import parse_run, resolve, run_toml
-from terrace.train.generate import load_blocks
+from terrace.train.trained import load_blocks
 from tests import parity
 from tests.parity import Case, Outcome, deviation, exact, serial
 from tests.tiny_runs import losses, one_line, terrace, write_run

@@ -17,13 +17,19 @@ from terrace.model.pretrained import Pretrained, write_pretrained
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="logits are compared with those of transformers")
 
-_SIZES = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIZES |= {"max_position_embeddings": 40}
 _LLAMA = _SIZES | {"intermediate_size": 37}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 _LLAMA3 |= {"original_max_position_embeddings": 32}  # with heads of 12, frequencies of all three kinds
 _LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 700.0}
-_GPT2 = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
+_GPT2: dict[str, Any] = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 40}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TABLES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"model_type": "llama", "num_key_value_heads": 2},
@@ -33,7 +39,10 @@ TABLES: dict[str, dict[str, Any]] = {
     | {"model_type": "llama", "head_dim": 12, "num_key_value_heads": 1, "rope_parameters": _LLAMA3},
     "llama, linear": _LLAMA | {"model_type": "llama", "rope_parameters": _LINEAR},
     "mistral": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 10, "sliding_window": None},
-    "mistral, long window": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 19},
+    "mistral, window": _LLAMA | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": 7},
+    "qwen2, window": _LLAMA
+    | {"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 5}
+    | {"max_window_layers": 0},
     "qwen2": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen2, tied": _LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3": _LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 10},

@@ -231,7 +231,9 @@ MISTAKES: list[tuple[Callable[[], object], type[TerraceError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make_mistake", "kind", "words"), MISTAKES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("make_mistake", "kind", "words"), MISTAKES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_mistakes_are_one_clear_line(make_mistake: Callable[[], object], kind: type[TerraceError], words: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         make_mistake()

@@ -1,13 +1,13 @@
-"""`terrace generate RUN`: text from the newest checkpoint of a run."""
+"""`terrace generate FOLDER`: text from a trained model."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import CheckpointError, ConfigError
-from terrace.base.schema import read_table
-from terrace.train.config import parse_run
+from terrace.base.errors import ConfigError
+
+_PROMPT = "def "
 
 
 def add_parser(commands: Any) -> None:
@@ -15,10 +15,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a text with a trained model",
-        description="Continue a text with the newest checkpoint of a run, token by token, in one process.",
+        description="Continue a text with the newest checkpoint of a run, or with the weights of a Hugging Face "
+        "folder, token by token, in one process.",
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train has left")
-    parser.add_argument("--prompt", metavar="TEXT", default="def ", help="text to continue (default: %(default)r)")
+    add_model_options(parser)
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help=f"text to continue; may be given several times, and all are continued at once (default: {_PROMPT!r})",
+    )
     parser.add_argument(
         "--tokens", type=int, metavar="N", default=200, help="tokens to add at most (default: %(default)s)"
     )
@@ -37,12 +43,39 @@ def add_parser(commands: Any) -> None:
         default=40,
         help="draw from the K likeliest, 0: from all (default: %(default)s)",
     )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        default=1.0,
+        help="of these, draw from the likeliest that together have probability P (default: %(default)s, all)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the draws (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says which trained model to load, and how."""
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="run folder that terrace train has left, or Hugging Face folder with config.json and *.safetensors",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="tokenizer.json, or 'bytes' (default: the one that belongs to the model)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp64"),
+        default="fp32",
+        help="what weights and activations are kept in (default: %(default)s)",
+    )
+    parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+
+
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the prompt with its continuation and return 0."""
+    """Print each prompt with its continuation and return 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace generate --help")
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
@@ -50,25 +83,29 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least} and below 2^63"
             )
-    if not (options.folder / "config.toml").is_file():
-        raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
-    config = parse_run(read_table(options.folder / "config.toml"))
-    from terrace.train.checkpoint import latest
-    from terrace.train.data import load_tokenizer
-    from terrace.train.generate import generate
+    if not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
+    from terrace.train.generate import generate_texts
+    from terrace.train.sampling import Sampling
 
-    checkpoint = latest(options.folder)
-    if checkpoint is None:
-        raise CheckpointError(f"{options.folder} has no complete checkpoint yet")
-    text = generate(
-        checkpoint,
-        load_tokenizer(config.data.tokenizer),
-        options.prompt,
-        num_tokens=options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-        window=config.train.sequence,
-    )
-    print(options.prompt + text)
+    model = load_model_of(options)
+    prompts = options.prompt or [_PROMPT]
+    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    texts = generate_texts(model, prompts, options.tokens, sampling)
+    print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
     return 0
+
+
+def load_model_of(options: argparse.Namespace) -> Any:
+    """Return the `Trained` model that the options name."""
+    import torch
+
+    from terrace.train.trained import load_trained
+
+    try:
+        device = torch.device(options.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {options.device} cannot be used ({reason}): give cpu, cuda or cuda:N") from error
+    return load_trained(options.folder, dtype=options.dtype, tokenizer=options.tokenizer, device=device)

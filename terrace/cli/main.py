@@ -14,7 +14,7 @@ from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
 
-_COMMANDS = ("plan", "scale", "simulate", "explain", "train", "generate", "probe", "rehearse")
+_COMMANDS = ("plan", "scale", "simulate", "explain", "train", "report", "generate", "probe", "rehearse")
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
 
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("terrace: interrupted; what was saved is complete", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Terminated:
-        print("terrace: ended by SIGTERM; what was saved is complete", file=sys.stderr)
+    except Terminated as ended:
+        print(f"terrace: ended by {str(ended) or 'SIGTERM'}; what was saved is complete", file=sys.stderr)
         return EXIT_TERMINATED
     return code
 

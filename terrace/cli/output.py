@@ -15,7 +15,7 @@ _PLAIN_WIDTH = 120  # of a file or a pipe, where nobody says how wide a line may
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Not an `Exception`: nothing on the way out may swallow it."""
+    """SIGTERM arrived, or the signal that it names. Not an `Exception`: nothing on the way out may swallow it."""
 
 
 class Terminal(Console):

@@ -1,6 +1,7 @@
 """Everything that can be known before the ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
@@ -17,31 +18,48 @@ from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
-from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, latest
+from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, newest_whole
+from terrace.train.checkpoint.layout import complete
 from terrace.train.config import RunConfig, run_toml
-from terrace.train.data import Batches, load_tokenizer, prepare_tokens
+from terrace.train.data import Batches, Source, load_tokenizer
+from terrace.train.data.prepared import compare_facts, prepare_sources
 from terrace.train.loop import Job
+from terrace.train.trackers import check_installed
 
 _RUNS = Path("runs")
 
 
-def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
+class CompleteError(CheckpointError):
+    """A run has made all its steps."""
+
+
+def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool = False) -> Job:
     """Verify the program, tokenise the data, check what will be written and read; return the job of the ranks.
 
-    Raises the `TerraceError` of whatever cannot work; no run folder is made then.
+    A run that is `going_on` by itself takes up what `folder` holds, or begins there. Raises `CompleteError` where
+    nothing is left to train, and the `TerraceError` of whatever cannot work; no run folder is made then.
     """
+    if going_on and folder is not None and complete(folder / "checkpoints"):
+        resume = folder
+    check_installed(config.train.metrics)
     programs = checked_programs(config)
     if config.train.compile:
         check_compiles(programs)
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
-    tokens = prepare_tokens(config.data.path, tokenizer, Path(config.data.cache))
-    tokens.check_vocab(config.model.vocab_size)
-    Batches(tokens, config.train.sequence, config.train.batch, config.train.seed)
-    checkpoint = None if resume is None else _to_resume(resume, config, tokens.digest, tokenizer.fingerprint)
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence)
+    for source in sources:
+        source.tokens.check_vocab(config.model.vocab_size)
+    Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
+    checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer.fingerprint)
+    if checkpoint is not None and checkpoint.step >= config.train.steps:
+        raise CompleteError(
+            f"{checkpoint.folder} is after step {checkpoint.step} of {config.train.steps}, so nothing is left to "
+            "train: ask for more with --train.steps N"
+        )
     _check_disk(resume or folder or _RUNS, config)
-    chosen = resume or _new_folder(folder)
+    chosen = resume or _new_folder(folder, going_on)
     try:
         write_atomic(chosen / "config.toml", run_toml(config))
     except OSError as error:
@@ -51,23 +69,21 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None) -> Job:
     return Job(
         run=config,
         folder=chosen,
-        tokens=tokens,
+        sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
     )
 
 
-def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: str) -> Checkpoint:
-    folder = latest(run_folder)
-    if folder is None:
-        raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
-    checkpoint = Checkpoint(folder)
-    checkpoint.verify()
+def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], fingerprint: str) -> Checkpoint:
+    checkpoint, wrong = newest_whole(run_folder)
+    folder = checkpoint.folder
+    if wrong:
+        print(f"going on from {folder}, since {'; '.join(wrong)}", flush=True)
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
         "tokenizer": fingerprint,
-        "data": digest,
         "seed": config.train.seed,
         "batch": config.train.batch,
         "sequence": config.train.sequence,
@@ -76,17 +92,14 @@ def _to_resume(run_folder: Path, config: RunConfig, digest: str, fingerprint: st
     there = {name: checkpoint.facts.get(name) for name in here}
     for name, value in to_table(config.model).items():
         here[f"model.{name}"], there[f"model.{name}"] = value, stored.get(name)
+    for name, (old, new) in compare_facts(checkpoint.facts, sources, config.data.holdout).items():
+        there[name], here[name] = old, new
     for name, value in here.items():
         if there[name] != value:
             raise CheckpointError(
                 f"{folder} was made with {name} = {there[name]!r}, now it is {value!r}, so the run would not be "
                 "the same: restore it, or start a new run"
             )
-    if checkpoint.step >= config.train.steps:
-        raise CheckpointError(
-            f"{folder} is after step {checkpoint.step} of {config.train.steps}, so nothing is left to train: "
-            "ask for more with --train.steps N"
-        )
     return checkpoint
 
 
@@ -100,7 +113,7 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         FORMATS[config.plan.compute].element_bytes,
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
-    num_at_once = min(num_saves, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
+    num_at_once = min(num_saves + 1, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
     existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
     try:
         usage = shutil.disk_usage(existing)
@@ -114,8 +127,13 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         )
 
 
-def _new_folder(folder: Path | None) -> Path:
-    """Make the run folder; its config.toml is made at once, so that no two runs take the same one."""
+def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
+    """Make the run folder; its config.toml is made at once, so that no two runs take the same one.
+
+    A run that goes on by itself also takes the folder of one that ended before its first checkpoint.
+    """
+    if going_on and folder is not None and (folder / "config.toml").is_file():
+        return folder
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     candidates = [folder] if folder is not None else (_RUNS / f"{stamp}{f'-{n}' * bool(n)}" for n in count())
     for candidate in candidates:

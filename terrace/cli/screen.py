@@ -10,8 +10,10 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
 from terrace.cli.programs import kept_activations
+from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster import Cluster
 from terrace.plan import step_bytes
 from terrace.plan.grid import Grid
@@ -36,8 +38,10 @@ from terrace.report.stage_tables import (
 )
 from terrace.report.tables import quantity, seconds
 from terrace.runtime.launch import pace
-from terrace.train.loop import Job
+from terrace.train.loop import Job, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
+from terrace.train.prediction import utilisation_of
+from terrace.train.recorder import plain
 
 
 def show_plan(job: Job) -> None:
@@ -46,10 +50,9 @@ def show_plan(job: Job) -> None:
     run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     print(
-        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {len(blocks)} blocks; "
-        f"{job.tokens.num_tokens / 1e6:.1f} M tokens of {run.data.path}\n{run.train.steps} steps of "
-        f"{run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} micro-batches of "
-        f"{run.plan.micro_batch} per rank\n"
+        f"{run.model.family} decoder, {count / 1e6:.2f} M parameters in {len(blocks)} blocks; {data_words(job)}\n"
+        f"{run.train.steps} steps of {run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} "
+        f"micro-batches of {run.plan.micro_batch} per rank\n"
     )
     console.print(plan_table(run.cluster, run.plan))
     if Grid.of(run.cluster, run.plan).total("pipeline") > 1:
@@ -94,7 +97,7 @@ class Screen:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._console = Terminal()
-        self._live = sys.stdout.isatty()
+        self._progress = ProgressLine(self._console, job.run.train.steps, job.run.train.log_every)
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
         rate = cluster.device.peak_flops_per_s[self._job.run.plan.compute]
@@ -111,24 +114,18 @@ class Screen:
         print(
             f"{origin}: {quantity(rate, 'FLOP/s')} per rank in {where}\n"
             f"  {links}\n"
-            f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step)),
-            flush=True,
+            f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step))
         )
+        print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)), flush=True)
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
-        train = self._job.run.train
-        line = (
-            f"step {record.step:>{len(str(train.steps))}}/{train.steps}  loss {record.loss:.3f}  "
-            f"{quantity(record.tokens_per_s, 'tokens/s')}  {_clock(seconds_left)} left"
-        )
-        keep = record.step % train.log_every == 0 or record.step in (1, train.steps)
-        if self._live:
-            print(f"\r{line}\x1b[K", end="\n" if keep else "", flush=True)
-        elif keep:
-            print(line, flush=True)
+        self._progress.show(record, seconds_left)
 
     def saved(self, folder: Path) -> None:
-        print(f"{chr(13) if self._live else ''}saved {folder}", flush=True)
+        self._progress.above(f"saved {folder}")
+
+    def note(self, text: str) -> None:
+        self._progress.above(text)
 
     def finished(self, outcome: Outcome) -> None:
         folder = self._job.folder
@@ -185,17 +182,7 @@ def _written_in(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _clock(seconds_left: float) -> str:
-    minutes, rest = divmod(round(seconds_left), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def _report(outcome: Outcome) -> dict[str, Any]:
-    def plain(report: StepReport) -> dict[str, Any]:
-        sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
-        return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
-
     table = {
         "final_loss": outcome.final_loss,
         "num_steps": outcome.num_steps,

@@ -11,8 +11,11 @@ from typing import Any
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.schema import merge, read_table
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, parse_overrides, resolve_run
-from terrace.train.config import RunConfig, parse_run, section
+from terrace.cli.elastic import fitted_run
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, parse_overrides, run_table
+from terrace.train.config import parse_run, section
+
+AUTO = "auto"
 
 
 def add_parser(commands: Any) -> None:
@@ -27,32 +30,43 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="run folder to make (default: runs/TIME)")
     parser.add_argument(
         "--resume",
-        type=Path,
-        metavar="RUN",
-        help="go on with this run folder from its newest checkpoint, under its own or another --cluster and --plan",
+        metavar="RUN|auto",
+        help="go on with this run folder from its newest whole checkpoint, under its own or another --cluster and "
+        "--plan; auto: go on with --folder if it has a checkpoint, else begin there (default: auto with --folder when "
+        "torchrun or Slurm starts the command again, else begin)",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train; returns 0, or raises what went wrong."""
-    config = _configuration(options, rest)
+    table = _table(options, rest)
+    config = parse_run(table)
+    going_on = options.resume == AUTO
+    if going_on and options.folder is None:
+        raise ConfigError("--resume auto goes on with a folder: give --folder FOLDER")
     try:
         from terrace.cli import worker
     except ModuleNotFoundError as error:
         raise ConfigError(f"training needs the package {error.name!r}: pip install 'terrace[train]'") from error
-    worker.run(config, folder=options.folder, resume=options.resume)
+    worker.run(
+        config,
+        folder=options.folder,
+        resume=None if going_on or options.resume is None else Path(options.resume),
+        going_on=going_on,
+        fit=lambda num_ranks: fitted_run(table, num_ranks),
+    )
     return 0
 
 
-def _configuration(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
-    if options.resume is None:
-        return resolve_run(options, rest)
+def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
+    if options.resume in (None, AUTO):
+        return run_table(options, rest)
     given = [f"--{name}" for name in ("config", "model", "data") if getattr(options, name) is not None]
     given += ["--folder"] if options.folder is not None else []
     if given:
         raise ConfigError(f"--resume takes these from the run it goes on with: leave out {', '.join(given)}")
-    path = options.resume / "config.toml"
+    path = Path(options.resume) / "config.toml"
     if not path.is_file():
         raise CheckpointError(f"{options.resume} is not a run folder: it has no config.toml")
     table, overrides = dict(read_table(path)), parse_overrides(rest)
@@ -62,4 +76,4 @@ def _configuration(options: argparse.Namespace, rest: Sequence[str]) -> RunConfi
     plan = overrides.get("plan")
     if isinstance(plan, dict) and "preset" in plan:
         table["plan"] = {}  # the run's file holds every key of its plan, which would hide those of a preset
-    return parse_run(merge(table, overrides))
+    return merge(table, overrides)

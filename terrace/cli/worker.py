@@ -1,6 +1,7 @@
 """The ranks of `terrace train`: started here, or joined under a launcher."""
 
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -13,14 +14,16 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, TerraceError, TrainingError
-from terrace.cli.output import drop_stdout, replace_unprintable, sigterm_raises
-from terrace.cli.prepare import prepare
+from terrace.cli.output import Terminated, drop_stdout, replace_unprintable, sigterm_raises
+from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
 from terrace.cluster import Cluster
-from terrace.runtime.launch import detect, join, launch_local, pace
+from terrace.runtime.launch import is_restarted, join, launch_local, pace, world_size
+from terrace.runtime.stop import Stop
 from terrace.runtime.world import World
 from terrace.train.config import RunConfig
-from terrace.train.data import TokenFile, load_tokenizer, prepare_tokens
+from terrace.train.data import Source, load_tokenizer
+from terrace.train.data.prepared import prepare_sources
 from terrace.train.loop import Job, train
 from terrace.train.metrics import Silent
 
@@ -30,19 +33,33 @@ _HEARD_S = 10.0  # for ranks that only read a key
 _MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely not meant
 
 T = TypeVar("T")
+Fit = Callable[[int], tuple[RunConfig, str]]  # number of ranks -> the run fitted to them, and in words what changed
 
 
-def run(config: RunConfig, *, folder: Path | None, resume: Path | None) -> None:
-    """Train with local processes, or as one rank of a launcher's world."""
+def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on: bool = False, fit: Fit) -> None:
+    """Train with local processes, or as one rank of a launcher's world.
+
+    `going_on` takes up the run in `folder` where there is one, as does a launcher that starts its ranks again. Then,
+    and with `resume`, the run is fitted to the ranks that were started.
+    """
     pace()  # refuses a bad value before anything is made
-    if detect():
-        _run_joined(config, folder, resume)
+    going_on = going_on or (folder is not None and resume is None and is_restarted())
+    num_ranks = world_size()
+    if num_ranks is not None:
+        changes = ""
+        if going_on or resume is not None:
+            config, changes = fit(num_ranks)
+        _run_joined(lambda: prepare(config, folder, resume, going_on), config.cluster, going_on, changes)
         return
     check_local(config.cluster)
-    job = prepare(config, folder, resume)
+    try:
+        job = prepare(config, folder, resume, going_on)
+    except CompleteError as complete:
+        _say_complete(complete, going_on)
+        return
     show_plan(job)
     with sigterm_raises():
-        launch_local(config.cluster.world_size, run_rank, (job,))
+        _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True))
 
 
 def check_local(cluster: Cluster) -> None:
@@ -65,11 +82,15 @@ def check_world(world: World, cluster: Cluster) -> None:
         )
 
 
-def run_rank(world: World, job: Job) -> None:
-    """One rank; rank 0 prints. Top-level, so that a child process can import it."""
+def run_rank(world: World, job: Job) -> str | None:
+    """One rank; rank 0 prints. Returns the signal that ended the run, if one did.
+
+    Top-level, so that a child process can import it.
+    """
     replace_unprintable()
     try:
-        train(world, job, Screen(job) if world.rank == 0 else Silent())
+        end = train(world, job, Screen(job) if world.rank == 0 else Silent())
+        return end.text if isinstance(end, Stop) else None
     except BrokenPipeError as error:
         drop_stdout()
         raise TrainingError(
@@ -78,20 +99,45 @@ def run_rank(world: World, job: Job) -> None:
         ) from error
 
 
-def _run_joined(config: RunConfig, folder: Path | None, resume: Path | None) -> None:
+def _say_complete(complete: CompleteError, going_on: bool) -> None:
+    """A run that goes on by itself may be started once too often; anybody else is told what to do."""
+    if not going_on:
+        raise complete
+    print(complete, flush=True)
+
+
+def _run_joined(make: Callable[[], Job], cluster: Cluster, going_on: bool, changes: str) -> None:
     world = join(timeout_s=JOIN_TIMEOUT_S)
 
-    def prepare_here() -> Job:
-        check_world(world, config.cluster)
-        return prepare(config, folder, resume)
+    def prepare_here() -> Job | str:
+        check_world(world, cluster)
+        try:
+            return make()
+        except CompleteError as complete:
+            _say_complete(complete, going_on)
+            return str(complete)
 
     job = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
+    if isinstance(job, str):
+        return
     if world.rank == 0:
+        print(changes, end="\n" * bool(changes))
         show_plan(job)
     here = f"tokens/{socket.gethostname()}"
-    tokens = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _tokens_here(job))
-    run_rank(world, replace(job, tokens=tokens))
+    sources = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _sources_here(job))
+    signal_name = run_rank(world, replace(job, sources=sources))
     dist.destroy_process_group()
+    if signal_name is not None and world.rank != 0:
+        sys.exit(128 + signal.SIGINT if signal_name == "SIGINT" else 128 + signal.SIGTERM)  # rank 0 says why
+    _end(signal_name)
+
+
+def _end(signal_name: str | None) -> None:
+    """Raise what ends the command after a signal."""
+    if signal_name == "SIGINT":
+        raise KeyboardInterrupt
+    if signal_name is not None:
+        raise Terminated(signal_name)
 
 
 def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
@@ -116,17 +162,18 @@ def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callabl
     return result
 
 
-def _tokens_here(job: Job) -> TokenFile:
-    """Return the token file of this machine, having checked that it sees the run folder of rank 0."""
+def _sources_here(job: Job) -> tuple[Source, ...]:
+    """Return the data of this machine, having checked that it sees the run folder of rank 0."""
     if not (job.folder / "config.toml").is_file():
         raise CheckpointError(
             f"{socket.gethostname()} does not see the run folder {job.folder} that rank 0 made: name a --folder on a "
             "file system that all machines share"
         )
     data = job.run.data
-    tokens = prepare_tokens(data.path, load_tokenizer(data.tokenizer), Path(data.cache))
-    if tokens.digest != job.tokens.digest:
-        raise DataError(
-            f"{data.path} on {socket.gethostname()} differs from that of rank 0: give every machine the same data"
-        )
-    return tokens
+    sources = prepare_sources(data, load_tokenizer(data.tokenizer), job.run.train.sequence)
+    for mine, of_rank_0 in zip(sources, job.sources, strict=True):
+        if mine.tokens.digest != of_rank_0.tokens.digest:
+            raise DataError(
+                f"{mine.name} on {socket.gethostname()} differs from that of rank 0: give every machine the same data"
+            )
+    return sources

@@ -6,6 +6,8 @@ makes the current stream wait, not the host. On gloo a send that was begun does 
 waited for, and what was sent would be kept until then: so a thread for each stage sends, one message after the other.
 """
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,6 +39,7 @@ class Between:
         self._rank, self._stage = rank, stage_of(grid, rank)
         self._lanes: dict[int, ThreadLane] = {}
         self.pacer: Pacer | None = None
+        self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
         """Begin to send contiguous `values`; keep them as they are until the ticket was waited for or is done."""
@@ -55,7 +58,7 @@ class Between:
 
         if stage not in self._lanes:
             self._lanes[stage] = ThreadLane()
-        return self._lanes[stage].submit(blocking)
+        return self._lanes[stage].submit(blocking if self.around is None else self.around(blocking))
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
         """Begin to fill contiguous `values`; they may be read when the ticket was waited for."""

@@ -175,6 +175,9 @@ def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int,
     pieces = []
     for begin in range(0, size, length):
         num, before = min(length, size - begin), length if begin else 0
+        if num + before <= window:
+            pieces.append(Piece(num, False, None))
+            continue
         if (num, before) not in bands:
             keys = torch.arange(before + num)
             bands[num, before] = _mask(torch.zeros(num).long(), keys[before:], keys, window, dtype)
@@ -215,10 +218,18 @@ def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Ten
     """Attend under a mask that can be laid over (B, N, L, keys), or causally without one."""
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(query.shape[0], 1, *mask.shape)
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1 and not _takes_groups_under_a_mask(query):
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
     with sdpa_kernel(SDPBackend.MATH) if _suits_plain_products(query) else nullcontext():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
         )
+
+
+def _takes_groups_under_a_mask(query: Tensor) -> bool:
+    """Whether a fused kernel has both a mask and grouped heads; on CUDA torch would else write the scores out."""
+    return query.device.type == "cpu"
 
 
 def _suits_plain_products(query: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
 from terrace.model.attention import AttentionPlans
+from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.layers import MLP, Attention, Rotary, build_norm
 
@@ -58,9 +59,12 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = build_norm(config, **where)
         self.mlp = MLP(config, **where)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Apply the layer to x (B, S, H), whose documents `positions` (B, S) tell if a row holds several."""
-        after: Tensor = x + self.attention(self.attention_norm(x), positions)
+    def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        """Apply the layer to x (B, S, H), whose documents `positions` (B, S) tell if a row holds several.
+
+        With a `cache`, which terrace.model.cache hands over, x goes on with the tokens that it holds.
+        """
+        after: Tensor = x + self.attention(self.attention_norm(x), positions, cache)
         # In the parallel form the MLP reads the layer's input, not what attention made of it.
         after = after + self.mlp(self.mlp_norm(x if self.parallel_residual else after))
         return after

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.attention import AttentionPlans, PerMicroBatch, attend
+from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.rope import RopeScaling
 
@@ -125,10 +126,11 @@ class Attention(nn.Module):
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
         """Attend within x (B, S, H); a token sees those up to itself.
 
-        With `positions` (B, S) int64, of each token in its document, it sees its document alone.
+        With `positions` (B, S) int64, of each token in its document, it sees its document alone; with a `cache`, the
+        tokens before these, too.
         """
         query = self._heads(self.query(x), self.query_norm)
         key = self._heads(self.key(x), self.key_norm)
@@ -136,7 +138,7 @@ class Attention(nn.Module):
         plan = self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
-        mixed = attend(query, key, value, plan)  # (B, N, S, D)
+        mixed = (attend if cache is None else cache.attend)(query, key, value, plan)  # (B, N, S, D)
         mixed = mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
         output: Tensor = self.output(mixed)
         return output

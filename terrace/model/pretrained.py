@@ -163,7 +163,7 @@ def _taken(stored: Any, source: Source) -> Tensor:
     tensor = tensor.t() if source.transposed else tensor
     if source.num_parts == 1:
         return tensor
-    grouped = tensor.unflatten(0, (source.num_groups, source.num_parts, -1))  # (G, P, d, ...)
+    grouped = tensor.reshape(source.num_groups, source.num_parts, -1, *tensor.shape[1:])  # (G, P, d, ...)
     return grouped[:, source.part].flatten(0, 1)
 
 
@@ -193,7 +193,7 @@ def write_pretrained(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there and not an empty folder: name a new one")
     table = published_table(to_table(config), str(DTYPES[dtype]).removeprefix("torch."), token_ids(source, end_of_text))
-    others = {CONFIG: _json(table), **carried_files(source, end_of_text)}
+    others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text)}
     shards = _shards(config, DTYPES[dtype].itemsize, shard_bytes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -255,7 +255,7 @@ def _joined(parts: list[Tensor], source: Source) -> Tensor:
     """Return the tensor to store of its `parts` in Terrace's layout: what `_taken` takes apart."""
     whole = parts[0]
     if source.num_parts > 1:
-        whole = torch.stack([part.unflatten(0, (source.num_groups, -1)) for part in parts], 1).flatten(0, 2)
+        whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
     whole = (whole.t() if source.transposed else whole).contiguous()
     # A view of something larger cannot be stored: the file would not know what else is in it.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

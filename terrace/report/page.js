@@ -126,6 +126,25 @@
       show(charts[0], ...act[button.dataset.act](from, to - from));
     });
   }
+  // Curves over steps: the values at the step under the pointer.
+  [...document.querySelectorAll("svg.curve")].forEach((curve, index) => {
+    const facts = data.curves[index];
+    const short = (v) => (Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(2) : String(Number(v.toPrecision(4))));
+    curve.addEventListener("pointermove", (event) => {
+      const box = curve.getBoundingClientRect();
+      const x = (event.clientX - box.left) * curve.viewBox.baseVal.width / box.width;
+      const step = facts.first + (x - facts.left) / (facts.right - facts.left) * (facts.last - facts.first);
+      const parts = Object.entries(facts.lines).filter(([, points]) => points.length).map(([name, points]) => {
+        const near = points.reduce((a, b) => (Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a));
+        return `${name} ${short(near[1])} at step ${near[0]}`;
+      });
+      tip.style.display = parts.length ? "block" : "none";
+      tip.textContent = parts.join(", ");
+      tip.style.left = `${Math.max(0, Math.min(event.clientX + 14, window.innerWidth - 260))}px`;
+      tip.style.top = `${event.clientY + 16}px`;
+    });
+    curve.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+  });
   window.addEventListener("beforeprint", () => charts.forEach((chart) => show(chart, ...whole)));
   document.body.classList.add("live");
 })();

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from terrace.base.errors import HangError
 from terrace.runtime.postmortem import in_words
+from terrace.runtime.stop import ask
 from terrace.runtime.workers import LOOPBACK, Job, Report, serve
 from terrace.runtime.world import open_store
 
@@ -71,6 +74,11 @@ class Crew:
     def pids(self) -> list[int]:
         """The processes alive now."""
         return [int(member.process.pid) for member in self._members if member is not None]
+
+    def ask_to_stop(self, name: str) -> None:
+        """Ask the ranks of the call that runs, or will, to end it in order; `name` is the signal that says so."""
+        call = PrefixStore(f"job/{max(1, self._num_jobs)}", self._store)
+        ask(PrefixStore("world", call), name)
 
     def close(self) -> None:
         """End every process; harmless when repeated."""

@@ -206,6 +206,14 @@ class Engine:
         sent = {key: total // steps for key, total in self._ledger.total().items()}
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self._meter.peak())
 
+    def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """Return what this rank has sent in all steps so far."""
+        return self._ledger.total()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the peak of each category of model state so far."""
+        return self._meter.peak()
+
     def refresh_all(self) -> None:
         """Bring every working copy up to date with the master parameters, as after loading a checkpoint.
 

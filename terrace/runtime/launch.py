@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,9 +26,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from terrace.base.errors import ConfigError, HangError
 from terrace.runtime.crew import Crew
 from terrace.runtime.postmortem import in_words
+from terrace.runtime.stop import passed_on
 from terrace.runtime.world import World, open_store
 
-__all__ = ["LocalPool", "World", "detect", "join", "launch_local", "pace"]
+__all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
 _POLL_S = 0.02
 # What every rank would otherwise import for itself; the first optimizer of a process imports torch._dynamo.
@@ -62,6 +63,18 @@ def detect() -> bool:
     Raises `ConfigError` when one did, but did not say where the ranks meet.
     """
     return _place() is not None
+
+
+def world_size() -> int | None:
+    """Return the number of ranks that a launcher started, or None without one; raises as `detect` does."""
+    place = _place()
+    return None if place is None else place.world_size
+
+
+def is_restarted() -> bool:
+    """Say whether torchrun has started the ranks again, or Slurm has put the job into its queue again."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def pace() -> float | None:
@@ -145,6 +158,7 @@ def launch_local(
     *,
     grace_s: float = 10.0,
     say: Callable[[str], None] = print,
+    stoppable: bool = False,
 ) -> Any:
     """Run `target(world, *args)` in `world_size` processes of this machine; return rank 0's result.
 
@@ -155,12 +169,13 @@ def launch_local(
     own, then all are ended and one error is raised: `HangError` with the watchdogs' message, the class
     of a rank's `TerraceError`, or `RuntimeError` with the traceback of the first that failed. There is
     no limit on the time: a stall ends only by a watchdog in `target`. Children end when the parent does,
-    however it ends, and see the environment as of the first launch.
+    however it ends, and see the environment as of the first launch. If `target` is `stoppable`, the first SIGTERM,
+    SIGUSR1 or Ctrl-C here asks it to end in order (terrace.runtime.stop), and the second does what it did before.
     """
     _start_forkserver(target.__module__)
     backend, why = _local_backend(world_size)
     say(f"{world_size} local processes, backend {backend}: {why}")
-    with Crew(world_size, grace_s=grace_s) as crew:
+    with Crew(world_size, grace_s=grace_s) as crew, passed_on(crew.ask_to_stop) if stoppable else nullcontext():
         return crew.call(world_size, target, args, None, backend)[0]
 
 

@@ -47,7 +47,8 @@ class Watchdog:
     `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats
     come every `interval_s`, sooner if `timeout_s` is short (eight in a timeout), later in a large world
     (at most 2000 writes a second in all). `on_hang` delivers the message in place of stderr.
-    `catch_sigterm` holds SIGTERM back until the message is out, and needs the main thread.
+    `catch_sigterm` holds SIGTERM back until the message is out, and needs the main thread. With `stops`, somebody
+    else handles SIGTERM and ends the run in order: then the watchdog acts on it only where a rank is missing.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Watchdog:
         interval_s: float = 0.5,
         on_hang: Callable[[str], None] | None = None,
         catch_sigterm: bool = False,
+        stops: bool = False,
         store_rank: int | None = None,
     ) -> None:
         self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
@@ -70,7 +72,7 @@ class Watchdog:
                 f"make it at least {2 * self._window_s:g} s"
             )
         self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
-        self._on_hang, self._catch_sigterm = on_hang, catch_sigterm
+        self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
         self._board = Board(store, rank, world_size, timeout_s)
         self._place: _Place = (0, 0, "start", None)
         self._seen: _Place = self._place
@@ -126,7 +128,9 @@ class Watchdog:
         if self._catch_sigterm:
             # The C-level handler writes the signal's number to the pipe even while the main thread is
             # inside a collective; a Python handler must exist for that, and has nothing to do.
-            self._old_handler: Any = signal.signal(signal.SIGTERM, lambda *_: None)
+            self._old_handler: Any = signal.getsignal(signal.SIGTERM)
+            if not self._stops:
+                signal.signal(signal.SIGTERM, lambda *_: None)
             self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._beat()
         self._thread.start()
@@ -236,13 +240,15 @@ class Watchdog:
     def _agree(self, cause: _Cause) -> str | None:
         """Return the verdict that all ranks share, or None when this rank moved on meanwhile."""
         place = self._place
+        patient = cause == "stopped" and self._stops and self._state is None
         for attempt in range(_ATTEMPTS):
             verdict = self._board.verdict()
             if verdict is not None:
                 return verdict
             if self._board.elect(attempt):
                 verdict = self._look(cause)
-                if cause == "stalled" and self._place is not place and self._state is None:
+                moved_on = cause == "stalled" and self._place is not place and self._state is None
+                if moved_on or (patient and verdict.startswith("stop ")):
                     self._board.withdraw(attempt)
                     return None
                 return self._board.settle(verdict)
@@ -253,6 +259,8 @@ class Watchdog:
                 self._beat()
                 if cause == "stalled" and self._place is not place and self._state is None:
                     return None
+            if patient:
+                return self._board.verdict()
         return self._board.verdict() or f"hang {self._own_words()}"
 
     def _look(self, cause: _Cause) -> str:
@@ -285,8 +293,11 @@ class Watchdog:
         os._exit(code)
 
 
-def watch(world: World, *, timeout_s: float, interval_s: float = 0.5) -> Watchdog:
-    """Return the watchdog of `world`, which delivers its message the way the launcher wants it."""
+def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: bool = False) -> Watchdog:
+    """Return the watchdog of `world`, which delivers its message the way the launcher wants it.
+
+    `stops` says that the main thread ends the run in order after SIGTERM.
+    """
     return Watchdog(
         PrefixStore("step", world.store),
         world.rank,
@@ -295,5 +306,6 @@ def watch(world: World, *, timeout_s: float, interval_s: float = 0.5) -> Watchdo
         interval_s=interval_s,
         on_hang=world.on_hang,
         catch_sigterm=world.supervised,
+        stops=stops,
         store_rank=world.store_rank,
     )

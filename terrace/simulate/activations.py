@@ -11,6 +11,8 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 - `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
   of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
 
+Documents and windows are in terrace.simulate.masks.
+
 T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
 the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
 input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
@@ -28,6 +30,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 
@@ -119,7 +122,10 @@ class _Tape:
         self.hidden = -(-model.hidden_size // work.columns)
         self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
-        self.scores = work.tokens * self.heads * work.sequence
+        # Piece by piece on a CPU: else, and in the published counting, over whole rows.
+        self.in_pieces = self.backend == "cpu" and work.is_masked
+        keys = min(work.sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else work.sequence
+        self.scores = work.tokens * self.heads * keys
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
         # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
@@ -225,7 +231,7 @@ class _Tape:
         self.sizes["mixed"] = self.query * self.item
         self._core()
         merged = "mixed"
-        if self.backend != "published" and self._plain:
+        if self.backend != "published" and (self._plain or self.in_pieces):
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
@@ -236,9 +242,19 @@ class _Tape:
     def _plain(self) -> bool:
         return not self.work.flash
 
+    def _seen(self) -> tuple[str, ...]:
+        """Return what the core of attention reads, once it has copied what it must not read in place."""
+        copied = copied_bytes(self.work, self.backend, self.sizes["key"], self.sizes["query"])
+        if not copied:
+            return "query", "key", "value"
+        for name in ("key", "value"):
+            self.sizes[f"copied {name}"] = copied
+            self._add(f"copy {name}", (name,), f"copied {name}")
+        return "query", "key", "value", "copied key", "copied value"
+
     def _core(self) -> None:
         """Softmax of the products of queries and keys, times the values."""
-        model, reads = self.work.model, ("query", "key", "value")
+        model, reads = self.work.model, self._seen()
         statistics = self.work.tokens * self.heads * self.wide if self.backend != "published" else 0
         if not self._plain:
             self.sizes["log-sums"] = statistics

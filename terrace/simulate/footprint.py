@@ -11,7 +11,7 @@ Categories are those of model state (terrace.simulate.states) and
     activations   what forwards keep for backwards, over all micro-batches in flight, without the logits
     logits        what the head keeps whose size goes with the vocabulary
     working       what the running block takes beyond what it keeps: outputs, gradients, temporary tensors
-    batch         tokens and labels of the step's micro-batches, int64
+    batch         tokens and labels of the step's micro-batches, int64; positions and masks where rows hold documents
     context       what a process takes before any tensor: libraries, kernels, communicators
     allocator     what the allocator cannot use, as a share of all tensors
 
@@ -33,6 +33,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import Tensor
 from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import Backend, BlockActivations, block_activation_bytes
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, mask_bytes
 from terrace.simulate.states import (
     BlockKind,
     Stage,
@@ -50,9 +51,6 @@ CUDA_CONTEXT_BYTES = 1_500_000_000
 CPU_CONTEXT_BYTES = 324_000_000
 # Caching allocators round blocks up and split them; 1.03 to 1.08 has been seen. On a CPU nothing is cached.
 CUDA_ALLOCATOR_FACTOR = 1.05
-
-# `terrace.model.layers` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
-CPU_PLAIN_SEQUENCE = 128
 
 _TOKEN_BYTES = 8
 
@@ -74,13 +72,15 @@ def footprint(
     context_bytes: int | None = None,
     allocator_factor: float | None = None,
     phase: Phase | None = None,
+    documents: bool = False,
 ) -> dict[str, int]:
     """Return the bytes by category of one rank at the worst moment of a step, or of its `phase`; their sum is the peak.
 
     `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
     one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
     those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly; `whole` the bytes
-    of parameters and of gradients that are whole at once, where not block after block passes. `backend`, by default
+    of parameters and of gradients that are whole at once, where not block after block passes. `documents` tells that
+    rows may hold several, whose masks and copies are counted at their most. `backend`, by default
     the device's, decides what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
     Raises `PlanError` for a stage, a backend or a number in flight that cannot be, and `ClusterError` for an unknown
     tier.
@@ -88,7 +88,7 @@ def footprint(
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
-    work = work_of(cluster, plan, model, sequence, backend)
+    work = work_of(cluster, plan, model, sequence, backend, documents)
     held = stage_of(model, work.tensor, num_stages, stage, layout.data_degree, layers, work.columns)
     if in_flight is None:
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages - stage)
@@ -103,7 +103,8 @@ def footprint(
     stream = work.tokens * model.hidden_size * FORMATS[plan.compute].element_bytes
     if num_stages > 1:  # one message on its way out and one coming in, in each direction
         steady["buffers"] += 4 * stream // work.stream_cut
-    steady["batch"] = num_micros * 2 * work.tokens * _TOKEN_BYTES
+    steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
+    steady["batch"] += (num_micros if documents else 1) * mask_bytes(work, backend)
     # Of the micro-batch before, the last two blocks may still be reduced while the next runs forward.
     pending = next(iter(states.gradients.values())) if num_micros > plan.unit else 0
     candidates = [steady] if phase in (None, "update") else []
@@ -134,8 +135,18 @@ def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> in
     return tensor_buffers(tensor, kind_blocks(work.model, tensor.degrees), indexes)
 
 
-def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, backend: Backend | None = None) -> Work:
-    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes."""
+def work_of(
+    cluster: Cluster,
+    plan: Plan,
+    model: ModelConfig,
+    sequence: int,
+    backend: Backend | None = None,
+    documents: bool = False,
+) -> Work:
+    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
+
+    `documents` tells that a row may hold several.
+    """
     return Work(
         model=model,
         sequence=sequence,
@@ -145,19 +156,24 @@ def work_of(cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, bac
         sequence_parallel=plan.sequence_parallel,
         context=axis_degree(cluster, plan, "context"),
         compute=plan.compute,
-        flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend),
+        flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend, documents),
+        documents=documents,
     )
 
 
-def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend: Backend) -> bool:
+def has_flash_attention(
+    model: ModelConfig, sequence: int, compute: str, backend: Backend, documents: bool = False
+) -> bool:
     """Tell whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 
-    On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 too, but no grouped heads (torch's
-    documentation of `scaled_dot_product_attention`); what neither takes is done by plain products.
+    On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 and masks too, but no grouped heads
+    (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. What neither takes is
+    done by plain products. On a CPU these are for short rows in bf16, or where short pieces of rows may be.
     """
+    masked = documents or 0 < model.sliding_window < sequence
     if backend == "cpu":
-        return compute != "bf16" or sequence > CPU_PLAIN_SEQUENCE
-    grouped = model.num_kv_heads != model.num_heads
+        return compute != "bf16" or (sequence > CPU_PLAIN_SEQUENCE and not masked)
+    grouped = model.num_kv_heads != model.num_heads and not masked
     return compute != "fp64" and not (compute == "fp32" and grouped)
 
 

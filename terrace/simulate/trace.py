@@ -1,4 +1,4 @@
-"""A recording, or a pipelined step, as a trace that Perfetto and chrome://tracing open.
+"""A recording, a pipelined step, or a predicted beside a measured one, as a trace for Perfetto and chrome://tracing.
 
 The format is the Trace Event Format's JSON object: complete events ("X") with times in microseconds, one
 thread a lane, counters ("C") for memory, and metadata ("M") that names them.
@@ -8,12 +8,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from terrace.program import COLLECTIVES
+from terrace.program import COLLECTIVES, Op, Program
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording, Span
+from terrace.simulate.stages import Passed
 from terrace.simulate.timeline import Timeline
 
 _PID = 0  # the one rank that stands for all
+_PREDICTED, _MEASURED = 0, 1  # processes of a trace that has both
 _US = 1e6  # microseconds in a second
 
 
@@ -25,15 +27,54 @@ def trace_json(recording: Recording, curve: MemoryCurve) -> str:
     """
     program = recording.program
     name = f"a rank of {program.cluster.world_size}: plan {program.plan.name} on {program.cluster.name}"
-    events = [_metadata("process_name", 0, {"name": name})]
-    for order, lane in enumerate(recording.lanes):
-        title = "compute" if lane == COMPUTE else f"lane {recording.lane_name(lane)}"
-        events.append(_metadata("thread_name", lane + 1, {"name": title}))
-        events.append(_metadata("thread_sort_index", lane + 1, {"sort_index": order}))
-    events += [_complete(recording, span) for _, span in recording.visible()]
-    events += _counters(curve)
+    events = [*recording_events(recording, _PID, name), *_counters(curve)]
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": recording.report.step_s}}
     return json.dumps(table, separators=(",", ":")) + "\n"
+
+
+def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recording, *, step: int, rank: int) -> str:
+    """Return the text of a trace with two processes: the predicted step and what was measured of step `step`.
+
+    Both begin at 0. Of a pipeline the prediction is the passes of the rank's stage.
+    """
+    program = measured.program
+    where = f"plan {program.plan.name} on {program.cluster.name}"
+    if isinstance(predicted, Recording):
+        events = recording_events(predicted, _PREDICTED, f"predicted: {where}")
+        predicted_s = predicted.report.step_s
+    else:
+        events = passes_events(program, predicted, f"predicted: {where}")
+        predicted_s = predicted[-1].end_s if predicted else 0.0
+    events += recording_events(measured, _MEASURED, f"measured: step {step} of rank {rank}")
+    other = {"step": step, "rank": rank, "predicted_s": predicted_s, "measured_s": measured.report.step_s}
+    table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    return json.dumps(table, separators=(",", ":")) + "\n"
+
+
+def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str, Any]]:
+    """Return the events of a recording as process `pid`: a thread a lane, the compute stream first."""
+    events = [_metadata("process_name", 0, {"name": name}, pid)]
+    events.append(_metadata("process_sort_index", 0, {"sort_index": pid}, pid))
+    for order, lane in enumerate(recording.lanes):
+        title = "compute" if lane == COMPUTE else f"lane {recording.lane_name(lane)}"
+        events.append(_metadata("thread_name", lane + 1, {"name": title}, pid))
+        events.append(_metadata("thread_sort_index", lane + 1, {"sort_index": order}, pid))
+    return events + [_complete(recording, span, pid) for _, span in recording.visible()]
+
+
+def passes_events(program: Program, passes: Sequence[Passed], name: str) -> list[dict[str, Any]]:
+    """Return the events of a stage's predicted passes, as the first process."""
+    events = [
+        _metadata("process_name", 0, {"name": name}, _PREDICTED),
+        _metadata("process_sort_index", 0, {"sort_index": _PREDICTED}, _PREDICTED),
+        _metadata("thread_name", COMPUTE + 1, {"name": "compute"}, _PREDICTED),
+    ]
+    for instruction, start_s, end_s in passes:
+        category = "forward" if instruction.op is Op.FORWARD else "backward"
+        args = {"instruction": str(instruction), "block": program.blocks[instruction.block].name}
+        event = {"ph": "X", "pid": _PREDICTED, "tid": COMPUTE + 1, "name": category, "cat": "compute", "args": args}
+        events.append({**event, "ts": start_s * _US, "dur": (end_s - start_s) * _US})
+    return events
 
 
 def stages_trace_json(
@@ -76,11 +117,11 @@ def _stage_event(
     return {**event, "ts": start_us, "dur": length_us, "args": args}
 
 
-def _metadata(name: str, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "pid": _PID, "tid": tid, "name": name, "args": args}
+def _metadata(name: str, tid: int, args: dict[str, Any], pid: int = _PID) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
 
 
-def _complete(recording: Recording, span: Span) -> dict[str, Any]:
+def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
     program = recording.program
     instruction = program.instructions[span.position]
     args: dict[str, Any] = {"instruction": str(instruction), "position": span.position}
@@ -93,7 +134,7 @@ def _complete(recording: Recording, span: Span) -> dict[str, Any]:
     start_s = max(0.0, span.start_s)
     return {
         "ph": "X",
-        "pid": _PID,
+        "pid": pid,
         "tid": span.lane + 1,
         "name": span.category,
         "cat": "wait" if span.category.startswith("wait ") else "compute" if span.lane == COMPUTE else "message",

@@ -17,6 +17,7 @@ class Work:
     `recompute` tells what a layer's backward runs again: nothing, the core of attention (QK^T, softmax and
     the product with V; Korthikanti et al. 2205.05198, section 5), or all of it. `flash` tells a kernel that never
     writes the S x S scores; such a kernel recomputes the core by itself, so `selective` then changes nothing.
+    `documents` tells that a row may hold several, which attend to themselves alone (terrace.model.attention).
     """
 
     model: ModelConfig
@@ -31,12 +32,18 @@ class Work:
     causal: bool = True
     dropout: bool = False  # whether dropout masks are kept, one byte an element
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    documents: bool = False
 
     def __post_init__(self) -> None:
         if self.tensor % self.columns:
             raise PlanError(
                 f"columns = {self.columns} do not divide tensor = {self.tensor}, rows x columns: give a divisor"
             )
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a token may not see all that stand before it in its row."""
+        return self.documents or 0 < self.model.sliding_window < self.sequence
 
     @property
     def rows(self) -> int:

@@ -28,9 +28,22 @@ from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.planned import TASK, read_planned
+from terrace.train.sources import (
+    Documented,
+    Format,
+    SourceConfig,
+    SourceSpec,
+    TooLong,
+    beside,
+    check_holdout,
+    sources_of,
+)
+from terrace.train.steps import check_profile
+from terrace.train.trackers import check_names
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
-_NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": ""}  # key -> the value that is no path
+# key -> the value that is no path
+_NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": "", "chat_template": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +53,28 @@ class DataConfig:
     path: str = "stdlib"
     tokenizer: str = "bytes"
     cache: str = ".terrace-cache"
+    mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
+    format: Format = "text"
+    documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
+    too_long: TooLong | None = None  # what becomes of a whole document that is longer than a sequence
+    chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
+    holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
+
+    def __post_init__(self) -> None:
+        check_holdout(self.holdout)
+        self.sources()
+        if self.chat_template and not any(source.format == "chat" for source in self.sources()):
+            raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
+
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """Return the sources with everything decided. Raises `ConfigError` for what does not go together."""
+        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long)
 
     def absolute(self) -> "DataConfig":
         """Return the same places under names that hold in any working directory."""
         named = {name: getattr(self, name) for name in _NAMES_OF_DATA}
-        return replace(self, **{name: os.path.abspath(at) for name, at in named.items() if at != _NAMES_OF_DATA[name]})
+        kept = {name: os.path.abspath(at) for name, at in named.items() if at != _NAMES_OF_DATA[name]}
+        return replace(self, mixture=tuple(source.absolute() for source in self.mixture), **kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +92,14 @@ class TrainConfig:
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
     compile: bool = False  # each block through torch.compile
+    background_save: bool = True  # write checkpoints beside the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
+    metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
+    profile: str | None = None  # steps to trace, such as "10-12"
+    profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "sequence": 1, "seed": 0, "warmup_steps": 0, "log_every": 1}
@@ -82,6 +116,8 @@ class TrainConfig:
                 raise ConfigError(f"train.error_budget.{message} = {limit} must be a positive number")
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
+        check_names(self.metrics)
+        check_profile(self.profile, self.profile_torch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +251,8 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
     result |= {name: _beside(folder, name, own[name]) for name in _WHOLE if name in own}
     data = own.get("data")
     if isinstance(data, Mapping):
-        named = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
+        named: dict[str, Any] = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
+        named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
         result["data"] = merge(result["data"], named)
     return result
 

@@ -1,32 +1,33 @@
-"""Text from a checkpoint: sampling with the whole model on one device."""
+"""Text from a trained model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
-from terrace.base.errors import CheckpointError, DataError
-from terrace.model.config import ModelConfig, parse_model
-from terrace.model.decoder import build_blocks, run_blocks
-from terrace.runtime.describe import replace_parameters
-from terrace.train.adapted import merged_values
+from terrace.base.errors import DataError
 from terrace.train.checkpoint import Checkpoint
 from terrace.train.data import Tokenizer
+from terrace.train.sampling import Sampling, continue_texts
+from terrace.train.trained import Trained, check_tokenizer, load_blocks
 
 
-def load_blocks(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> tuple[ModelConfig, list[nn.Module]]:
-    """Return the model of a checkpoint as plain single-device blocks, in fp32."""
-    config = parse_model(checkpoint.facts["model"])
-    blocks = build_blocks(config)
-    wanted = dict(zip(checkpoint.layout, blocks, strict=True))
-    replacements: dict[int, nn.Parameter] = {}
-    for block, name, value in merged_values(checkpoint):
-        replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(value.to(device, torch.float32), False)
-    replace_parameters(blocks, replacements)
-    return config, blocks
+def generate_texts(model: Trained, prompts: Sequence[str], num_tokens: int, sampling: Sampling) -> list[str]:
+    """Return the continuation of every prompt by `num_tokens` sampled tokens, or fewer where the text ends.
+
+    Raises `DataError` for a prompt with tokens that the model does not have.
+    """
+    given = [_encoded(prompt, model) for prompt in prompts]
+    made = continue_texts(
+        model.blocks,
+        model.config,
+        given,
+        num_tokens=num_tokens,
+        context=model.context,
+        sampling=sampling,
+        stops=model.stops,
+    )
+    return [model.tokenizer.decode(ids) for ids in made]
 
 
-@torch.no_grad()
 def generate(
     folder: Path,
     tokenizer: Tokenizer,
@@ -38,42 +39,28 @@ def generate(
     seed: int = 0,
     window: int = 256,
 ) -> str:
-    """Return the continuation of `prompt` by `num_tokens` sampled tokens, or fewer when the text ends.
+    """Return the continuation of `prompt` by the checkpoint in `folder`, which looks back on `window` tokens at most.
 
-    `temperature` 0 takes the likeliest token. At most `window` tokens are looked back on. Raises
-    `CheckpointError` for a checkpoint that is damaged or was trained with another tokenizer, and `DataError`
+    Raises `CheckpointError` for a checkpoint that is damaged or was trained with another tokenizer, and `DataError`
     for a prompt with tokens that the model does not have.
     """
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
-    trained_with = checkpoint.facts.get("tokenizer")
-    if trained_with != tokenizer.fingerprint:
-        raise CheckpointError(
-            f"{folder} was trained with another tokenizer ({trained_with}, not {tokenizer.fingerprint}): "
-            "name the one of its config.toml"
-        )
+    check_tokenizer(checkpoint, tokenizer)
     config, blocks = load_blocks(checkpoint)
-    window = min(window, config.max_positions) if config.learned_positions else window
-    generator = torch.Generator().manual_seed(seed)
-    ids = [int(token) for token in tokenizer.encode(prompt)]
+    stops = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+    model = Trained(config=config, blocks=blocks, tokenizer=tokenizer, context=window, stops=stops)
+    sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
+    return generate_texts(model, [prompt], num_tokens, sampling)[0]
+
+
+def _encoded(prompt: str, model: Trained) -> list[int]:
+    """Return the tokens of a prompt; without any, the one that stands between texts."""
+    ids = [int(token) for token in model.tokenizer.encode(prompt)]
     if not ids:
-        ids = [tokenizer.end_of_text if tokenizer.end_of_text is not None else 0]
-    if max(ids) >= config.vocab_size:
-        raise DataError(f"the prompt has token {max(ids)}, but the model was trained with {config.vocab_size} only")
-    num_given = len(ids)
-    for _ in range(num_tokens):
-        logits = run_blocks(blocks, torch.tensor([ids[-window:]]))[0, -1].float()  # (vocabulary,)
-        token = _sample(logits, temperature, top_k, generator)
-        if token == tokenizer.end_of_text:
-            break
-        ids.append(token)
-    return tokenizer.decode(ids[num_given:])
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature <= 0:
-        return int(logits.argmax())
-    values, indices = logits.topk(min(top_k, logits.numel()) if top_k > 0 else logits.numel())
-    # The largest becomes zero, so that no temperature makes it overflow.
-    choice = torch.multinomial(((values - values[0]) / temperature).softmax(-1), 1, generator=generator)
-    return int(indices[choice])
+        ids = [model.tokenizer.end_of_text if model.tokenizer.end_of_text is not None else 0]
+    if max(ids) >= model.config.vocab_size:
+        raise DataError(
+            f"the prompt has token {max(ids)}, but the model was trained with {model.config.vocab_size} only"
+        )
+    return ids

@@ -1,70 +1,87 @@
 """The training loop of one rank.
 
-    with the world joined:  engine -> resume -> calibrate and predict -> steps -> checkpoint -> sample
+    with the world joined:  engine -> resume -> calibrate and predict -> steps and checkpoints -> sample
 
 Everything a user may have got wrong was checked before; what can still fail here is the machine.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from terrace.base.errors import ConfigError, TrainingError
-from terrace.cluster import Cluster
+from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.comm import Pacer
-from terrace.model.config import forward_flops, num_params, to_table
+from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
 from terrace.plan.grid import rank_at
-from terrace.program import StepReport, build_stages
+from terrace.program import StepReport
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
+from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
-from terrace.simulate import Work, simulate, simulate_stages, step_costs
-from terrace.simulate.footprint import work_of
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, latest, restore, save
+from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
 from terrace.train.config import RunConfig
-from terrace.train.data import Batches, TokenFile, load_tokenizer
+from terrace.train.data import Batches, Source, load_tokenizer
+from terrace.train.data.feeding import Feeder
+from terrace.train.data.prepared import data_facts
+from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.prediction import predict, utilisation_of
+from terrace.train.profiler import Profiler
+from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
 
+_PATIENCE = 10  # timeouts that rank 0 waits for what others write
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 _SAMPLE_MAX_PARAMS = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank is handed: the run, its folder, its tokens, and the checkpoint to go on from."""
+    """What every rank is handed: the run, its folder, its data, and the checkpoint to go on from."""
 
     run: RunConfig
     folder: Path
-    tokens: TokenFile
+    sources: tuple[Source, ...]
     tokenizer_fingerprint: str
     resume: Path | None = None
 
 
-def train(world: World, job: Job, observer: Observer) -> Outcome:
+def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
     """Train to the last step and return how it ended. Every rank calls this, each with its own observer.
 
-    Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError`
-    when the loss is not a number any more.
+    SIGTERM, and what else asks for it (terrace.runtime.stop), ends a run earlier: after the same step on every rank,
+    with a checkpoint of it.
+
+    Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError` when the
+    loss is not a number any more.
     """
-    with watch(world, timeout_s=job.run.train.timeout_s) as dog, dog.guard():
-        return _Run(world, job, observer, dog).outcome()
+    following = recorded(observer, job.run, job.folder) if world.rank == 0 else nullcontext(observer)
+    # The process that started local ranks is asked in their place, and asks them through the store.
+    with (
+        Asked(SIGNALS if world.supervised else SIGNALS[:1]) as asked,
+        watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
+        dog.guard(),
+        following as followed,
+    ):
+        return _Run(world, job, followed, dog, asked).outcome()
 
 
 class _Run:
-    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog) -> None:
+    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog, asked: Asked) -> None:
         run, rate = job.run, pace()
         if rate is not None and device_of().type == "cuda":
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
@@ -90,7 +107,18 @@ class _Run:
             progress=self._at,
             compiled=run.train.compile,
         )
-        self.batches = Batches(job.tokens, run.train.sequence, run.train.batch, run.train.seed)
+        self.vote = Vote(world, asked)
+        self.saver = Saver(
+            self.engine,
+            world,
+            job.folder,
+            self._facts(),
+            run.train.keep_checkpoints,
+            background=run.train.background_save,
+            limit_s=_PATIENCE * run.train.timeout_s,
+        )
+        train = run.train
+        self.batches = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout)
 
     def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if not self.compiling:
@@ -101,7 +129,7 @@ class _Run:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Outcome | Stop:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
         cluster = self.run.cluster
@@ -110,8 +138,14 @@ class _Run:
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         of_stages = predict(self.run, cluster)
         predicted = of_stages[self.engine.program.stage.index]
+        self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
-        summary = self._steps(first_step)
+        self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
+        summary, stop = self._steps(first_step)
+        self.saver.close()
+        if stop is not None:
+            self.engine.close()
+            return stop
         measured = self.engine.report(summary.mean_time_s)
         stages = self._stages(of_stages, measured)  # before the sample, which one rank makes and all would wait for
         folder = latest(self.job.folder)
@@ -138,35 +172,64 @@ class _Run:
         restore(self.engine, checkpoint)
         return checkpoint.step
 
-    def _steps(self, first_step: int) -> Summary:
+    def _steps(self, first_step: int) -> tuple[Summary, Stop | None]:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
+        stop = None
+        if self.job.resume is None:
+            self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
+        feeder = Feeder(self._micro_batches, first_step, train.steps)
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
+            micros = self._fed(feeder)
+            data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
-            result = self.engine.step(self._micro_batches(), rate)
+            with self.profiler.around(self.step):
+                result = self.engine.step(micros, rate)
             self.compiling = False
-            record = self._record(result, rate, time.perf_counter() - started)
+            record = self._record(result, rate, data_s, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
                 metrics.write(record)
             done = self.step + 1 - first_step
             per_step_s = (time.perf_counter() - begin) / done
             self.observer.stepped(record, per_step_s * (train.steps - self.step - 1))
-            _check_finite(result, self.step)
-            _check_rounding(result, self.step, train.error_budget)
+            self._check(result)
             if self.step == first_step:
                 self.engine.check_bytes()  # a wrong byte count stops the run while it has cost nothing
-            if train.checkpoint_every and (self.step + 1) % train.checkpoint_every == 0 and self.step + 1 < train.steps:
-                self._save(self.step + 1)
-        if first_step < train.steps:
-            self._save(train.steps)
+            num_done = self.step + 1
+            stop = self._stop(num_done) if num_done < train.steps else None
+            due = train.checkpoint_every and num_done % train.checkpoint_every == 0
+            if due or stop is not None or num_done == train.steps:
+                self._save(num_done)
+            if stop is not None:
+                break
+        self._finish_saving()
+        feeder.close()
         if metrics is not None:
             metrics.close()
-        return summary
+        return summary, stop
+
+    def _check(self, result: StepResult) -> None:
+        try:
+            _check_finite(result, self.step)
+            _check_rounding(result, self.step, self.run.train.error_budget)
+        except TrainingError:  # on every rank, so that a save under way can end
+            self._finish_saving()
+            raise
+
+    def _stop(self, num_done: int) -> Stop | None:
+        """Return the stop that all ranks have agreed on for now, having told what was saved meanwhile."""
+        self._tell()
+        if self.saver.problem is not None:
+            self.vote.fail(self.saver.problem)
+        stop = self.vote.after(num_done)
+        if stop is not None and stop.why == "failed":
+            raise CheckpointError(stop.text)
+        return stop
 
     def _stages(
         self, predicted: Sequence[StepReport], measured: StepReport
@@ -178,18 +241,25 @@ class _Run:
         of_ranks, grid = self.engine.exchange(measured), self.engine.program.grid
         return tuple((each, of_ranks[rank_at(grid, 0, stage)]) for stage, each in enumerate(predicted))
 
-    def _micro_batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        layout, device = self.engine.program.layout, self.engine.device
-        micros = []
+    def _micro_batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of `step`, on the host; runs in the feeder's thread."""
+        layout, pinned = self.engine.program.layout, self.engine.device.type == "cuda"
+        place, size = layout.position(self.world.rank), self.run.plan.micro_batch
+        made: list[Batch] = []
         for micro in range(self.engine.program.num_micros):
-            arrays = self.batches.micro_batch(
-                self.step, micro, layout.position(self.world.rank), layout.data_degree, self.run.plan.micro_batch
-            )
-            inputs, labels = (torch.from_numpy(array).to(device) for array in arrays)
-            micros.append((inputs, labels))
-        return micros
+            arrays = self.batches.micro_batch(step, micro, place, layout.data_degree, size)
+            tensors = (torch.from_numpy(array) for array in arrays)
+            made.append(cast(Batch, tuple(each.pin_memory() if pinned else each for each in tensors)))
+        return made
 
-    def _record(self, result: StepResult, rate: float, step_s: float) -> StepRecord:
+    def _fed(self, feeder: Feeder[list[Batch]]) -> list[Batch]:
+        """Return the micro-batches of the next step on this rank's device."""
+        device = self.engine.device
+        return [cast(Batch, tuple(each.to(device, non_blocking=True) for each in micro)) for micro in feeder.next()]
+
+    def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
+        time_s = {**result.time_s, "data": data_s}
+        time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         return StepRecord(
             step=self.step + 1,
             loss=result.loss,
@@ -199,22 +269,34 @@ class _Run:
             step_s=step_s,
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
-            time_s={**result.time_s, "other": result.time_s.get("other", 0.0) + step_s - sum(result.time_s.values())},
+            time_s=time_s,
+            **self.gauges.read(result.num_tokens, step_s),
         )
 
     def _save(self, step: int) -> None:
-        self.engine.drain()
         self.dog.idle("saving a checkpoint")
-        folder = save(self.engine, self.job.folder, step, self._facts(), self.run.train.keep_checkpoints)
-        self.observer.saved(folder)
+        if self.saver.is_under_way:
+            self.observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
+        self.saver.start(step)
+        self._tell()
         self.engine.check_bytes()
+
+    def _finish_saving(self) -> None:
+        self.dog.idle("finishing a checkpoint")
+        self.saver.finish()
+        self._tell()
+
+    def _tell(self) -> None:
+        saved = self.saver.news()
+        if saved is not None:
+            self.observer.saved(saved.folder)
 
     def _facts(self) -> Mapping[str, Any]:
         return {
             "model": to_table(self.run.model),
             "plan": self.run.plan.name,
             "tokenizer": self.job.tokenizer_fingerprint,
-            "data": self.job.tokens.digest,
+            **data_facts(self.job.sources, self.run.data.holdout),
             "seed": self.run.train.seed,
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
@@ -230,7 +312,7 @@ class _Run:
         tokenizer, train = load_tokenizer(self.run.data.tokenizer), self.run.train
         prompt = train.prompt
         if prompt is None:
-            prompt = tokenizer.decode(self.job.tokens.open()[:_PROMPT_TOKENS].tolist())
+            prompt = tokenizer.decode(self.job.sources[0].tokens.open()[:_PROMPT_TOKENS].tolist())
         return prompt + generate(
             folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
         )
@@ -241,23 +323,6 @@ def device_of() -> torch.device:
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
-
-
-def predict(run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """Return the predicted reports of a steady step of this run on `cluster`, for a rank of each stage.
-
-    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
-    run measured, which is the FLOP/s of a layer.
-    """
-    programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    sizes = (run.plan.micro_batch, run.train.sequence)
-    work: Work | list[int] = work_of(cluster, run.plan, run.model, run.train.sequence)
-    if cluster is not run.cluster:
-        work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
-    costs = [step_costs(program, work) for program in programs]
-    if len(programs) == 1:
-        return [simulate(programs[0], costs[0])]
-    return simulate_stages(programs, costs).reports
 
 
 def _check_finite(result: StepResult, step: int) -> None:

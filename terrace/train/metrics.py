@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,12 @@ from terrace.program import StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is that of the whole world."""
+    """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is that of the whole world.
+
+    What a rank sends and holds is that of rank 0: `sent_bytes` by tier since the line before, `memory_bytes` the peak
+    of each category of model state so far, `peak_memory_bytes` what the device's allocator, or on a CPU the system,
+    has seen at most. A utilisation is None where nothing was measured to hold it against.
+    """
 
     step: int
     loss: float
@@ -25,6 +30,13 @@ class StepRecord:
     tokens_per_s: float
     time_s: dict[str, float]
     quantisation_error: dict[str, float] = field(default_factory=dict)  # message class -> relative error
+    tokens_per_s_per_device: float = 0.0
+    mfu: float | None = None
+    hfu: float | None = None
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    time: float = 0.0  # when the step ended, in seconds since 1970
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +103,9 @@ class Observer(Protocol):
     def saved(self, folder: Path) -> None:
         """A checkpoint is complete."""
 
+    def note(self, text: str) -> None:
+        """Something that a user should know of has happened."""
+
     def finished(self, outcome: Outcome) -> None:
         """The run is over."""
 
@@ -103,6 +118,8 @@ class Silent:
     def stepped(self, record: StepRecord, seconds_left: float) -> None: ...
 
     def saved(self, folder: Path) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
     def finished(self, outcome: Outcome) -> None: ...
 
@@ -141,12 +158,16 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Return the records of a metrics file, up to the first line that is not one: a crash may cut the last short."""
+    """Return the records of a metrics file, up to the first line that is not one: a crash may cut the last short.
+
+    Keys that this version does not know, of a newer one, are left out.
+    """
+    known = {item.name for item in fields(StepRecord)}
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(StepRecord(**json.loads(line)))
-        except (ValueError, TypeError):
+            records.append(StepRecord(**{key: value for key, value in json.loads(line).items() if key in known}))
+        except (ValueError, TypeError, AttributeError):
             break
     return records
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from terrace.train.checkpoint.layout import (
     BlockLayout,
     Files,
     check_model,
+    complete,
     decode,
     is_intact,
     tensor_name,
 )
 from terrace.train.checkpoint.parts import Part, Slices, held, parts, slices_of
 
+_NUM_READERS = 8
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
 
 
@@ -68,25 +71,30 @@ class Checkpoint:
 
         Raises `CheckpointError` naming the first that is bad.
         """
-        for name, file in self.files.items():
-            path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing: {_INSTEAD}")
-            try:
-                size, intact = path.stat().st_size, is_intact(path, file)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-            if size != file["num_bytes"]:
-                raise CheckpointError(
-                    f"{path} has {size} bytes instead of {file['num_bytes']}, so it is damaged: {_INSTEAD}"
-                )
-            if not intact:
-                raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
+        with ThreadPoolExecutor(_NUM_READERS) as readers:  # reading and checksums let go of the interpreter lock
+            for _ in readers.map(self._verify_file, self.files):
+                pass
         for block, layout in self.layout.items():
             for name, (_, shape) in layout.items():
                 stored = self._find(block, name, whole(shape))
                 if sum(numel(box) for box, _ in stored) != numel(whole(shape)):
                     raise CheckpointError(f"{self.folder} has more of {block}.{name} than there is: {_INSTEAD}")
+
+    def _verify_file(self, name: str) -> None:
+        path, file = self.folder / name, self.files[name]
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: {_INSTEAD}")
+        try:
+            size = path.stat().st_size
+            intact = size == file["num_bytes"] and is_intact(path, file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if size != file["num_bytes"]:
+            raise CheckpointError(
+                f"{path} has {size} bytes instead of {file['num_bytes']}, so it is damaged: {_INSTEAD}"
+            )
+        if not intact:
+            raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
 
     def fill(self, block: str, wanted: Sequence[Part]) -> None:
         """Read boxes of parameters of one block into the parts' values.
@@ -158,6 +166,25 @@ class Checkpoint:
         if missing is not None:
             raise CheckpointError(f"{self.folder} lacks elements [{to_text(missing)}] of {block}.{name}: {_INSTEAD}")
         return found
+
+
+def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
+    """Return the newest checkpoint of a run that is whole, verified, and what is wrong with each newer one.
+
+    Raises `CheckpointError` when there is none, with what is wrong with each.
+    """
+    wrong: list[str] = []
+    for folder in reversed(complete(run_folder / "checkpoints")):
+        try:
+            checkpoint = Checkpoint(folder)
+            checkpoint.verify()
+        except CheckpointError as error:
+            wrong.append(str(error).removesuffix(f": {_INSTEAD}"))
+        else:
+            return checkpoint, wrong
+    if not wrong:
+        raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
+    raise CheckpointError(f"{run_folder} has no checkpoint that is whole: {'; '.join(wrong)}; start a new run")
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:

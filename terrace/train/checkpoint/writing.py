@@ -57,6 +57,11 @@ def partial_of(folder: Path, life: str = "") -> Path:
     return folder.with_name(f".{folder.name}.{life}{'.' * bool(life)}partial")
 
 
+def part_of(partial: Path, rank: int) -> Path:
+    """Return the file that says what a rank has written; it is there once all of that is on disk."""
+    return partial / f"rank-{rank:05d}.json"
+
+
 def not_written(folder: Path, why: str) -> str:
     """Return the message of a save that failed."""
     return (
@@ -77,10 +82,11 @@ def attempt(work: Callable[[], object]) -> str | None:
 def write_part(snapshot: Snapshot, partial: Path, engine: Engine) -> None:
     """Write what this rank has taken. Raises `OSError`."""
     partial.mkdir(parents=True, exist_ok=True)
-    name, files = f"rank-{engine.rank:05d}", {}
+    part, files = part_of(partial, engine.rank), {}
     if snapshot.pieces:
-        files[f"{name}.safetensors"] = snapshot.write(partial / f"{name}.safetensors")
-    write_atomic(partial / f"{name}.json", json.dumps({"num_updates": engine.num_updates, "files": files}))
+        path = part.with_suffix(".safetensors")
+        files[path.name] = snapshot.write(path)
+    write_atomic(part, json.dumps({"num_updates": engine.num_updates, "files": files}))
 
 
 def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
@@ -88,7 +94,7 @@ def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mappin
     files: Files = {}
     num_updates = 0
     for rank in range(engine.program.cluster.world_size):
-        path = partial / f"rank-{rank:05d}.json"
+        path = part_of(partial, rank)
         part = json.loads(path.read_text(encoding="utf-8"))
         files |= part["files"]
         num_updates = max(num_updates, part["num_updates"])

@@ -1,6 +1,6 @@
 """Data: text to tokens once, then the batch of any step on any number of ranks."""
 
-from terrace.train.data.batches import Batches
+from terrace.train.data.batches import Batches, Source
 from terrace.train.data.corpus import find_documents, read_documents
 from terrace.train.data.order import SampleOrder
 from terrace.train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -10,6 +10,7 @@ __all__ = [
     "Batches",
     "ByteTokenizer",
     "SampleOrder",
+    "Source",
     "TokenFile",
     "Tokenizer",
     "find_documents",

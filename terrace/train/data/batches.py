@@ -3,73 +3,139 @@
 Shapes: batch = samples of a global step, micro_batch = samples of one micro-batch of one data rank,
 sequence = tokens of a sample.
 
-Sample i is the window of tokens i*sequence ... (i+1)*sequence, both included: its first `sequence` are
-the input, its last `sequence` the labels, so that every token but the first of the file is a label of
-exactly one window. A tail shorter than a window is not used. Windows run across document ends, which the
-end-of-text token marks.
+A sample is a row of `sequence` tokens, made from the documents of one source (terrace.train.data.samples). The
+sources give samples at a steady rate by weight (terrace.train.data.mixture); each is shuffled by its own
+`SampleOrder`, so it has its own epochs, and those of a small source with a large weight are short.
 
-Step s takes the global positions s*batch ... (s+1)*batch - 1 of the `SampleOrder`. Micro-batch m of data
-rank r holds, of these, `micro_batch` in a row from (m*num_data_ranks + r)*micro_batch. So the micro-batches
-of all ranks together are the global batch, whatever the world size, and any step can be had at once.
+Step s takes the global positions s*batch ... (s+1)*batch - 1. Micro-batch m of data rank r holds, of these,
+`micro_batch` in a row from (m*num_data_ranks + r)*micro_batch. So the micro-batches of all ranks together are the
+global batch, whatever the world size, every rank has the same number of them, and any step can be had at once.
 """
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.train.data.documents import Documents, open_documents
+from terrace.train.data.mixture import Blend
 from terrace.train.data.order import SampleOrder
+from terrace.train.data.packing import Packing, Tally, packed
+from terrace.train.data.samples import Packed, Rows, Windows
 from terrace.train.data.tokens import TokenFile
+from terrace.train.sources import Documented, TooLong
 
 Ids = npt.NDArray[np.int64]
+Arrays = tuple[Ids, ...]  # inputs, labels and, where documents are kept apart, positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A prepared corpus and its part in a run."""
+
+    tokens: TokenFile
+    name: str = ""
+    weight: float = 1.0
+    documents: Documented = "join"
+    too_long: TooLong = "refuse"
+
+    def packing(self, sequence: int) -> Packing:
+        """Return how the whole documents stand in sequences; made on the first call, then kept in a file."""
+        assert self.documents == "whole", "only whole documents are packed"
+        return packed(self._opened(), sequence, self.too_long, self.tokens.path)
+
+    def samples(self, sequence: int) -> Windows | Packed:
+        """Return the samples of this source. Raises `DataError` where there is none."""
+        if self.documents == "whole":
+            return Packed(self._opened(), sequence, self.packing(sequence))
+        return Windows(self._opened(), sequence, separate=self.documents == "separate")
+
+    def _opened(self) -> Documents:
+        return open_documents(self.tokens)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what of this source decides which tokens a step sees, as a checkpoint keeps it."""
+        too_long = {"too_long": self.too_long} if self.documents == "whole" else {}
+        return {"digest": self.tokens.digest, "weight": self.weight, "documents": self.documents, **too_long}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceUse:
+    """What a run takes from a source."""
+
+    name: str
+    num_samples: int  # that are trained on, in an epoch
+    num_holdout_samples: int
+    num_taken: int  # in all steps
+    tally: Tally | None  # where whole documents are packed
+
+    @property
+    def epochs(self) -> float:
+        """How often the run goes through the source."""
+        return self.num_taken / self.num_samples
 
 
 class Batches:
-    """Training batches of a token file, and its last `holdout_samples` windows, never trained on.
+    """Training batches of a token file or of weighted sources, and the samples held out, never trained on.
 
-    The first holdout window shares one token with training: it is the last label there, only an input here.
-    An epoch's last batch goes on into the next epoch. Raises `DataError` for sizes below one, data
-    shorter than one window, and a holdout that leaves nothing to train on.
+    `holdout` is a share of each source's samples below 1, or else how many of each; they are its last ones. Where text
+    is cut into windows, the first that is held out shares one token with training: it is the last label there, only an
+    input here. Raises `DataError` for sizes below one, a source without a whole sample, and a holdout that leaves
+    nothing to train on.
     """
 
-    def __init__(self, tokens: TokenFile, sequence: int, batch: int, seed: int, holdout_samples: int = 0) -> None:
-        for name, value, least in (
-            ("sequence", sequence, 1),
-            ("batch", batch, 1),
-            ("holdout_samples", holdout_samples, 0),
-        ):
+    def __init__(
+        self,
+        sources: TokenFile | Sequence[Source],
+        sequence: int,
+        batch: int,
+        seed: int,
+        holdout: float = 0,
+    ) -> None:
+        for name, value, least in (("sequence", sequence, 1), ("batch", batch, 1), ("holdout", holdout, 0)):
             if value < least:
                 raise DataError(f"{name} = {value} must be at least {least}; raise it")
-        if tokens.num_tokens < sequence + 1:
-            raise DataError(
-                f"{tokens.path} has {tokens.num_tokens} tokens, but one sample of sequence {sequence} takes "
-                f"{sequence + 1}; give more data or set sequence to at most {max(1, tokens.num_tokens - 1)}"
-            )
-        num_windows = (tokens.num_tokens - 1) // sequence
-        if holdout_samples >= num_windows:
-            raise DataError(
-                f"holdout_samples = {holdout_samples} leaves nothing to train on: {tokens.path} has "
-                f"{num_windows} samples of sequence {sequence}; hold out at most {num_windows - 1} "
-                "or give more data"
-            )
-        self.tokens = tokens
+        self.sources = (Source(tokens=sources),) if isinstance(sources, TokenFile) else tuple(sources)
         self.sequence = sequence
         self.batch = batch
-        self.num_samples = num_windows - holdout_samples
-        self.num_holdout_samples = holdout_samples
-        self._order = SampleOrder(self.num_samples, seed)
-        # A plain view: indexing a memmap object costs Python time for its subclass on every call.
-        ids = np.asarray(tokens.open())
-        # (num_windows, sequence + 1), overlapping by one token; no copy
-        self._windows = np.lib.stride_tricks.sliding_window_view(ids, sequence + 1)[::sequence]
+        self._samples = [source.samples(sequence) for source in self.sources]
+        self._held = [
+            _num_held(source, samples.num_samples, holdout)
+            for source, samples in zip(self.sources, self._samples, strict=True)
+        ]
+        self._orders = [
+            SampleOrder(samples.num_samples - held, seed)
+            for samples, held in zip(self._samples, self._held, strict=True)
+        ]
+        self._blend = Blend([source.weight for source in self.sources])
+        self.has_positions = any(samples.has_positions for samples in self._samples)
+        self.num_samples = sum(order.num_samples for order in self._orders)
+        self.num_holdout_samples = sum(self._held)
 
-    def global_batch(self, step: int) -> tuple[Ids, Ids]:
-        """Return the inputs and labels of step `step`, each int64 of shape (batch, sequence)."""
+    def uses(self, num_steps: int) -> list[SourceUse]:
+        """Return what the first `num_steps` steps take from each source."""
+        taken = self._blend.counts(num_steps * self.batch)
+        return [
+            SourceUse(
+                name=source.name or str(source.tokens.path),
+                num_samples=order.num_samples,
+                num_holdout_samples=held,
+                num_taken=count,
+                tally=source.packing(self.sequence).tally if source.documents == "whole" else None,
+            )
+            for source, order, held, count in zip(self.sources, self._orders, self._held, taken, strict=True)
+        ]
+
+    def global_batch(self, step: int) -> Arrays:
+        """Return inputs, labels and, if `has_positions`, positions of `step`, each int64 of shape (batch, sequence)."""
         return self._at(step * self.batch, self.batch)
 
-    def micro_batch(
-        self, step: int, micro: int, data_rank: int, num_data_ranks: int, micro_batch: int
-    ) -> tuple[Ids, Ids]:
-        """Return the inputs and labels of one micro-batch, each int64 of shape (micro_batch, sequence).
+    def micro_batch(self, step: int, micro: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Arrays:
+        """Return one micro-batch, its arrays each int64 of shape (micro_batch, sequence).
 
         `micro` counts from 0 to batch / (num_data_ranks * micro_batch). Raises `DataError` when that is
         not a whole number.
@@ -85,8 +151,8 @@ class Batches:
         first = step * self.batch + (micro * num_data_ranks + data_rank) * micro_batch
         return self._at(first, micro_batch)
 
-    def holdout(self, indices: npt.ArrayLike) -> tuple[Ids, Ids]:
-        """Return the inputs and labels of held-out windows, each int64 of shape (num_indices, sequence).
+    def holdout(self, indices: npt.ArrayLike) -> Arrays:
+        """Return samples held out, the arrays each int64 of shape (num_indices, sequence), source by source.
 
         `indices`, shape (num_indices,), lie in 0 ... num_holdout_samples - 1. Raises `DataError` else.
         """
@@ -94,14 +160,50 @@ class Batches:
         outside = chosen[(chosen < 0) | (chosen >= self.num_holdout_samples)]
         if outside.size:
             raise DataError(
-                f"holdout sample {outside[0]} does not exist: holdout_samples is {self.num_holdout_samples}; raise it"
+                f"holdout sample {outside[0]} does not exist: {self.num_holdout_samples} are held out; raise holdout"
             )
-        return self._gather(chosen + self.num_samples)
+        ends = np.cumsum(self._held)
+        sources = np.searchsorted(ends, chosen, side="right")
+        sizes: Ids = np.array([order.num_samples for order in self._orders], dtype=np.int64)
+        firsts: Ids = sizes - ends + np.asarray(self._held, dtype=np.int64)
+        return self._gather(sources, chosen + firsts[sources])
 
-    def _at(self, first: int, count: int) -> tuple[Ids, Ids]:
+    def _at(self, first: int, count: int) -> Arrays:
         assert first >= 0, f"position {first} is negative"
-        return self._gather(self._order.sample(np.arange(first, first + count, dtype=np.int64)))
+        sources, indices = self._blend.place(np.arange(first, first + count, dtype=np.int64))
+        for source in np.unique(sources):
+            chosen = sources == source
+            indices[chosen] = self._orders[source].sample(indices[chosen])
+        return self._gather(sources, indices)
 
-    def _gather(self, samples: Ids) -> tuple[Ids, Ids]:
-        rows = self._windows[samples]  # (n, sequence + 1), a copy in the stored dtype
-        return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+    def _gather(self, sources: Ids, samples: Ids) -> Arrays:
+        """Return the rows of `samples`, each of its source; both shape (n,)."""
+        if len(self._samples) == 1:
+            return self._arrays(self._samples[0].rows(samples))
+        whole = tuple(np.empty((len(samples), self.sequence), dtype=np.int64) for _ in range(2 + self.has_positions))
+        for source in np.unique(sources):
+            chosen = np.flatnonzero(sources == source)
+            for all_rows, rows in zip(whole, self._arrays(self._samples[source].rows(samples[chosen])), strict=True):
+                all_rows[chosen] = rows
+        return whole
+
+    def _arrays(self, rows: Rows) -> Arrays:
+        inputs, labels, positions = rows
+        if not self.has_positions:
+            return inputs, labels
+        if positions is None:  # beside documents kept apart, a row of joined ones counts as one document
+            positions = np.broadcast_to(np.arange(self.sequence), inputs.shape)
+        return inputs, labels, positions
+
+
+def _num_held(source: Source, num_samples: int, holdout: float) -> int:
+    """Return how many samples of a source are held out. Raises `DataError` unless some are left."""
+    if holdout >= 1 and holdout != int(holdout):
+        raise DataError(f"holdout = {holdout} is neither a share below 1 nor a whole number of samples; round it")
+    held = int(holdout) if holdout >= 1 else math.ceil(holdout * num_samples)
+    if held >= num_samples:
+        raise DataError(
+            f"holdout = {holdout:g} leaves nothing to train on: {source.name or source.tokens.path} has {num_samples} "
+            f"samples; hold out at most {num_samples - 1} or give more data"
+        )
+    return held

@@ -41,6 +41,7 @@ class Piece:
 
     text: str  # never empty
     ends_document: bool
+    trains: bool = True  # whether a model learns to say it; False for a prompt
 
 
 def find_documents(path: str | Path) -> list[Path]:

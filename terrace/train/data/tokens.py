@@ -1,13 +1,15 @@
 """A corpus tokenised once, into a file that is mapped into memory.
 
 `<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document followed by the tokenizer's
-end of text; `<name>-<key>.json` beside it describes them. The key is a hash of the tokenizer and of the
+end of text. Beside it, `.starts` holds where each document begins (little-endian int64, in tokens, rising
+from 0), `.mask`, only where some pieces are not trained on, one byte a token (1: trained on), and `.json`
+describes them. The key is a hash of the tokenizer and of the
 path, size and modification time of every source file, so another source or tokenizer is another file and
 one that somebody has mapped never changes. Old ones are not removed: nobody here knows who still reads
 them. They may be deleted by hand at any time no run uses them.
 
-Both files are written whole to a temporary name and renamed, the description last: a description means a
-complete token file. Processes that prepare the same corpus at once write equal bytes, and the last rename
+All are written whole to a temporary name and renamed, the description last: a description means a complete
+cache. Processes that prepare the same corpus at once write equal bytes, and the last rename
 wins. It is safe but repeats the work: let one process of a machine prepare, then the others.
 """
 
@@ -17,10 +19,11 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,40 +34,46 @@ from terrace.base.schema import load, read_table
 from terrace.train.data.corpus import Piece, find_documents, read_pieces
 from terrace.train.data.tokenizer import Tokenizer
 
-_FORMAT = "terrace-tokens-1"  # part of the key: raise it when the same corpus would give other bytes
+_FORMAT = "terrace-tokens-2"  # part of the key: raise it when the same corpus would give other bytes
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A prepared corpus. `digest` is a hash of the ids, equal on every machine that has the same data."""
+    """A prepared corpus. `digest` is a hash of what it holds, equal on every machine that has the same data."""
 
     path: Path
     dtype: Literal["uint16", "uint32"]
     num_tokens: int
     max_token: int
     digest: str
+    num_documents: int  # those with at least one token
+    starts: Path
+    mask: Path | None  # None: every token is trained on
 
     def open(self) -> "np.memmap[tuple[int], np.dtype[np.unsignedinteger]]":
         """Map the ids read-only, shape (num_tokens,), dtype `dtype`.
 
         Raises `DataError` when the file is missing, unreadable or not of the size it should have.
         """
-        dtype = np.dtype(self.dtype).newbyteorder("<")
-        expected = self.num_tokens * dtype.itemsize
-        try:
-            size = self.path.stat().st_size
-            if size != expected or expected == 0:
-                raise DataError(
-                    f"{self.path} is damaged: it has {size} bytes, but {self.num_tokens} tokens of "
-                    f"{self.dtype} take {expected}; delete it, and it will be made again"
-                )
-            return np.memmap(self.path, dtype=dtype, mode="r", shape=(self.num_tokens,))
-        except OSError as error:
-            raise DataError(
-                f"cannot read the token file {self.path}: {error.strerror}; prepare the data again"
-            ) from error
+        return _map(self.path, np.dtype(self.dtype), self.num_tokens, f"tokens of {self.dtype}")
+
+    def open_starts(self) -> "np.memmap[tuple[int], np.dtype[np.int64]]":
+        """Map the places where documents begin read-only, int64 of shape (num_documents,), rising from 0.
+
+        Raises `DataError` as `open` does.
+        """
+        return _map(self.starts, np.dtype(np.int64), self.num_documents, "starts of documents")
+
+    def open_mask(self) -> "np.memmap[tuple[int], np.dtype[np.uint8]] | None":
+        """Map the mask read-only, uint8 of shape (num_tokens,), 1: is trained on; `None`: every token is.
+
+        Raises `DataError` as `open` does.
+        """
+        if self.mask is None:
+            return None
+        return _map(self.mask, np.dtype(np.uint8), self.num_tokens, "tokens of a mask")
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise `DataError` when an id of this file has no row in a vocabulary of `vocab_size`."""
@@ -73,6 +82,21 @@ class TokenFile:
                 f"{self.path} holds token id {self.max_token}, but the model's vocab_size is {vocab_size}; "
                 f"give the model a vocab_size of at least {self.max_token + 1} or use its own tokenizer"
             )
+
+
+def _map(path: Path, dtype: np.dtype[Any], count: int, what: str) -> "np.memmap[tuple[int], np.dtype[Any]]":
+    dtype = dtype.newbyteorder("<")
+    expected = count * dtype.itemsize
+    try:
+        size = path.stat().st_size
+        if size != expected or expected == 0:
+            raise DataError(
+                f"{path} is damaged: it has {size} bytes, but {count} {what} take {expected}; delete it, and it "
+                "will be made again"
+            )
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    except OSError as error:
+        raise DataError(f"cannot read the token file {path}: {error.strerror}; prepare the data again") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +111,8 @@ class _Description:
     num_tokens: int
     max_token: int
     digest: str
+    num_documents: int
+    masked: bool
 
 
 def prepare_tokens(path: str | Path, tokenizer: Tokenizer, cache_dir: str | Path) -> TokenFile:
@@ -104,20 +130,19 @@ def prepare_tokens(path: str | Path, tokenizer: Tokenizer, cache_dir: str | Path
     if ready is not None:
         return ready
     tally = _Tally(dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
+    made: dict[Path, str] = {}  # file -> temporary
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
-            with os.fdopen(handle, "wb", buffering=1 << 20) as file:
-                _write_tokens(file, read_pieces(path), tokenizer, tally)
-                file.flush()
-                os.fsync(file.fileno())
+            _make(made, target, path, tokenizer, tally)
             if _source_fingerprint(path) != source:
                 raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
+            for file, temporary in made.items():
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, file)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            for temporary in made.values():
+                Path(temporary).unlink(missing_ok=True)
             raise
         description = _Description(
             format=_FORMAT,
@@ -127,7 +152,9 @@ def prepare_tokens(path: str | Path, tokenizer: Tokenizer, cache_dir: str | Path
             dtype=tally.dtype,
             num_tokens=tally.num_tokens,
             max_token=tally.max_token,
-            digest=tally.digest.hexdigest(),
+            digest=tally.name(),
+            num_documents=len(tally.starts),
+            masked=target.with_suffix(".mask") in made,
         )
         _describe(target, description)
     except OSError as error:
@@ -144,29 +171,61 @@ class _Tally:
         self.num_bytes = 0
         self.max_token = -1
         self.digest = hashlib.blake2b(digest_size=16)
+        self.starts: list[int] = []
+        self.masked: list[tuple[int, int]] = []  # first token, one past the last
+
+    def name(self) -> str:
+        if self.masked:
+            self.digest.update(json.dumps(self.masked).encode())
+        return self.digest.hexdigest()
+
+
+def _make(made: dict[Path, str], target: Path, path: str | Path, tokenizer: Tokenizer, tally: _Tally) -> None:
+    with _temporary(made, target) as file:
+        _write_tokens(file, read_pieces(path), tokenizer, tally)
+    with _temporary(made, target.with_suffix(".starts")) as file:
+        file.write(np.array(tally.starts, dtype="<i8").tobytes())
+    if tally.masked:
+        mask = np.ones(tally.num_tokens, dtype=np.uint8)
+        for first, end in tally.masked:
+            mask[first:end] = 0
+        with _temporary(made, target.with_suffix(".mask")) as file:
+            file.write(mask.tobytes())
+
+
+@contextmanager
+def _temporary(made: dict[Path, str], target: Path) -> Iterator[IO[bytes]]:
+    handle, made[target] = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    with os.fdopen(handle, "wb", buffering=1 << 20) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_tokens(file: IO[bytes], pieces: Iterable[Piece], tokenizer: Tokenizer, tally: _Tally) -> None:
     stored = np.dtype(tally.dtype).newbyteorder("<")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
+    begins = True
     for piece in pieces:
         ids = tokenizer.encode(piece.text)
         if piece.ends_document:
             ids = np.concatenate([ids, end])
-        if ids.size == 0:
-            continue
-        largest, smallest = int(ids.max()), int(ids.min())
-        if smallest < 0 or largest >= tokenizer.vocab_size:
-            raise DataError(
-                f"the tokenizer gave ids from {smallest} to {largest}, outside its vocabulary of "
-                f"{tokenizer.vocab_size}; use a tokenizer whose files belong together"
-            )
-        raw = ids.astype(stored).tobytes()
-        file.write(raw)
-        tally.num_tokens += ids.size
-        tally.num_bytes += len(raw)
-        tally.max_token = max(tally.max_token, largest)
-        tally.digest.update(raw)
+        if ids.size:
+            largest, smallest = int(ids.max()), int(ids.min())
+            if smallest < 0 or largest >= tokenizer.vocab_size:
+                raise DataError(
+                    f"the tokenizer gave ids from {smallest} to {largest}, outside its vocabulary of "
+                    f"{tokenizer.vocab_size}; use a tokenizer whose files belong together"
+                )
+            raw = ids.astype(stored).tobytes()
+            file.write(raw)
+            tally.starts += [tally.num_tokens] * begins
+            tally.masked += [(tally.num_tokens, tally.num_tokens + ids.size)] * (not piece.trains)
+            tally.num_tokens += ids.size
+            tally.num_bytes += len(raw)
+            tally.max_token = max(tally.max_token, largest)
+            tally.digest.update(raw)
+        begins = piece.ends_document or (begins and not ids.size)
     if tally.num_tokens == 0:
         raise DataError("the tokenizer turned all of the text into no tokens; use another tokenizer")
 
@@ -177,7 +236,8 @@ def _describe(target: Path, description: _Description) -> None:
         sync_folder(target.parent)
     except BaseException:
         if not target.with_suffix(".json").exists():
-            target.unlink(missing_ok=True)
+            for suffix in (".tokens", ".starts", ".mask"):
+                target.with_suffix(suffix).unlink(missing_ok=True)
         raise
 
 
@@ -196,7 +256,10 @@ def _load_ready(target: Path) -> TokenFile | None:
     except ConfigError as error:
         raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
     ready = _token_file(target, description)
-    ready.open()  # for its check of the size
+    if not ready.starts.exists() or (ready.mask is not None and not ready.mask.exists()):
+        return None
+    for check in (ready.open, ready.open_starts, ready.open_mask):
+        check()  # the size
     return ready
 
 
@@ -207,6 +270,9 @@ def _token_file(target: Path, description: _Description) -> TokenFile:
         num_tokens=description.num_tokens,
         max_token=description.max_token,
         digest=description.digest,
+        num_documents=description.num_documents,
+        starts=target.with_suffix(".starts"),
+        mask=target.with_suffix(".mask") if description.masked else None,
     )
 
 

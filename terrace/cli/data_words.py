@@ -1,0 +1,41 @@
+"""What the user is told of the data before a run: sources, shares, epochs, what is padding, what is left out."""
+
+from terrace.train.data.batches import Batches, Source, SourceUse
+from terrace.train.loop import Job
+
+
+def data_words(job: Job) -> str:
+    """Return the data in a line, and a line for each source of a mixture and for what was packed."""
+    run, train = job.run, job.run.train
+    uses = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout).uses(train.steps)
+    count = f"{sum(source.tokens.num_tokens for source in job.sources) / 1e6:.1f} M tokens"
+    whole = [words for use in uses for words in _packed_words(use, train.sequence)]
+    if len(uses) == 1:
+        held = f"; {uses[0].num_holdout_samples} sequences held out" if uses[0].num_holdout_samples else ""
+        return "\n".join([f"{count} of {job.sources[0].name}{held}", *whole])
+    total = sum(source.weight for source in job.sources)
+    lines = [_source_words(source, use, total) for source, use in zip(job.sources, uses, strict=True)]
+    return "\n".join([f"{count} of {len(uses)} sources", *lines, *whole])
+
+
+def _source_words(source: Source, use: SourceUse, total: float) -> str:
+    held = f", {use.num_holdout_samples} held out" if use.num_holdout_samples else ""
+    return (
+        f"  {use.name}: {source.weight / total:.1%} of the sequences, {source.tokens.num_tokens / 1e6:.1f} M tokens in "
+        f"{use.num_samples} sequences, {use.epochs:.2f} epochs{held}"
+    )
+
+
+def _packed_words(use: SourceUse, sequence: int) -> list[str]:
+    tally = use.tally
+    if tally is None:
+        return []
+    fates = []
+    if tally.num_too_long:
+        fates.append(f"{tally.num_too_long} longer than a sequence")
+    if tally.num_untrained:
+        fates.append(f"{tally.num_untrained} left out without a token to train on")
+    return [
+        f"  {use.name}: {tally.num_documents} documents packed whole into {tally.num_sequences} sequences, "
+        f"{tally.waste(sequence):.1%} of them padding" + "".join(f"; {fate}" for fate in fates)
+    ]

@@ -1,0 +1,87 @@
+"""The line of a step, and on a terminal the bar before it.
+
+The bar is drawn into an ordinary line that the next one overwrites. It hides no cursor and starts no thread, so a run
+that is killed leaves a usable terminal behind.
+"""
+
+import sys
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from terrace.report.tables import quantity
+from terrace.train.metrics import StepRecord
+from terrace.train.utilisation import Utilisation
+
+_BAR, _LEAST_WIDTH = 24, 60  # characters
+
+
+class ProgressLine:
+    """Shows steps: on a terminal in place, with a line that stays now and then; elsewhere those lines alone."""
+
+    def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
+        self._console, self._num_steps, self._log_every = console, num_steps, log_every
+        self._live = sys.stdout.isatty()
+
+    def show(self, record: StepRecord, seconds_left: float) -> None:
+        """Show a step."""
+        line = step_words(record, self._num_steps, seconds_left)
+        keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
+        if keep:
+            print(f"{self._erase()}{line}", flush=True)
+        if self._live and record.step < self._num_steps:
+            print(f"{self._erase()}{self._bar(record.step)}", end="", flush=True)
+            words = line[: max(0, self._console.width - _BAR - 2)]
+            print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
+
+    def above(self, text: str) -> None:
+        """Print a line that stays."""
+        print(f"{self._erase()}{text}", flush=True)
+
+    def _erase(self) -> str:
+        return "\r\x1b[K" if self._live else ""
+
+    def _bar(self, step: int) -> str:
+        with self._console.capture() as captured:
+            self._console.print(ProgressBar(total=self._num_steps, completed=step, width=_BAR))
+        bar = captured.get().replace("\n", "")
+        return bar + " " * (
+            _BAR + 1 - len(Text.from_ansi(bar).plain)
+        )  # without colours what is left to do is not drawn
+
+
+def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
+    """Return a step in a line."""
+    parts = [
+        f"step {record.step:>{len(str(num_steps))}}/{num_steps}",
+        f"loss {record.loss:.3f}",
+        f"norm {record.grad_norm:.2f}",
+        f"lr {record.learning_rate:.2e}",
+        quantity(record.tokens_per_s, "tokens/s"),
+    ]
+    if record.mfu is not None:
+        parts.append(f"MFU {100 * record.mfu:.1f} %")
+    if record.peak_memory_bytes:
+        name, size = next(iter(record.peak_memory_bytes.items()))
+        parts.append(f"{quantity(size, 'B')} {name}")
+    return "  ".join([*parts, f"{clock(seconds_left)} left"])
+
+
+def clock(seconds_left: float) -> str:
+    """Return seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds_left), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def utilisation_words(used: Utilisation) -> str:
+    """Return what MFU and HFU of a run are counted from."""
+    flops, peak = used.flops, quantity(used.peak_flops_per_s, "FLOP/s")
+    return (
+        f"MFU = {quantity(flops.model, 'FLOP')} / (seconds of a step x {used.num_devices} x {peak}): "
+        f"{quantity(flops.products, 'FLOP')} of products (6 a weight and token, 4 of a frozen one), "
+        f"{quantity(flops.attention, 'FLOP')} of causal attention\n"
+        f"HFU = the same with {quantity(flops.hardware, 'FLOP')}: attention's full square, and what is recomputed\n"
+        f"  the peak is {used.origin}"
+    )

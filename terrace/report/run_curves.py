@@ -1,0 +1,139 @@
+"""Curves over the steps of a run: small pictures in the colours of the page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from terrace.report.plot import round_ticks
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
+_MOST_POINTS = 400  # of a line: more than a picture of this width can show
+_FEWEST_TO_SMOOTH = 40  # points: of fewer a running mean says nothing that the line does not
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Lines over steps. `smooth` draws a running mean over a faint line, `level` a dashed line with its name."""
+
+    title: str
+    lines: Mapping[str, Sequence[Point]]
+    unit: str = ""
+    smooth: bool = False
+    from_zero: bool = False
+    level: tuple[str, float] | None = None
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    """Return the points that can be drawn."""
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most `_MOST_POINTS` points: of each stretch of steps the lowest and the highest, in order."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    size = math.ceil(len(points) / (_MOST_POINTS // 2))
+    found = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        found += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    return found
+
+
+def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
+    """Return the picture of a curve with at least one point that can be drawn; `marks` are steps of resumes."""
+    lines = {name: finite(points) for name, points in curve.lines.items()}
+    points = [point for line in lines.values() for point in line]
+    values = [value for _, value in points] + ([curve.level[1]] if curve.level else [])
+    low, high = (0.0 if curve.from_zero else min(values)), max(values)
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    low, high = (low if curve.from_zero else low - margin), high + margin
+    first, last = _span(points)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        across = LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+        return across, TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [
+        f'<svg class="curve" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(curve.title)}" '
+        'xmlns="http://www.w3.org/2000/svg">'
+    ]
+    for tick in round_ticks(low, high):
+        y = place(first, tick)[1]
+        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+    for tick in dict.fromkeys(round(tick) for tick in round_ticks(first, last)):
+        if first <= tick <= last:
+            x = place(tick, low)[0]
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{tick}</text>')
+    for step in marks:
+        if first <= step <= last:
+            x = place(step, low)[0]
+            words = f"resumed after step {step}"
+            parts.append(f'<path class="mark" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"><title>{words}</title></path>')
+    if curve.level is not None:
+        name, value = curve.level
+        y = place(first, value)[1]
+        parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        below = y + 15 if y < TOP + 20 else y - 5
+        parts.append(f'<text x="{LEFT + 4}" y="{below:.1f}">{escape(name)}</text>')
+    for index, line in enumerate(lines.values()):
+        colour = COLOURS[index % len(COLOURS)]
+        if curve.smooth and len(line) >= _FEWEST_TO_SMOOTH:
+            parts.append(_line([place(*point) for point in thinned(line)], colour, "faint"))
+            line = _running_mean(line)
+        parts.append(_line([place(*point) for point in thinned(line)], colour, "line"))
+    return "".join([*parts, "</svg>"])
+
+
+def curve_data(curve: Curve) -> dict[str, object]:
+    """Return what the page's script needs to say the values at a step."""
+    lines = {name: finite(points) for name, points in curve.lines.items()}
+    first, last = _span([point for line in lines.values() for point in line])
+    return {
+        "left": LEFT,
+        "right": WIDTH - RIGHT,
+        "first": first,
+        "last": last,
+        "unit": curve.unit,
+        "lines": {
+            name: [[step, float(f"{value:.5g}")] for step, value in thinned(line)] for name, line in lines.items()
+        },
+    }
+
+
+def _span(points: Sequence[Point]) -> tuple[int, int]:
+    """Return the first and the last step; around a single one its neighbours."""
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    return (first, last) if last > first else (first - 1, last + 1)
+
+
+def _line(places: Sequence[tuple[float, float]], colour: str, kind: str) -> str:
+    if len(places) == 1:
+        ((x, y),) = places
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var({colour})"/>'
+    d = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline class="{kind}" points="{d}" stroke="var({colour})"/>'
+
+
+def _running_mean(points: Sequence[Point], weight: float = 0.1) -> list[Point]:
+    """Return exponential means, the first ones without the pull of a beginning at zero."""
+    means: list[Point] = []
+    total = weights = 0.0
+    for step, value in points:
+        total += weight * (value - total)
+        weights += weight * (1 - weights)
+        means.append((step, total / weights))
+    return means
+
+
+def _number(value: float) -> str:
+    for factor, prefix in _PREFIXES:
+        if abs(value) >= 0.9995 * factor:
+            return f"{value / factor:g}{prefix}"
+    return f"{value:g}"

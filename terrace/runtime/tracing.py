@@ -1,0 +1,182 @@
+"""When each instruction of a step really ran: the measured twin of a simulated recording.
+
+    with tracer.step():
+        engine.step(batches, lr)
+    recordings = tracer.recordings()
+
+Nothing of this runs in any other step. While a step is traced, attributes of the executor's and the clock's instances
+hide the methods of their classes, so that each mark of the clock, each piece of work on a lane and each message to
+another stage leaves its time; afterwards the methods are bare again. On a CPU times are the host's; on CUDA they are
+events on the streams, read when all is done, so that tracing never makes the host wait. A message between stages is
+seen when it is sent; on NCCL, where torch sends it on a stream of its own, only what waits for it is.
+
+Compute is what the stream did between two marks: a wait, or a pass up to its end. What tensor ranks send inside a block
+appears as the waits for it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from terrace.plan.grid import edge_tier
+from terrace.program import COLLECTIVES, StepReport
+from terrace.runtime.engine import Engine
+from terrace.simulate.recording import COMPUTE, Recording, Span
+
+Stamp = Any  # seconds of the host's clock, or a CUDA event
+Work = Callable[[], None]
+
+
+@dataclass
+class _Step:
+    """Stamps of one step: (end, category, position, awaited position), and (lane, start, end, position, category)."""
+
+    origin: Stamp = None
+    marks: list[tuple[Stamp, str, int, int]] = field(default_factory=list)
+    messages: list[tuple[int, Stamp, Stamp, int, str]] = field(default_factory=list)
+    report: StepReport | None = None
+
+
+class Tracer:
+    """Traces steps of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._program = engine, engine.program
+        self._steps: list[_Step] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Trace the engine's step inside."""
+        step = _Step()
+        hidden = self._hide(step)
+        try:
+            yield
+        finally:
+            for owner, name in hidden:
+                del vars(owner)[name]
+            self._engine._executor._progress = self._progress
+            self._engine._between.around = None
+        step.report = self._engine.report(self._engine._clock.totals())
+        self._steps.append(step)
+
+    def recordings(self) -> list[Recording]:
+        """Return a recording of every traced step, the messages that the step before left included.
+
+        To be called once, after `Engine.drain`: messages that the last step left have then ended.
+        """
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+        steps = zip([None, *self._steps], self._steps, strict=False)
+        return [self._recording(before, step) for before, step in steps]
+
+    def _hide(self, step: _Step) -> list[tuple[object, str]]:
+        """Put what leaves stamps before the methods; returns the attributes that hide them."""
+        executor, clock, program = self._engine._executor, self._engine._clock, self._program
+        start, mark, submit, self._progress = clock.start, clock.mark, executor._submit, executor._progress
+        progress, awaited = self._progress, [-1]
+
+        def started() -> None:
+            start()
+            step.origin = self._stamp()
+
+        def marked(category: str) -> None:
+            mark(category)
+            step.marks.append((self._stamp(), category, executor._counter, awaited[0]))
+            awaited[0] = -1
+
+        def told(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+            awaited[0] = counter if waiting_on else -1
+            progress(counter, instruction, waiting_on)
+
+        def submitted(work: Work, after: Any = None) -> Any:
+            position = executor._counter
+            instruction = program.instructions[position]
+            name = program.message(instruction).value
+            return submit(self._timed(step, work, program.lane(instruction), position, name), after)
+
+        def around(work: Work) -> Work:
+            position = executor._counter
+            instruction = program.instructions[position]
+            tier = edge_tier(program.grid, program.stage.index, instruction.peer)
+            return self._timed(step, work, tier, position, program.message(instruction).value)
+
+        hidden: list[tuple[object, str, Callable[..., Any]]] = [
+            (clock, "start", started),
+            (clock, "mark", marked),
+            (executor, "_submit", submitted),
+        ]
+        for owner, name, function in hidden:
+            vars(owner)[name] = function
+        executor._progress = told
+        self._engine._between.around = around
+        return [(owner, name) for owner, name, _ in hidden]
+
+    def _timed(self, step: _Step, work: Work, lane: int, position: int, category: str) -> Work:
+        def timed() -> None:
+            begin = self._stamp()
+            work()
+            step.messages.append((lane, begin, self._stamp(), position, category))
+
+        return timed
+
+    def _stamp(self) -> Stamp:
+        if self._engine.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._engine.device))
+        return event
+
+    def _seconds(self, origin: Stamp, stamp: Stamp) -> float:
+        if isinstance(stamp, float):
+            return stamp - float(origin)
+        return float(origin.elapsed_time(stamp)) / 1e3
+
+    def _recording(self, before: _Step | None, step: _Step) -> Recording:
+        """Return the recording of a step; of the step before it has the messages alone, under negative times."""
+        spans: list[Span] = []
+        first = 0
+        known: dict[int, list[int]] = {}  # position of a message in the program -> the numbers of its spans
+        for each in (before, step):
+            if each is None:
+                continue
+            first = len(spans)
+            for lane, begin, end, position, category in each.messages:
+                start_s, end_s = (self._seconds(step.origin, stamp) for stamp in (begin, end))
+                known.setdefault(position, []).append(len(spans))
+                spans.append(Span(max(lane, 0), start_s, end_s, position, category, -1))
+        size = len(self._program.instructions)
+        started_s, done_s = [-1.0] * size, [0.0] * size
+        now_s = 0.0
+        for stamp, category, position, awaited in step.marks:
+            end_s = max(now_s, self._seconds(step.origin, stamp))
+            # A wait may be for what the step before sent: it is for the newest that had begun.
+            begun = [number for number in known.get(awaited, ()) if spans[number].start_s <= end_s]
+            after = begun[-1] if begun and category.startswith("wait ") else -1
+            if end_s > now_s:
+                spans.append(Span(COMPUTE, now_s, end_s, position, category, after))
+            if not category.startswith("wait "):
+                started_s[position] = now_s if started_s[position] < 0 else started_s[position]
+                done_s[position] = end_s
+            now_s = end_s
+        for span in spans[first:]:
+            if span.lane != COMPUTE and self._program.instructions[span.position].op in COLLECTIVES:
+                started_s[span.position], done_s[span.position] = span.start_s, span.end_s
+        assert step.report is not None, "the step has ended"
+        time_s: dict[str, float] = {}
+        for span in spans[first:]:
+            if span.lane == COMPUTE:
+                time_s[span.category] = time_s.get(span.category, 0.0) + span.end_s - span.start_s
+        report = StepReport(time_s=time_s, sent_bytes=step.report.sent_bytes, memory_bytes=step.report.memory_bytes)
+        return Recording(
+            program=self._program,
+            report=report,
+            spans=tuple(spans),
+            first=first,
+            started_s=tuple(max(0.0, moment_s) for moment_s in started_s),
+            done_s=tuple(done_s),
+            slowed_s=0.0,
+        )

@@ -1,0 +1,52 @@
+"""What documents and sliding windows cost beyond attention over whole rows (terrace.model.attention), in bytes.
+
+On a CPU rows are attended to piece by piece: the pieces of the output are kept beside the whole, and under a window
+each piece keeps a copy of the keys and values that it sees. Elsewhere one mask lies over whole rows, and grouped heads
+are repeated for a kernel that takes a mask. What documents there are is not known, so what depends on them is counted
+at its most: in bf16 on a CPU as if all pieces were plain products.
+"""
+
+from terrace.plan.wire import FORMATS
+from terrace.simulate.work import Work
+
+# `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
+CPU_PLAIN_SEQUENCE = 128
+CPU_SHORT_PIECE = 64  # likewise what it takes together of short documents, and the least piece under a window
+
+
+def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
+    """Return the bytes of keys, or of values, that attention copies of `key_bytes`, so as to have them in one piece.
+
+    On a CPU every piece under a window but the first copies its own and those of the piece before.
+    """
+    if not work.is_masked or backend == "published":
+        return 0
+    if backend == "cuda":
+        return query_bytes if work.model.num_heads != work.model.num_kv_heads else 0
+    window, sequence = work.model.sliding_window, work.sequence
+    length = max(window, CPU_SHORT_PIECE)
+    if not 0 < window < sequence or sequence <= length:
+        return 0
+    return key_bytes * ((-(-sequence // length) - 1) * length + sequence - length) // sequence
+
+
+def mask_bytes(work: Work, backend: str) -> int:
+    """Return the bytes of the masks of a micro-batch, which all layers share; at most, where documents decide.
+
+    Without documents the same masks, of one row, serve all micro-batches.
+    """
+    if not work.is_masked or backend == "published":
+        return 0
+    item, window, sequence = FORMATS[work.compute].element_bytes, work.model.sliding_window, work.sequence
+    if backend == "cuda":
+        return item * (work.tokens if work.documents else sequence) * sequence
+    length = max(window, CPU_SHORT_PIECE)
+    bands = 0
+    if 0 < window < sequence and length < sequence:
+        rest = (sequence - 1) % length + 1
+        bands = (length * length if window < length else 0) + 2 * length * length
+        bands += rest * (length + rest) if rest < length else 0
+    if not work.documents:
+        return item * (bands or sequence * sequence)
+    # Groups of short documents, or for each document longer than a window what its last piece sees.
+    return item * (bands + work.tokens * (2 * length if bands else min(sequence, CPU_SHORT_PIECE)))

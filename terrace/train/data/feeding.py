@@ -1,0 +1,62 @@
+"""A thread that makes the batches of the next steps while the current one runs.
+
+A step's micro-batches are made in the order of the steps, at most `depth` steps ahead, so memory is bounded. What goes
+wrong while they are made is raised by `next`, in the step that would have used them. The thread is a daemon: it never
+keeps a process alive, and `close` ends it at once. It touches no device but to pin host memory.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_POLL_S = 0.1  # how long a closed feeder's thread may linger when its queue is full
+
+
+class Feeder(Generic[T]):
+    """Yields `make(step)` for every step from `first` to before `end`, made ahead in a thread."""
+
+    def __init__(self, make: Callable[[int], T], first: int, end: int, depth: int = 2) -> None:
+        assert depth >= 1, f"depth {depth}"
+        self._make = make
+        self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
+        self._closed = threading.Event()
+        self._left = max(0, end - first)
+        self._thread = threading.Thread(target=self._run, args=(first, end), name="feeder", daemon=True)
+        self._thread.start()
+
+    def next(self) -> T:
+        """Return the batches of the next step, waiting for them if they are not ready. Raises what making them did."""
+        assert self._left > 0, "no step is left to feed"
+        value, error = self._made.get()
+        if error is not None:
+            self._left = 0
+            raise error
+        self._left -= 1
+        return value  # type: ignore[return-value]  # it is there unless there is an error
+
+    def close(self) -> None:
+        """End the thread; steps made ahead are dropped. May be called twice."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self, first: int, end: int) -> None:
+        for step in range(first, end):
+            try:
+                made: tuple[T | None, BaseException | None] = (self._make(step), None)
+            except BaseException as error:  # whatever it is, it belongs to the step that asked for it
+                made = (None, error)
+            if not self._put(made) or made[1] is not None:
+                return
+
+    def _put(self, made: tuple[T | None, BaseException | None]) -> bool:
+        """Hand on what is made; False when nobody wants it any more."""
+        while not self._closed.is_set():
+            try:
+                self._made.put(made, timeout=_POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False

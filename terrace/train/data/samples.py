@@ -1,0 +1,111 @@
+"""From a sample's number to its row: inputs, labels and, where documents are kept apart, positions.
+
+Three ways to make sequences of documents, by the key `data.documents`:
+
+join        windows of the token stream that run across document ends; attention does, too. No positions.
+separate    the same windows; attention stays within a document, and the last token of a document has no label.
+whole       whole documents, packed (terrace.train.data.packing); attention stays within a document.
+
+A **position** is a token's place within its own document as far as it stands in the row, so 0 begins one: also at the
+begin of a window that cuts a document, since what came before is not there to be attended to. Padding is a document of
+its own without labels.
+
+Where the data have a mask (1: trained on), a label whose token is masked out is ignored.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.base.errors import DataError
+from terrace.train.data.documents import Documents
+from terrace.train.data.packing import Packing
+
+IGNORED = -100  # the label of a place that has no target, as everywhere in this project
+
+Ids = npt.NDArray[np.int64]
+Rows = tuple[Ids, Ids, Ids | None]  # inputs, labels, positions; each (n, sequence)
+
+
+class Windows:
+    """Sample i is the window of tokens i*sequence ... (i+1)*sequence, both included.
+
+    Its first `sequence` tokens are the input, its last `sequence` the labels, so that every token but the first of the
+    file is a label of exactly one window. A tail shorter than a window is not used.
+    """
+
+    def __init__(self, documents: Documents, sequence: int, *, separate: bool) -> None:
+        if len(documents.ids) < sequence + 1:
+            raise DataError(
+                f"{documents.name} has {len(documents.ids)} tokens, but one sample of sequence {sequence} takes "
+                f"{sequence + 1}; give more data or set sequence to at most {max(1, len(documents.ids) - 1)}"
+            )
+        self.num_samples = (len(documents.ids) - 1) // sequence
+        self.has_positions = separate
+        self._sequence = sequence
+        self._starts = documents.starts
+        # (num_windows, sequence + 1), overlapping by one token; no copy
+        self._windows = _windows(documents.ids, sequence)
+        self._mask = None if documents.mask is None else _windows(documents.mask, sequence)
+
+    def rows(self, samples: Ids) -> Rows:
+        """Return the rows of `samples`, shape (n,)."""
+        whole = self._windows[samples]  # (n, sequence + 1), a copy in the stored dtype
+        inputs, labels = whole[:, :-1].astype(np.int64), whole[:, 1:].astype(np.int64)
+        if self._mask is not None:
+            labels[self._mask[samples, 1:] == 0] = IGNORED
+        if not self.has_positions:
+            return inputs, labels, None
+        firsts = samples * self._sequence
+        low = np.searchsorted(self._starts, firsts, side="right")
+        row, which = _runs(low, np.searchsorted(self._starts, firsts + self._sequence, side="right"))
+        columns = self._starts[which] - firsts[row]  # where documents begin: 1 ... sequence
+        labels[row, columns - 1] = IGNORED
+        begins = np.zeros_like(inputs)
+        inside = columns < self._sequence
+        begins[row[inside], columns[inside]] = columns[inside]
+        return inputs, labels, np.arange(self._sequence) - np.maximum.accumulate(begins, axis=1)
+
+
+class Packed:
+    """Sample i is sequence i of a packing."""
+
+    has_positions = True
+
+    def __init__(self, documents: Documents, sequence: int, packing: Packing) -> None:
+        self.num_samples = len(packing.offsets) - 1
+        self._sequence = sequence
+        self._documents = documents
+        self._packing = packing
+
+    def rows(self, samples: Ids) -> Rows:
+        """Return the rows of `samples`, shape (n,)."""
+        packing, sequence = self._packing, self._sequence
+        row, which = _runs(packing.offsets[samples], packing.offsets[samples + 1])
+        lengths = packing.lengths[which]
+        ends = np.cumsum(lengths)
+        used = np.bincount(row, weights=lengths, minlength=len(samples)).astype(np.int64)
+        before = np.cumsum(used) - used  # places of the rows before
+        segment, place = _runs(np.zeros_like(lengths), lengths)  # place: within its segment
+        target = (row * sequence - before[row] + ends - lengths)[segment] + place
+        token = packing.starts[which][segment] + place
+        inputs = np.zeros((len(samples), sequence), dtype=np.int64)
+        labels = np.full((len(samples), sequence), IGNORED, dtype=np.int64)
+        positions = np.arange(sequence) - used[:, None]  # of the padding; the rest is written over
+        inputs.reshape(-1)[target] = self._documents.ids[token]
+        values = self._documents.ids[token + 1].astype(np.int64)
+        if self._documents.mask is not None:
+            values[self._documents.mask[token + 1] == 0] = IGNORED
+        labels.reshape(-1)[target] = values
+        positions.reshape(-1)[target] = place
+        return inputs, labels, positions
+
+
+def _windows(values: npt.NDArray[np.unsignedinteger], sequence: int) -> npt.NDArray[np.unsignedinteger]:
+    return np.lib.stride_tricks.sliding_window_view(values, sequence + 1)[::sequence]
+
+
+def _runs(low: Ids, high: Ids) -> tuple[Ids, Ids]:
+    """Return, for all i, the numbers low[i] ... high[i] - 1 one after the other, and to which i each belongs."""
+    counts = high - low
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts - low)[owner]

@@ -1,0 +1,82 @@
+"""Chosen steps as traces: what was measured beside what was predicted, for Perfetto or chrome://tracing.
+
+`train.profile = "10-12"` traces three steps of rank 0, and under a pipeline of the first rank of every stage. Each is a
+file `profile/step-N-rank-R.json` of the run folder with two processes, the predicted step and the measured one, both
+from their own start on. With `train.profile_torch` torch's profiler watches the same steps and writes
+`profile/torch-rank-R.json`; it slows what it watches, so the times of the other files are then its own, too.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from terrace.base.errors import TrainingError
+from terrace.base.files import write_atomic
+from terrace.cluster import Cluster
+from terrace.plan.grid import rank_at
+from terrace.runtime.engine import Engine
+from terrace.runtime.tracing import Tracer
+from terrace.simulate import record, simulate_stages
+from terrace.simulate.recording import Recording
+from terrace.simulate.stages import Passed
+from terrace.simulate.trace import compared_trace_json
+from terrace.train.config import RunConfig
+from terrace.train.prediction import priced_programs
+from terrace.train.steps import parse_steps
+
+FOLDER = "profile"
+
+
+class Profiler:
+    """Traces the steps that a run asks for, on the ranks that stand for others; elsewhere it does nothing."""
+
+    def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
+        self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
+        grid = engine.program.grid
+        speaks = engine.rank in {rank_at(grid, 0, stage) for stage in range(engine.program.stage.num_stages)}
+        steps = range(0) if run.train.profile is None else parse_steps(run.train.profile)
+        self._steps = range(steps.start, min(steps.stop, run.train.steps)) if speaks else range(0)
+        self._tracer: Tracer | None = None
+        self._first = 0  # step that the tracer has seen
+        self._torch: torch.profiler.profile | None = None
+
+    def around(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Return what to run step number `step`, counted from 0, inside of."""
+        return self._traced(step) if step in self._steps else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _traced(self, step: int) -> Iterator[None]:
+        if self._tracer is None:
+            self._tracer, self._first = Tracer(self._engine), step
+            if self._run.train.profile_torch:
+                self._torch = torch.profiler.profile()
+                self._torch.start()
+        with self._tracer.step():
+            yield
+        if step == self._steps[-1]:
+            self._write(self._tracer)
+
+    def _write(self, tracer: Tracer) -> None:
+        self._engine.drain()
+        rank = self._engine.rank
+        predicted = self._predicted()
+        try:
+            self._folder.mkdir(exist_ok=True)
+            for number, recording in enumerate(tracer.recordings(), self._first + 1):
+                path = self._folder / f"step-{number}-rank-{rank}.json"
+                write_atomic(path, compared_trace_json(predicted, recording, step=number, rank=rank))
+            if self._torch is not None:
+                self._torch.stop()
+                self._torch.export_chrome_trace(str(self._folder / f"torch-rank-{rank}.json"))
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write into {self._folder}: {error.strerror}; leave train.profile out, or make room"
+            ) from error
+
+    def _predicted(self) -> Recording | list[Passed]:
+        programs, costs = priced_programs(self._run, self._cluster)
+        if len(programs) == 1:
+            return record(programs[0], costs[0])
+        return simulate_stages(programs, costs).passes[self._engine.program.stage.index]

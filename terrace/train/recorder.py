@@ -1,0 +1,152 @@
+"""What rank 0 writes down of a run besides its metrics: what was predicted, what happened, and to whom it tells.
+
+`prediction.json` is what the start of the run measured and predicted, `events.jsonl` a line for every start, checkpoint
+and end, each with the seconds since 1970. Both let `terrace report` speak of a run that never came to its end. A new
+start adds to `events.jsonl` and replaces `prediction.json`.
+"""
+
+import json
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import TrainingError
+from terrace.base.files import write_atomic
+from terrace.base.schema import dump
+from terrace.cluster import Cluster
+from terrace.program import StepReport
+from terrace.train.config import RunConfig, run_toml
+from terrace.train.metrics import Observer, Outcome, StepRecord
+from terrace.train.trackers import Tracker, open_trackers, values_of
+
+EVENTS, PREDICTION = "events.jsonl", "prediction.json"
+
+
+@contextmanager
+def recorded(observer: Observer, run: RunConfig, folder: Path) -> Iterator[Observer]:
+    """Yield an observer that writes down what it is told and tells `observer`; for rank 0 alone.
+
+    What ends the run is written down, too, whatever it is.
+    """
+    recorder = _Recorder(observer, run, folder)
+    try:
+        yield recorder
+    except BaseException as error:
+        recorder.event("stopped", why=f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
+        raise
+    finally:
+        recorder.close()
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of a run folder, without lines that a crash cut short; none where there is no such file."""
+    try:
+        lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            found.append(event)
+    return found
+
+
+def plain(report: StepReport) -> dict[str, Any]:
+    """Return a report as a table of plain values."""
+    sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
+    return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
+
+
+class _Recorder:
+    """An observer in front of another."""
+
+    def __init__(self, observer: Observer, run: RunConfig, folder: Path) -> None:
+        self._observer, self._run, self._folder = observer, run, folder
+        self._trackers: dict[str, Tracker] = {}
+        self._step = 0
+
+    def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
+        run = self._run
+        table = {
+            "plan": run.plan.name,
+            "cluster": dump(cluster),
+            "is_measured": cluster is not run.cluster,
+            "first_step": first_step,
+            "predicted": plain(predicted),
+        }
+        try:
+            write_atomic(self._folder / PREDICTION, json.dumps(table, indent=1) + "\n")
+        except OSError as error:
+            raise TrainingError(f"cannot write {self._folder / PREDICTION}: {error.strerror}") from error
+        ranks = run.cluster.world_size
+        self.event("started", first_step=first_step, plan=run.plan.name, cluster=run.cluster.name, ranks=ranks)
+        if run.train.metrics:
+            config = tomllib.loads(run_toml(run))
+            self._trackers = open_trackers(run.train.metrics, self._folder, config, first_step)
+        self._step = first_step
+        self._observer.started(predicted, cluster, first_step)
+
+    def stepped(self, record: StepRecord, seconds_left: float) -> None:
+        self._step = record.step
+        if self._trackers:
+            self._tell(values_of(record), record.step)
+        self._observer.stepped(record, seconds_left)
+
+    def saved(self, folder: Path) -> None:
+        self.event("saved", step=self._step, folder=folder.name)
+        self._observer.saved(folder)
+
+    def note(self, text: str) -> None:
+        self.event("note", step=self._step, text=text)
+        self._observer.note(text)
+
+    def finished(self, outcome: Outcome) -> None:
+        self.event("finished", step=outcome.num_steps, final_loss=outcome.final_loss)
+        self._observer.finished(outcome)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Append a line; a full disk must not end what the metrics file survived, so this only says so."""
+        line = json.dumps({"time": time.time(), "event": name, **facts})
+        try:
+            with (self._folder / EVENTS).open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
+                file.write(f"{chr(10) * torn}{line}\n".encode())
+        except OSError as error:
+            print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Let every tracker hand on what it has."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                _say_lost(name, error)
+        self._trackers = {}
+
+    def _tell(self, values: Mapping[str, float], step: int) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(values, step)
+            except Exception as error:  # a server that is gone must not end hours of training
+                _say_lost(name, error)
+                del self._trackers[name]
+
+
+def _say_lost(name: str, error: Exception) -> None:
+    print(
+        f"terrace: {name} takes no more metrics ({type(error).__name__}: {' '.join(str(error).split())}); "
+        "metrics.jsonl has every step",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,195 @@
+"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, MLflow.
+
+    train.metrics = ["tensorboard", "wandb"]
+
+Names are the same everywhere, with a slash after their kind: `train/loss`, `perf/tokens_per_s`, `time/forward`,
+`bytes/node`, `memory/params`, `quantisation/sync`. Each package is imported only when it is asked for, on rank 0.
+A run that is resumed goes on in the same place: ids that a service gives are kept in `trackers.json` of the run folder.
+Accounts, servers and offline modes are the packages' own matter: their environment variables hold.
+"""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.files import write_atomic
+from terrace.train.metrics import StepRecord
+
+_PROJECT = "terrace"
+_IDS = "trackers.json"
+_MLFLOW_PARAMS_A_CALL = 100  # what its server takes at once
+_MLFLOW_VALUE_LENGTH = 500
+
+Config = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """One place that takes metrics."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Take the values of a step."""
+
+    def close(self) -> None:
+        """Hand on what is still to be sent."""
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a name in `train.metrics` that is unknown or there twice."""
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"train.metrics names {name!r}{did_you_mean(name, TRACKERS)}")
+        if names.count(name) > 1:
+            raise ConfigError(f"train.metrics names {name!r} twice: keep one of them")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise `ConfigError` with the command that installs it for a package that is not there."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"train.metrics names {name!r}, which is not installed: pip install {name}")
+
+
+def values_of(record: StepRecord) -> dict[str, float]:
+    """Return what trackers are told of a step, by name."""
+    values: dict[str, float | None] = {
+        "train/loss": record.loss,
+        "train/grad_norm": record.grad_norm,
+        "train/learning_rate": record.learning_rate,
+        "train/tokens": record.num_tokens,
+        "perf/tokens_per_s": record.tokens_per_s,
+        "perf/tokens_per_s_per_device": record.tokens_per_s_per_device,
+        "perf/step_s": record.step_s,
+        "perf/mfu": record.mfu,
+        "perf/hfu": record.hfu,
+    }
+    tables: dict[str, Mapping[str, float]] = {
+        "time": record.time_s,
+        "bytes": record.sent_bytes,
+        "memory": record.memory_bytes | {f"peak_{name}": size for name, size in record.peak_memory_bytes.items()},
+        "quantisation": record.quantisation_error,
+    }
+    for kind, table in tables.items():
+        values |= {f"{kind}/{name.replace(' ', '_')}": value for name, value in table.items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def open_trackers(names: Sequence[str], folder: Path, config: Config, first_step: int) -> dict[str, Tracker]:
+    """Return the trackers of a run folder by name, going on after `first_step`.
+
+    `config` is the run's table, which services show beside its curves. Raises `ConfigError` for one that cannot start.
+    """
+    check_installed(names)
+    found: dict[str, Tracker] = {}
+    for name in names:
+        try:
+            found[name] = TRACKERS[name](folder, config, first_step)
+        except Exception as error:  # whatever a package raises: no account, no server, no room
+            raise ConfigError(
+                f"train.metrics names {name!r}, which cannot start: {type(error).__name__}: {error}; set it up, or "
+                "leave it out"
+            ) from error
+    return found
+
+
+class _TensorBoard:
+    """Event files in the folder `tensorboard` of the run; `tensorboard --logdir RUN` shows them."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", first_step)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases, in the project of WANDB_PROJECT. Steps that are run again it takes only once."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+        known, name = _ids(folder).get("wandb"), folder.resolve().name
+        self._run = importlib.import_module("wandb").init(
+            name=name, dir=str(folder), config=dict(config), id=known, resume="allow" if known else None
+        )
+        _keep_id(folder, "wandb", str(self._run.id))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    """A run of trackio, in the project `terrace`; `trackio show` opens its page."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+        self._trackio = importlib.import_module("trackio")
+        self._trackio.init(project=_PROJECT, name=folder.resolve().name, config=dict(config), resume="allow")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+class _Mlflow:
+    """A run of MLflow, on the server that MLFLOW_TRACKING_URI names, or in the folder `mlruns`."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
+        self._mlflow, known = importlib.import_module("mlflow"), _ids(folder).get("mlflow")
+        if known is None:
+            run = self._mlflow.start_run(run_name=folder.resolve().name)
+            flat = list(_flat(config).items())
+            for start in range(0, len(flat), _MLFLOW_PARAMS_A_CALL):
+                self._mlflow.log_params(dict(flat[start : start + _MLFLOW_PARAMS_A_CALL]))
+        else:
+            run = self._mlflow.start_run(run_id=known)
+        _keep_id(folder, "mlflow", str(run.info.run_id))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[Path, Config, int], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "trackio": _Trackio,
+    "mlflow": _Mlflow,
+}
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Return a nested table as dotted keys, its values as text of a length that a server takes."""
+    found: dict[str, str] = {}
+    for key, value in table.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{name}.")
+        else:
+            found[name] = str(value)[:_MLFLOW_VALUE_LENGTH]
+    return found
+
+
+def _ids(folder: Path) -> dict[str, str]:
+    try:
+        table = json.loads((folder / _IDS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(value) for name, value in table.items()} if isinstance(table, dict) else {}
+
+
+def _keep_id(folder: Path, name: str, value: str) -> None:
+    write_atomic(folder / _IDS, json.dumps(_ids(folder) | {name: value}) + "\n")

@@ -1,0 +1,129 @@
+"""A trained model to be used in one process: the newest checkpoint of a run, or a Hugging Face folder."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import CheckpointError, ConfigError, did_you_mean
+from terrace.base.schema import read_table
+from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.decoder import build_blocks
+from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, holds_weights
+from terrace.model.pretrained import Pretrained
+from terrace.runtime.describe import replace_parameters
+from terrace.train.adapted import merged_values
+from terrace.train.checkpoint import Checkpoint, latest
+from terrace.train.config import RunConfig, parse_run
+from terrace.train.data import Tokenizer, load_tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model with values, its tokenizer, over how many tokens it was trained, and the tokens that end a text."""
+
+    config: ModelConfig
+    blocks: list[nn.Module]
+    tokenizer: Tokenizer
+    context: int
+    stops: tuple[int, ...]
+
+
+def load_trained(
+    folder: Path, *, dtype: str = "fp32", tokenizer: str | None = None, device: torch.device | str = "cpu"
+) -> Trained:
+    """Load what `terrace train` or `save_pretrained` has left in `folder`, in `dtype`: fp32, bf16 or fp64.
+
+    The tokenizer is the one of the folder, unless `tokenizer` names another. Raises `CheckpointError` for a folder that
+    is neither or whose checkpoint is damaged or was trained with another tokenizer, and what reading it raises.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
+    if (folder / "config.toml").is_file():
+        return _of_run(folder, parse_run(read_table(folder / "config.toml")), DTYPES[dtype], tokenizer, device)
+    if (folder / CONFIG).is_file() and holds_weights(str(folder)):
+        return _of_hugging_face(folder, DTYPES[dtype], tokenizer, device)
+    raise CheckpointError(
+        f"{folder} is neither a run folder (config.toml) nor a Hugging Face folder ({CONFIG} and *.safetensors): name "
+        "one that terrace train or save_pretrained has left"
+    )
+
+
+def load_blocks(
+    checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[ModelConfig, list[nn.Module]]:
+    """Return the model of a checkpoint as plain single-device blocks, its adapters folded in."""
+    config = parse_model(checkpoint.facts["model"])
+    return config, with_values(config, merged_values(checkpoint), device, dtype, list(checkpoint.layout))
+
+
+def with_values(
+    config: ModelConfig,
+    values: Iterable[tuple[str, str, Tensor]],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    names: list[str] | None = None,
+) -> list[nn.Module]:
+    """Return the model's blocks with values of (block, parameter); `names` are those of the blocks."""
+    blocks = build_blocks(config)
+    wanted = dict(zip(names or [spec.name for spec in block_specs(config)], blocks, strict=True))
+    replacements: dict[int, nn.Parameter] = {}
+    for block, name, value in values:
+        replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(value.to(device, dtype), False)
+    replace_parameters(blocks, replacements)
+    return blocks
+
+
+def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Raise `CheckpointError` when a checkpoint was trained with another tokenizer."""
+    trained_with = checkpoint.facts.get("tokenizer")
+    if trained_with != tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained with another tokenizer ({trained_with}, not {tokenizer.fingerprint}): "
+            "name the one of its config.toml"
+        )
+
+
+def _of_run(
+    folder: Path, run: RunConfig, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str
+) -> Trained:
+    newest = latest(folder)
+    if newest is None:
+        raise CheckpointError(f"{folder} has no complete checkpoint yet")
+    checkpoint = Checkpoint(newest)
+    checkpoint.verify()
+    own = load_tokenizer(tokenizer or run.data.tokenizer)
+    check_tokenizer(checkpoint, own)
+    config, blocks = load_blocks(checkpoint, device, dtype)
+    return Trained(config=config, blocks=blocks, tokenizer=own, context=run.train.sequence, stops=_stops(own, ()))
+
+
+def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: torch.device | str) -> Trained:
+    if tokenizer is None and not (folder / TOKENIZER).is_file():
+        raise CheckpointError(f"{folder} has no {TOKENIZER}: name one with --tokenizer")
+    own = load_tokenizer(tokenizer or folder / TOKENIZER)
+    weights = Pretrained(folder)
+    weights.check()
+    config = weights.config
+    names = ((spec.name, param.name) for spec in block_specs(config) for param in spec.params)
+    values = ((block, name, weights.value(block, name)) for block, name in names)
+    blocks = with_values(config, values, device, dtype)
+    stops = _stops(own, (_ends(folder / CONFIG), _ends(folder / GENERATION)))
+    return Trained(config=config, blocks=blocks, tokenizer=own, context=config.max_positions, stops=stops)
+
+
+def _ends(path: Path) -> Any:
+    """Return what a table of `transformers` says of the tokens that end a text: one, several or None."""
+    return read_table(path).get("eos_token_id") if path.is_file() else None
+
+
+def _stops(tokenizer: Tokenizer, given: Iterable[Any]) -> tuple[int, ...]:
+    found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
+    for ends in given:
+        found |= {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
+    return tuple(sorted(found))

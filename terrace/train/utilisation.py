@@ -1,0 +1,127 @@
+"""How much of what the devices could compute a step makes use of: two numbers, and what they are counted from.
+
+    MFU = model FLOPs of a step / (seconds of the step x devices x peak FLOP/s)
+    HFU = hardware FLOPs of a step / the same
+
+**Model FLOPs** are what the mathematics of a step needs (Chowdhery et al. 2204.02311, appendix B), with causal
+attention counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of
+its input and, unless it is frozen, 2nT for its own. Attention costs 4P per element of the queries forward and twice
+that backward, P being the pairs of a query and a key it may look at: B S (S + 1) / 2 for B causal sequences of S
+tokens, less under a sliding window. Looking up the embedding, norms and activations count nothing.
+
+**Hardware FLOPs** are what is run: the full square B S^2 of attention, as a kernel that skips nothing does, and the
+forward of every recomputed block once more (Korthikanti et al. 2205.05198, section 6). `terrace plan` predicts with the
+full square in both, as published tables do.
+
+Every token of the batch counts, trained on or not. Documents packed into one sequence count as one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan
+from terrace.plan.residency import recomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlops:
+    """FLOPs of one step over all devices: `products` and `attention` are the parts of `model`."""
+
+    products: int
+    attention: int
+    hardware: int
+
+    @property
+    def model(self) -> int:
+        """Model FLOPs."""
+        return self.products + self.attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """What a run's MFU and HFU are counted from; `peak_flops_per_s` is of one device, `origin` says whose figure."""
+
+    flops: StepFlops
+    num_devices: int
+    peak_flops_per_s: float
+    origin: str
+
+    def mfu(self, step_s: float) -> float:
+        """Return the model FLOPs utilisation of a step that took `step_s`."""
+        return self.flops.model / (step_s * self.num_devices * self.peak_flops_per_s)
+
+    def hfu(self, step_s: float) -> float:
+        """Return the hardware FLOPs utilisation of a step that took `step_s`."""
+        return self.flops.hardware / (step_s * self.num_devices * self.peak_flops_per_s)
+
+
+def causal_pairs(sequence: int, window: int = 0) -> int:
+    """Return the (query, key) pairs of one causal sequence, where a query sees `window` tokens at most (0: all)."""
+    seen = min(sequence, window) if window else sequence
+    return seen * (seen + 1) // 2 + (sequence - seen) * seen
+
+
+def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:
+    """Return the FLOPs of a step of `batch` sequences; `blocks` are whole, with frozen parameters marked."""
+    tokens, again = batch * sequence, recomputed(plan, blocks)
+    products = rerun = 0
+    for index in range(len(blocks)):
+        forward, weights = _products(model, blocks, index)
+        products += 2 * tokens * (2 * forward + weights)
+        rerun += 2 * tokens * forward if index in again else 0
+    layers = range(1, model.num_blocks - 1)
+    each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
+    window: int = getattr(model, "sliding_window", 0)
+    square = each * sequence**2
+    rerun += square * sum(index in again for index in layers)
+    return StepFlops(
+        products=products,
+        attention=3 * len(layers) * each * causal_pairs(sequence, window),
+        hardware=products + 3 * len(layers) * square + rerun,
+    )
+
+
+def utilisation(
+    model: ModelConfig,
+    blocks: Sequence[BlockSpec],
+    plan: Plan,
+    batch: int,
+    sequence: int,
+    *,
+    cluster: Cluster,
+    measured: Cluster,
+    backend: str,
+) -> Utilisation:
+    """Return what the run's utilisation is counted from.
+
+    The peak is that of the `cluster`'s device, if its ranks run on such a device: on `backend`, and on a CPU only where
+    it was probed, since nobody knows a share of a CPU otherwise. Else it is what a layer's forward reached at the
+    start, which `measured`, the cluster with constants of this machine, has in its place.
+    """
+    device = cluster.device
+    is_own = backend == device.backend and (backend == "cuda" or cluster.is_measured)
+    if is_own or measured is cluster:
+        mark = device.marks.get(f"peak_flops_per_s.{plan.compute}", "preset")
+        origin = f"the {plan.compute} peak of {device.name}, {mark}"
+        peak = device.peak_flops_per_s[plan.compute]
+    else:
+        origin = "what a layer's forward reaches here, measured at the start, and no limit of the hardware"
+        peak = measured.device.peak_flops_per_s[plan.compute]
+    flops = step_flops(model, blocks, plan, batch, sequence)
+    return Utilisation(flops=flops, num_devices=cluster.world_size, peak_flops_per_s=peak, origin=origin)
+
+
+def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
+    """Return the elements of the matrices that a block multiplies with, and of those it makes a gradient of."""
+    if index == 0:
+        return 0, 0  # a look-up
+    if index < len(blocks) - 1:
+        matrices = [param for param in blocks[index].params if len(param.shape) == 2]
+        return sum(param.numel for param in matrices), sum(param.numel for param in matrices if param.trainable)
+    owner = blocks[0] if model.tied_embeddings else blocks[-1]
+    output = next(param for param in owner.params if param.name == "weight")
+    size = model.hidden_size * model.vocab_size
+    return size, size if output.trainable else 0

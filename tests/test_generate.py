@@ -1,0 +1,211 @@
+"""Writing text: the cache against whole passes, what a token costs, and which tokens are drawn."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
+from terrace.model.cache import KVCache, run_cached
+from terrace.model.config import ModelConfig, parse_model, to_table
+from terrace.model.decoder import build_blocks, run_blocks
+from terrace.model.init import initialise
+from terrace.model.pretrained import write_pretrained
+from terrace.train.generate import generate_texts
+from terrace.train.sampling import Sampling, continue_texts
+from terrace.train.trained import load_trained
+
+VOCAB = 257
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+_NEOX = {**_LLAMA, "model_type": "gpt_neox", "rotary_pct": 0.5}
+del _NEOX["num_key_value_heads"]
+_GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_MODELS = {"llama": parse_model(_LLAMA), "gpt_neox": parse_model(_NEOX), "gpt2": parse_model(_GPT2)}
+_MODELS["window"] = replace(_MODELS["llama"], sliding_window=5)
+_MODELS["one head of keys"] = replace(_MODELS["llama"], num_kv_heads=1)
+_MODELS["normed heads"] = replace(_MODELS["llama"], qk_norm=True, family="qwen3")
+GREEDY = Sampling(temperature=0.0)
+
+
+def make(config: ModelConfig) -> list[nn.Module]:
+    blocks = build_blocks(config, dtype=torch.float64)
+    initialise(blocks, replace(config, init_std=0.3), seed=0, dtype=torch.float64)
+    return blocks
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    found: list[int] = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_a_cached_token_has_the_logits_of_a_whole_pass(name: str) -> None:
+    """Rows of other lengths side by side, one of which begins late; under a window longer than the ring."""
+    config = _MODELS[name]
+    blocks, rows = make(config), [tokens_of(20, 1), tokens_of(17, 2)]
+    cache = KVCache(config, 2, 32, dtype=torch.float64)
+    assert cache.capacity == (5 if name == "window" else 32)
+    begun = [3, 9]
+    found: list[list[Tensor]] = []
+    for row, (text, n) in enumerate(zip(rows, begun, strict=True)):
+        found.append([run_cached(blocks, torch.tensor([text[:n]]), cache, row)[0]])
+    for step in range(8):
+        now = torch.tensor([[text[n + step]] for text, n in zip(rows, begun, strict=True)])
+        for row, logits in enumerate(run_cached(blocks, now, cache)):
+            found[row].append(logits)
+    for text, n, logits in zip(rows, begun, found, strict=True):
+        whole = run_blocks(blocks, torch.tensor([text]))[0]
+        torch.testing.assert_close(torch.stack(logits), whole[n - 1 : n + 8], atol=1e-10, rtol=0)
+    cache.clear(0)
+    again = run_cached(blocks, torch.tensor([rows[1][:4]]), cache, 0)[0]
+    torch.testing.assert_close(again, run_blocks(blocks, torch.tensor([rows[1][:4]]))[0, -1], atol=1e-10, rtol=0)
+
+
+def test_a_cache_is_as_large_as_its_heads_and_says_when_it_is_full() -> None:
+    config = _MODELS["llama"]
+    cache, blocks = KVCache(config, 3, 8), make(config)
+    assert cache.nbytes == 2 * 2 * 3 * 2 * 8 * 4 * 4  # layers, keys and values, rows, heads of keys, tokens, D, fp32
+    cache = KVCache(config, 1, 8, dtype=torch.float64)
+    run_cached(blocks, torch.tensor([tokens_of(8)]), cache, 0)
+    with pytest.raises(ModelError, match=r"row 0 of the cache is full \(8 tokens\)"):
+        run_cached(blocks, torch.tensor([[1]]), cache)
+    with pytest.raises(ModelError, match="row 0 of the cache holds 8 tokens"):
+        run_cached(blocks, torch.tensor([[1]]), cache, 0)
+    with pytest.raises(ModelError, match="40 tokens need as many positions; the model has 32"):
+        KVCache(_MODELS["gpt2"], 1, 40)
+
+
+def greedy_without_a_cache(blocks: list[nn.Module], prompt: list[int], num_tokens: int, context: int) -> list[int]:
+    """Every token by a whole pass over what it may look back on: as the docs tell it."""
+    text, begin = list(prompt), max(0, len(prompt) - context)
+    for _ in range(num_tokens):
+        if len(text) - begin > context:
+            begin = len(text) - context // 2
+        text.append(int(run_blocks(blocks, torch.tensor([text[begin:]]))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_greedy_text_is_the_same_with_and_without_a_cache(name: str) -> None:
+    """Prompts of other lengths at once, texts longer than the context."""
+    config, context = _MODELS[name], 12
+    blocks, prompts = make(config), [tokens_of(1), tokens_of(7, 1), tokens_of(12, 2), tokens_of(30, 3)]
+    made = continue_texts(blocks, config, prompts, num_tokens=25, context=context, sampling=GREEDY)
+    reach = 10**6 if name == "window" else context  # a window says itself what may be forgotten
+    for prompt, text in zip(prompts, made, strict=True):
+        assert text == greedy_without_a_cache(blocks, prompt, 25, reach)
+    assert len({token for text in made for token in text}) > 6  # or there is nothing to compare
+
+
+class Counted(nn.Module):
+    """An embedding that counts calls and tokens."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.calls: list[int] = []
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        self.calls.append(tokens.numel())
+        out: Tensor = self.module(tokens, positions)
+        return out
+
+
+def test_a_token_costs_one_pass_of_one_token() -> None:
+    """200 tokens beyond a prompt of 10; with a context of 40 also 20 tokens read again, once in 20 tokens."""
+    for config, context, again in ((_MODELS["llama"], 300, 0), (_MODELS["llama"], 40, 9), (_MODELS["window"], 40, 0)):
+        embedding, *others = make(config)
+        counted = Counted(embedding)
+        continue_texts([counted, *others], config, [tokens_of(10)], num_tokens=200, context=context, sampling=GREEDY)
+        assert counted.calls[0] == 10
+        assert len(counted.calls) == 200
+        assert sorted(counted.calls[1:]) == [1] * (199 - again) + [20] * again
+
+
+def test_texts_do_not_depend_on_those_beside_them_and_end_where_they_are_told_to() -> None:
+    config = _MODELS["llama"]
+    blocks, prompts = make(config), [tokens_of(4, seed) for seed in range(3)]
+    drawn = Sampling(temperature=1.0, top_k=0, seed=3)
+    texts = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn)
+    for row, text in enumerate(texts):
+        alone = replace(drawn, seed=3 + row)
+        assert [text] == continue_texts(blocks, config, [prompts[row]], num_tokens=20, context=32, sampling=alone)
+    stop = texts[1][7]
+    assert stop not in texts[1][:7] + texts[0] + texts[2]
+    stopped = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn, stops=[stop])
+    assert stopped == [texts[0], texts[1][:7], texts[2]]
+
+
+def test_what_is_drawn() -> None:
+    logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def shares(**options: Any) -> list[float]:
+        draws = [Sampling(**options).draw(logits, generator) for _ in range(2000)]
+        return [draws.count(token) / 2000 for token in range(4)]
+
+    assert shares(temperature=0.0) == [0, 1, 0, 0]
+    assert shares(temperature=1.0, top_k=0) == pytest.approx([0.1, 0.5, 0.25, 0.15], abs=0.04)
+    assert shares(temperature=1.0, top_k=2) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
+    assert shares(temperature=1.0, top_k=0, top_p=0.6) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
+    assert shares(temperature=1.0, top_k=0, top_p=0.5) == [0, 1, 0, 0]
+    hot = shares(temperature=2.0, top_k=0)
+    assert hot == pytest.approx([p**0.5 / 1.91 for p in (0.1, 0.5, 0.25, 0.15)], abs=0.04)
+    for options, said in (({"top_p": 0.0}, "top_p = 0.0"), ({"top_k": -1}, "top_k = -1"), ({"seed": -1}, "seed")):
+        with pytest.raises(ConfigError, match=said):
+            Sampling(**options)
+
+
+def named(blocks: list[nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
+    """Every parameter by its block and name."""
+    names = ["embedding", *(f"layers.{index}" for index in range(len(blocks) - 2)), "head"]
+    pairs = zip(names, blocks, strict=True)
+    return {(name, key): value for name, block in pairs for key, value in block.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
+def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = _MODELS[name]
+    blocks = make(config)
+    folder = tmp_path / "model"
+    held = named(blocks)
+    write_pretrained(folder, config, lambda block, key: held[block, key].detach(), "fp64")
+    prompt = "def f(x):"
+    ids = list(prompt.encode())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model = load_trained(folder, dtype="fp64", tokenizer="bytes")
+    made = continue_texts(model.blocks, model.config, [ids], num_tokens=12, context=model.context, sampling=GREEDY)
+    assert made[0] == wanted[0, len(ids) :].tolist()
+    assert generate_texts(model, [prompt, ""], 3, GREEDY)[0] == model.tokenizer.decode(made[0][:3])
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json: name one with --tokenizer"):
+        load_trained(folder)
+
+
+def test_what_ends_a_text_is_what_the_folder_says(tmp_path: Path) -> None:
+    config = replace(_MODELS["llama"], vocab_size=200)
+    held = named(make(config))
+    folder = tmp_path / "model"
+    write_pretrained(folder, config, lambda block, key: held[block, key].detach(), "fp32")
+    (folder / "config.json").write_text(json.dumps({**to_table(config), "eos_token_id": 7}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
+    model = load_trained(folder, tokenizer="bytes")
+    assert model.stops == (7, 9, 11, 256)
+    assert model.context == 32
+    with pytest.raises(DataError, match="the prompt has token 226, but the model was trained with 200 only"):
+        generate_texts(model, ["a€"], 1, GREEDY)
