@@ -33,6 +33,7 @@ from terrace.program import Instruction, Op, Program
 from terrace.runtime.batch import Batch, positions_of
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
+from terrace.runtime.head import chunked_head
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.tensor import TensorAxis
@@ -78,7 +79,7 @@ class _Kept:
     """What a forward leaves for its backward."""
 
     inputs: Tensor
-    output: Tensor | None  # with its graph; None when the backward recomputes it
+    output: Tensor | None  # with its graph; None when the backward computes it, or does so again
     random_state: Tensor | None
 
 
@@ -116,6 +117,7 @@ class Executor:
         self._again = recomputed(program.plan, program.blocks)
         self._waiters = Waiters(program, rank)
         self._last = len(program.blocks) - 1
+        self._chunked = chunked_head(states[self._last].module, objective) if self._last in states else None
         # Whose losses and tokens count: the stage that has the head, where all tensor ranks have the same.
         self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(rank))
         self._handlers: dict[Op, Callable[[Instruction], None]] = {
@@ -212,6 +214,9 @@ class Executor:
         inputs = self._batches[now.micro][0]
         if now.block > 0:
             inputs = self._take(False, now.block - 1, now.micro).detach().requires_grad_()
+        if now.block == self._last and self._chunked is not None:
+            self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
+            return
         state = random_state(inputs.device) if now.block in self._again else None
         with torch.set_grad_enabled(state is None):
             output = self._run_block(now.block, inputs, now.micro)
@@ -245,20 +250,26 @@ class Executor:
             self._open_gradient(self._states[needed])
         self._progress(self._counter, now, ())
         kept = self._kept.pop((now.block, now.micro))
-        output = kept.output
-        if output is None:
-            with restored(kept.random_state, kept.inputs.device):
-                output = self._run_block(now.block, kept.inputs, now.micro)
-        # None at the last block: the loss has gradient one.
-        gradient = None if now.block == self._last else self._take(True, now.block + 1, now.micro)
         queue = self._due[now.block, now.micro] = self._weights.queue(hold)
-        if output.requires_grad:
+        if now.block == self._last and self._chunked is not None:
             with self._weights.recorded_in(queue):
-                torch.autograd.backward(output, gradient)
+                self._loss += self._chunked(kept.inputs, self._batches[now.micro][1])
+        else:
+            self._run_backward(now, kept, queue)
         if now.block > 0:
             assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
             self._flow[True, now.block, now.micro] = kept.inputs.grad
         self._clock.mark(self._clock.doing)
+
+    def _run_backward(self, now: Instruction, kept: _Kept, queue: WeightQueue) -> None:
+        output = kept.output
+        if output is None:
+            with restored(kept.random_state, kept.inputs.device):
+                output = self._run_block(now.block, kept.inputs, now.micro)
+        gradient = None if now.block == self._last else self._take(True, now.block + 1, now.micro)  # None: one
+        if output.requires_grad:
+            with self._weights.recorded_in(queue):
+                torch.autograd.backward(output, gradient)
 
     def _backward_weight(self, now: Instruction) -> None:
         """Run the second part of a backward: the weight gradients that the first has recorded."""

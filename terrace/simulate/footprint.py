@@ -32,7 +32,8 @@ from terrace.plan.memory import tensor_buffers
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import Tensor
 from terrace.plan.wire import FORMATS
-from terrace.simulate.activations import Backend, BlockActivations, block_activation_bytes
+from terrace.simulate.activations import BlockActivations, block_activation_bytes
+from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, mask_bytes
 from terrace.simulate.states import (
     BlockKind,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -86,7 +86,10 @@ class TrainConfig:
     sequence: int
     seed: int = 0
     warmup_steps: int = 0
-    final_lr_fraction: float = 0.1  # the cosine ends at this part of the peak learning rate
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
+    final_lr_fraction: float = 0.1  # the schedule ends at this part of the peak learning rate
+    decay_steps: int | float = 0.2  # of wsd: the steps of its decay, or their part of the run
+    decay: Literal["linear", "sqrt"] = "sqrt"  # the form of the decay of wsd
     freeze: tuple[str, ...] = ()  # patterns over block.parameter
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
@@ -109,6 +112,7 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
         if not 0 <= self.final_lr_fraction <= 1:
             raise ConfigError(f"train.final_lr_fraction = {self.final_lr_fraction} must lie between 0 and 1")
+        self._check_schedule()
         if not 0 < self.timeout_s <= 1e6:
             raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
         for message, limit in self.error_budget.items():
@@ -118,6 +122,26 @@ class TrainConfig:
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
         check_names(self.metrics)
         check_profile(self.profile, self.profile_torch)
+
+    def _check_schedule(self) -> None:
+        defaults = {item.name: item.default for item in fields(self)}
+        given = [name for name in ("decay_steps", "decay") if getattr(self, name) != defaults[name]]
+        if self.schedule != "wsd":
+            if given:
+                raise ConfigError(f"train.{given[0]} has no effect: train.schedule = {self.schedule!r}, not 'wsd'")
+            return
+        whole = isinstance(self.decay_steps, int)
+        if not (self.decay_steps >= 1 if whole else 0 < self.decay_steps < 1):
+            raise ConfigError(
+                f"train.decay_steps = {self.decay_steps} must be a number of steps, at least 1, or a part of the run "
+                "between 0 and 1"
+            )
+        longest = self.steps - self.warmup_steps
+        if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
+            raise ConfigError(
+                f"train.decay_steps = {self.decay_steps} is longer than the {longest} steps after the warm-up, "
+                f"train.steps - train.warmup_steps: use at most {max(0, longest)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
