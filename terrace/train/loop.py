@@ -19,7 +19,7 @@ import torch.distributed as dist
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.comm import Pacer
 from terrace.model.config import num_params, to_table
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
 from terrace.model.pretrained import Pretrained
 from terrace.plan.grid import rank_at
@@ -30,6 +30,7 @@ from terrace.runtime.launch import pace
 from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
+from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
 from terrace.train.config import RunConfig
@@ -91,7 +92,7 @@ class _Run:
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
         self.compiling = run.train.compile  # the first step may take as long as a compiler does
         self.engine = Engine(
-            build_blocks(run.model),
+            run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
             cluster=run.cluster,
             plan=run.plan,
@@ -305,6 +306,7 @@ class _Run:
             "seed": self.run.train.seed,
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
+            FACT: fact_of(self.run.lora),
         }
 
     def _sample(self, folder: Path) -> str | None:
