@@ -38,6 +38,7 @@ from terrace.report.stage_tables import (
 )
 from terrace.report.tables import quantity, seconds
 from terrace.runtime.launch import pace
+from terrace.train.folder import start_words
 from terrace.train.loop import Job, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
@@ -54,6 +55,8 @@ def show_plan(job: Job) -> None:
         f"{run.train.steps} steps of {run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} "
         f"micro-batches of {run.plan.micro_batch} per rank\n"
     )
+    if job.resume is None and start_words(run):
+        print(f"{start_words(run)}\n")
     console.print(plan_table(run.cluster, run.plan))
     if Grid.of(run.cluster, run.plan).total("pipeline") > 1:
         _show_stages(job, console)

@@ -27,6 +27,7 @@ from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, v
 from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
+from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned
 from terrace.train.sources import (
     Documented,
@@ -94,6 +95,7 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
+    weights: str = ""  # Hugging Face folder whose weights the run starts from; empty: from scratch
     compile: bool = False  # each block through torch.compile
     background_save: bool = True  # write checkpoints beside the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
@@ -191,8 +193,11 @@ def resolve_table(
             table[name] = flags[name]
     if flags.get("data") is not None:
         table = merge(table, {"data": {"path": flags["data"]}})
-    table = {name: section(name, value) for name, value in table.items()}
-    return merge(table, overrides)
+    model = table.get("model")
+    table = merge({name: section(name, value) for name, value in table.items()}, overrides)
+    data = [given.get("data") for given in (own, overrides)]
+    names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
+    return with_folder(table, model, names_tokenizer)
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
@@ -278,6 +283,9 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
         named: dict[str, Any] = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
         named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
         result["data"] = merge(result["data"], named)
+    train = own.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("weights"), str) and train["weights"]:
+        result["train"] = merge(result["train"], {"weights": str(folder / train["weights"])})
     return result
 
 

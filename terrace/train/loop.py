@@ -21,6 +21,8 @@ from terrace.comm import Pacer
 from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
+from terrace.model.lora import is_adapter
+from terrace.model.pretrained import Pretrained
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport
 from terrace.runtime.batch import Batch
@@ -87,6 +89,8 @@ class _Run:
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step = 0
+        starts_with = run.train.weights if job.resume is None else ""
+        self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
         self.compiling = run.train.compile  # the first step may take as long as a compiler does
         self.engine = Engine(
             run_blocks_of(run),
@@ -107,6 +111,7 @@ class _Run:
             progress=self._at,
             compiled=run.train.compile,
         )
+        self._pretrained = None  # the engine has the values; files are closed
         self.vote = Vote(world, asked)
         self.saver = Saver(
             self.engine,
@@ -127,6 +132,8 @@ class _Run:
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
+        if self._pretrained is not None and not is_adapter(name):
+            return self._pretrained.value(block, name)
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
     def outcome(self) -> Outcome | Stop:
