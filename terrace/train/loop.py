@@ -21,6 +21,7 @@ from terrace.comm import Pacer
 from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
+from terrace.model.lora import is_adapter
 from terrace.model.pretrained import Pretrained
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport
@@ -131,7 +132,7 @@ class _Run:
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
-        if self._pretrained is not None:
+        if self._pretrained is not None and not is_adapter(name):
             return self._pretrained.value(block, name)
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
