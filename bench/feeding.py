@@ -8,7 +8,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ def rate(make: Callable[[int], object], tokens_a_step: int, seconds: float) -> f
     return (step - 1) * tokens_a_step / (time.perf_counter() - begin)
 
 
-def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, Sequence[Source]]:
+def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, list[Source]]:
     """Return what is read: each way of putting documents into sequences, and a mixture of all."""
     tokens = {name: corpus(folder, name, num_tokens, mean_length) for name in ("join", "separate", "whole")}
     sources = {
@@ -86,7 +86,11 @@ def main() -> None:
             tokens_a_step = options.sequence * options.micro_batch
             alone = rate(make, tokens_a_step, options.seconds)
             feeder = Feeder(make, 0, 1 << 40)
-            fed = rate(lambda _, feeder=feeder: feeder.next(), tokens_a_step, options.seconds)
+
+            def take(step: int, feeder: Feeder[object] = feeder) -> object:
+                return feeder.next()
+
+            fed = rate(take, tokens_a_step, options.seconds)
             feeder.close()
             far = 10**9
             begin = time.perf_counter()

@@ -52,7 +52,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     check_tokenizer(tokenizer, config)
     if resume is None:
         check_weights(config)
-    sources = prepare_sources(config.data, tokenizer, config.train.sequence)
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
     for source in sources:
         source.tokens.check_vocab(config.model.vocab_size)
     Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)

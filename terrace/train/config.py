@@ -58,6 +58,8 @@ class DataConfig:
     format: Format = "text"
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
     too_long: TooLong | None = None  # what becomes of a whole document that is longer than a sequence
+    column: str = "text"  # the key, or the column, that holds the text of a record
+    split: str = ""  # of a data set that has several; if empty, "train"
     chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
     holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
 
@@ -69,7 +71,7 @@ class DataConfig:
 
     def sources(self) -> tuple[SourceSpec, ...]:
         """Return the sources with everything decided. Raises `ConfigError` for what does not go together."""
-        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long)
+        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long, self.column, self.split)
 
     def absolute(self) -> "DataConfig":
         """Return the same places under names that hold in any working directory."""
