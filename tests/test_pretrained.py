@@ -189,6 +189,19 @@ def test_their_folder_is_written_with_the_same_tensors(name: str, tmp_path: Path
     ).read_bytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_they_load_the_dtype_that_was_written(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = parse_model(TABLES["qwen3"])
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    write_pretrained(tmp_path / "out", config, our_values(config), name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    model.save_pretrained(tmp_path / "theirs")  # and what they save of it is what they were given
+    for key, tensor in safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors").items():
+        assert torch.equal(tensor, safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")[key])
+    assert load_model(str(tmp_path / "theirs")) == config
+
+
 def saved(folder: Path, name: str = "llama", **changes: Any) -> dict[str, Tensor]:
     """Write a model to a folder and return its tensors, for a test to damage."""
     config = parse_model(TABLES[name] | changes)

@@ -222,7 +222,7 @@ class _Decoder(BlockTape):
             weight = heads * model.head_dim * self.hidden
             self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
             if model.qk_norm and name != "value":
-                self._normalise(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads, "rms")
+                self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
         if rotary and self.backend != "published":
             for name in ("query", "key"):
                 whole = self.sizes[name]
