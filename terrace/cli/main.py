@@ -15,6 +15,7 @@ from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
 
 _COMMANDS = (
+    "doctor",
     "plan",
     "scale",
     "simulate",

@@ -103,7 +103,7 @@ class TrainConfig:
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
     metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
-    profile: str | None = None  # steps to trace, such as "10-12"
+    profile: str | int | None = None  # steps to trace, such as "10-12"
     profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:

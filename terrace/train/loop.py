@@ -7,7 +7,7 @@ Everything a user may have got wrong was checked before; what can still fail her
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -148,7 +148,8 @@ class _Run:
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
-        summary, stop = self._steps(first_step)
+        with closing(Feeder(self._micro_batches, first_step, self.run.train.steps)) as feeder:
+            summary, stop = self._steps(first_step, feeder)
         self.saver.close()
         if stop is not None:
             self.engine.close()
@@ -179,14 +180,13 @@ class _Run:
         restore(self.engine, checkpoint)
         return checkpoint.step
 
-    def _steps(self, first_step: int) -> tuple[Summary, Stop | None]:
+    def _steps(self, first_step: int, feeder: Feeder[list[Batch]]) -> tuple[Summary, Stop | None]:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
         if self.job.resume is None:
             self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
-        feeder = Feeder(self._micro_batches, first_step, train.steps)
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
@@ -215,7 +215,6 @@ class _Run:
             if stop is not None:
                 break
         self._finish_saving()
-        feeder.close()
         if metrics is not None:
             metrics.close()
         return summary, stop
@@ -262,6 +261,7 @@ class _Run:
     def _fed(self, feeder: Feeder[list[Batch]]) -> list[Batch]:
         """Return the micro-batches of the next step on this rank's device."""
         device = self.engine.device
+        self._at(0, "READ DATA", ())
         return [cast(Batch, tuple(each.to(device, non_blocking=True) for each in micro)) for micro in feeder.next()]
 
     def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
