@@ -24,6 +24,7 @@ from terrace.model.config import ModelConfig, forward_flops
 from terrace.plan.wire import FORMATS
 from terrace.simulate.chunks import chunk_rows
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
+from terrace.simulate.masks import core_keys
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -162,15 +163,16 @@ def _widths(work: Work) -> tuple[int, int]:
 
 
 def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
+    keys, causal = core_keys(work, device.backend)
     return attention_s(
         device,
         batch=work.micro_batch,
         heads=math.ceil(work.model.num_heads / work.rows),
         queries=work.sequence // work.context,
-        keys=work.sequence,
+        keys=keys,
         head_dim=work.model.head_dim,
         flash=work.flash,
-        causal=work.causal,
+        causal=causal,
         dropout=work.dropout,
         dtype=work.compute,
     )
