@@ -31,7 +31,7 @@ from terrace.runtime.world import World
 from terrace.simulate import Work, simulate, simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
+from terrace.train.checkpoint import Checkpoint, Saved, Saver, latest, restore
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, TokenFile, load_tokenizer
 from terrace.train.generate import generate
@@ -97,7 +97,7 @@ class _Run:
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=lambda counter, instruction, ranks: dog.at(self.step, counter, instruction, ranks),
         )
-        self.vote = Vote(world, asked)
+        self.vote, self.saves = Vote(world, asked), list[Saved]()
         self.saver = Saver(
             self.engine,
             world,
@@ -142,6 +142,7 @@ class _Run:
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
             stages=stages,
+            saves=tuple(self.saves),
         )
         self.engine.close()
         self.observer.finished(result)
@@ -159,6 +160,9 @@ class _Run:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
+        beside = "is written beside the steps" if train.background_save else "is waited for"
+        staged_mb = self.saver.staging_bytes / 1e6
+        self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
         if self.job.resume is None:
             self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
@@ -256,6 +260,7 @@ class _Run:
     def _tell(self) -> None:
         saved = self.saver.news()
         if saved is not None:
+            self.saves.append(saved)
             self.observer.saved(saved.folder)
 
     def _facts(self) -> Mapping[str, Any]:
