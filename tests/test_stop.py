@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
 
+from terrace.runtime.launch import LocalPool
 from terrace.runtime.stop import Asked, Stop, Vote, ask
+from terrace.runtime.watchdog import Watchdog
 from terrace.runtime.world import World
 from terrace.train.checkpoint import Checkpoint, latest
 from tests.tiny_runs import all_gone, descendants, environment, metrics, wait_for_step, write_run
@@ -117,11 +119,12 @@ def test_the_second_signal_ends_a_process_and_a_repeat_does_not(monkeypatch: pyt
 
 def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path) -> None:
     """A rank is killed, the ranks are started again by the same command and go on; then torchrun is told to end."""
-    write_run(tmp_path, 2, steps=100_000, checkpoint_every=5)
+    write_run(tmp_path, 2, 2, steps=100_000, checkpoint_every=5)
     run = tmp_path / "run"
-    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "terrace", "train"]
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["-m", "terrace", "train", "--config", "run.toml", "--folder", "run", "--resume", "auto"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words, "--config", "run.toml", "--folder", "run"],
+        [sys.executable, "-m", "torch.distributed.run", *words],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -153,6 +156,7 @@ def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path
                 os.kill(pid, signal.SIGKILL)
     assert process.returncode != 0
     assert said.count("resuming after step ") == 1
+    assert said.count("2 ranks in place of 4: node 2 -> 1") == 2
     assert errors.count("terrace: ended by SIGTERM; what was saved is complete") == 1
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
@@ -160,3 +164,20 @@ def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path
     assert newest is not None
     assert newest.name == f"step-{len(lines):08d}"
     Checkpoint(newest).verify()
+
+
+def watched(world: World, stopped_s: float) -> str:
+    """A rank that is told to stop and takes its time: its watchdog lets it, since no rank is missing."""
+    with (
+        Asked((signal.SIGTERM,)) as asked,
+        Watchdog(world.store, world.rank, 2, timeout_s=5.0, interval_s=0.05, catch_sigterm=True, stops=True) as dog,
+    ):
+        dog.at(1, 2, "a long kernel")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(stopped_s)
+        assert asked.name == "SIGTERM"
+    return "in order"
+
+
+def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:
+    assert pool.run(2, watched, 1.5) == ["in order"] * 2

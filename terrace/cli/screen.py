@@ -196,6 +196,10 @@ def _report(outcome: Outcome) -> dict[str, Any]:
         "predicted": plain(outcome.predicted),
         "measured": plain(outcome.measured),
     }
+    table["saves"] = [
+        {"folder": each.folder.name, **{name: getattr(each, name) for name in ("num_bytes", "stalled_s", "write_s")}}
+        for each in outcome.saves
+    ]
     if outcome.stages:
         table["stages"] = [
             {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages

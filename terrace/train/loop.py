@@ -33,7 +33,7 @@ from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
+from terrace.train.checkpoint import Checkpoint, Saved, Saver, latest, restore
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.feeding import Feeder
@@ -112,7 +112,7 @@ class _Run:
             compiled=run.train.compile,
         )
         self._pretrained = None  # the engine has the values; files are closed
-        self.vote = Vote(world, asked)
+        self.vote, self.saves = Vote(world, asked), list[Saved]()
         self.saver = Saver(
             self.engine,
             world,
@@ -167,6 +167,7 @@ class _Run:
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
             stages=stages,
+            saves=tuple(self.saves),
         )
         self.engine.close()
         self.observer.finished(result)
@@ -184,6 +185,9 @@ class _Run:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
+        beside = "is written beside the steps" if train.background_save else "is waited for"
+        staged_mb = self.saver.staging_bytes / 1e6
+        self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
         if self.job.resume is None:
             self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
@@ -296,6 +300,7 @@ class _Run:
     def _tell(self) -> None:
         saved = self.saver.news()
         if saved is not None:
+            self.saves.append(saved)
             self.observer.saved(saved.folder)
 
     def _facts(self) -> Mapping[str, Any]:
