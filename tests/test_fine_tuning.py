@@ -220,7 +220,7 @@ def test_chats_beside_text_are_trained_from_the_command_line(tmp_path: Path) -> 
         (["--data.mixture.talk.documents", "separate"], "data.documents of talk = 'whole', now it is 'separate'"),
         (["--data.holdout", "0"], "data.holdout = 0.1, now it is 0"),
         (
-            ["--data.mixture", '[{path="text.txt", format="text", name="prose"}]'],
+            ["--data.mixture", '[{path="chat.jsonl", name="talk"}]'],
             "number of data sources = 2, now it is 1",
         ),
     ):
