@@ -261,7 +261,7 @@ def _outcome(predicted: StepReport, folder: Path) -> Outcome:
     return Outcome(final_loss=2.0, num_steps=8, checkpoint=folder, predicted=predicted, measured=predicted, sample=None)
 
 
-@pytest.mark.parametrize("text", ["", "0", "0-3", "5-4", "a", "1-", "-3", "1-200", "3.5", "1-2-3"])
+@pytest.mark.parametrize("text", ["", "0", "0-3", "5-4", "a", "1-", "-3", "1-200", "3.5", "1-2-3", "8-10", "10"])
 def test_steps_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.profile = "):
         TrainConfig(steps=9, batch=1, sequence=1, profile=text)
