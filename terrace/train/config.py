@@ -125,7 +125,7 @@ class TrainConfig:
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
         check_names(self.metrics)
-        check_profile(self.profile, self.profile_torch)
+        check_profile(self.profile, self.profile_torch, self.steps)
 
     def _check_schedule(self) -> None:
         defaults = {item.name: item.default for item in fields(self)}
