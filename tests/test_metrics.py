@@ -270,6 +270,7 @@ def test_steps_that_cannot_be_are_refused(text: str) -> None:
 def test_steps_are_counted_from_one() -> None:
     assert parse_steps("10-12") == range(9, 12)
     assert parse_steps(" 1 ") == range(1)
+    assert parse_steps(7) == range(6, 7)  # as --train.profile 7 is read
     with pytest.raises(ConfigError, match=r"profile_torch = true has no effect without train\.profile"):
         TrainConfig(steps=9, batch=1, sequence=1, profile_torch=True)
 

@@ -32,8 +32,15 @@ def add_parser(commands: Any) -> None:
         "--shard-bytes",
         type=int,
         metavar="N",
-        default=_SHARD_BYTES,
-        help="largest file of weights, in bytes (default: %(default)s)",
+        help=f"largest file of weights, in bytes (default: {_SHARD_BYTES})",
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the adapters alone, in fp32, as a folder that peft loads"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="NAME",
+        help="with --adapter: the base model's name (default: the run's train.weights)",
     )
     parser.set_defaults(run=run)
 
@@ -42,25 +49,31 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Write the folder and return 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
-    if options.shard_bytes < 1:
+    _check_together(options)
+    if options.shard_bytes is not None and options.shard_bytes < 1:
         raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
     if not (options.folder / "config.toml").is_file():
         raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
     config = parse_run(read_table(options.folder / "config.toml"))
     try:
         from terrace.train.checkpoint import Checkpoint
-        from terrace.train.export import export
+        from terrace.train.export import export, export_adapter
     except ModuleNotFoundError as error:
         raise ConfigError(f"export needs the package {error.name!r}: pip install 'terrace[train]'") from error
     checkpoint = Checkpoint(_chosen(options.folder, options.step))
     checkpoint.verify()
+    if options.adapter:
+        base = config.train.weights if options.base is None else options.base
+        written = export_adapter(checkpoint, options.path, base)
+        print(f"wrote {options.path}, the adapters after step {checkpoint.step}: {', '.join(written)}")
+        return 0
     source = options.folder / SOURCE
     dtype = options.dtype or config.plan.compute
     written = export(
         checkpoint,
         options.path,
         dtype,
-        options.shard_bytes,
+        options.shard_bytes or _SHARD_BYTES,
         source if source.is_dir() else None,
         _end_of_text(config, source),
     )
@@ -68,6 +81,17 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(f"no tokenizer: the run was trained on {config.data.tokenizer}")
     print(f"wrote {options.path}, the model after step {checkpoint.step} in {dtype}: {', '.join(written)}")
     return 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for an option that has no effect beside the others."""
+    for name in ("dtype", "shard_bytes"):
+        if options.adapter and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --adapter, which writes one file in fp32: leave it out"
+            )
+    if options.base is not None and not options.adapter:
+        raise ConfigError(f"--base {options.base} has no effect without --adapter: leave it out")
 
 
 def _chosen(folder: Path, step: int | None) -> Path:

@@ -17,6 +17,7 @@ from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
+from terrace.train.adapted import FACT, fact_of
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, newest_whole
 from terrace.train.checkpoint.layout import complete
 from terrace.train.config import RunConfig, run_toml
@@ -93,6 +94,7 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
         "seed": config.train.seed,
         "batch": config.train.batch,
         "sequence": config.train.sequence,
+        FACT: fact_of(config.lora),
     }
     there = {name: checkpoint.facts.get(name) for name in here}
     for name, value in to_table(config.model).items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
 from terrace.cli.programs import kept_activations
@@ -119,7 +120,9 @@ class Screen:
             f"  {links}\n"
             f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step))
         )
-        print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)), flush=True)
+        print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)))
+        warning = slow_warning(self._job.run, cluster)
+        print(f"warning: {warning}\n" if warning else "", end="", flush=True)
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
         self._progress.show(record, seconds_left)

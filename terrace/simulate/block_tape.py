@@ -52,9 +52,6 @@ class BlockTape:
         self.sizes[target] = self.residual * self.item
         self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm, keeps_target)
 
-    def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
-        self._normalise(name, source, target, num_heads, "rms")
-
     def _normalise(
         self, name: str, source: str, target: str, num_rows: int, norm: str, keeps_target: bool = False
     ) -> None:

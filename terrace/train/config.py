@@ -21,8 +21,10 @@ from terrace.base.schema import dump, load, merge, read_table
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
+from terrace.model.lora import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
+from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.folder import with_folder
@@ -101,7 +103,7 @@ class TrainConfig:
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
     metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
-    profile: str | None = None  # steps to trace, such as "10-12"
+    profile: str | int | None = None  # steps to trace, such as "10-12"
     profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:
@@ -154,10 +156,12 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    lora: LoraConfig | None = None  # train adapters alone
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Return the block specs with frozen parameters marked."""
-        return freeze(block_specs(self.model), self.train.freeze)
+        specs = block_specs(self.model)
+        return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     def num_micros(self) -> int:
         """Return the micro-batches per rank and step."""
@@ -222,12 +226,13 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         data=load(DataConfig, table.get("data", {}), "data"),
         train=load(TrainConfig, table["train"], "train"),
         optimizer=load(AdamWConfig, table.get("optimizer", {}), "optimizer"),
+        lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
     )
 
 
 def run_toml(run: RunConfig) -> str:
     """Return the resolved configuration as TOML; `parse_run` reads it back to an equal value."""
-    table = {item.name: dump(getattr(run, item.name)) for item in fields(run)}
+    table = {item.name: dump(getattr(run, item.name)) for item in fields(run) if getattr(run, item.name) is not None}
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)
 
@@ -251,6 +256,8 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     run.num_micros()
+    if run.lora is not None and any(Grid.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
+        raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "

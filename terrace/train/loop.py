@@ -7,7 +7,7 @@ Everything a user may have got wrong was checked before; what can still fail her
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +19,9 @@ import torch.distributed as dist
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.comm import Pacer
 from terrace.model.config import num_params, to_table
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
+from terrace.model.lora import is_adapter
 from terrace.model.pretrained import Pretrained
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport
@@ -30,6 +31,7 @@ from terrace.runtime.launch import pace
 from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
+from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
 from terrace.train.config import RunConfig
@@ -91,7 +93,7 @@ class _Run:
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
         self.compiling = run.train.compile  # the first step may take as long as a compiler does
         self.engine = Engine(
-            build_blocks(run.model),
+            run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
             cluster=run.cluster,
             plan=run.plan,
@@ -130,7 +132,7 @@ class _Run:
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
-        if self._pretrained is not None:
+        if self._pretrained is not None and not is_adapter(name):
             return self._pretrained.value(block, name)
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
@@ -146,7 +148,8 @@ class _Run:
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
-        summary, stop = self._steps(first_step)
+        with closing(Feeder(self._micro_batches, first_step, self.run.train.steps)) as feeder:
+            summary, stop = self._steps(first_step, feeder)
         self.saver.close()
         if stop is not None:
             self.engine.close()
@@ -177,14 +180,13 @@ class _Run:
         restore(self.engine, checkpoint)
         return checkpoint.step
 
-    def _steps(self, first_step: int) -> tuple[Summary, Stop | None]:
+    def _steps(self, first_step: int, feeder: Feeder[list[Batch]]) -> tuple[Summary, Stop | None]:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
         if self.job.resume is None:
             self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
-        feeder = Feeder(self._micro_batches, first_step, train.steps)
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
@@ -213,7 +215,6 @@ class _Run:
             if stop is not None:
                 break
         self._finish_saving()
-        feeder.close()
         if metrics is not None:
             metrics.close()
         return summary, stop
@@ -260,6 +261,7 @@ class _Run:
     def _fed(self, feeder: Feeder[list[Batch]]) -> list[Batch]:
         """Return the micro-batches of the next step on this rank's device."""
         device = self.engine.device
+        self._at(0, "READ DATA", ())
         return [cast(Batch, tuple(each.to(device, non_blocking=True) for each in micro)) for micro in feeder.next()]
 
     def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
@@ -305,6 +307,7 @@ class _Run:
             "seed": self.run.train.seed,
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
+            FACT: fact_of(self.run.lora),
         }
 
     def _sample(self, folder: Path) -> str | None:

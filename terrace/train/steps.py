@@ -7,9 +7,9 @@ from terrace.base.errors import ConfigError
 _MOST = 100  # steps: of each a file is written
 
 
-def parse_steps(text: str) -> range:
+def parse_steps(text: str | int) -> range:
     """Return the steps of `train.profile`, counted from 0; raises `ConfigError` for anything but a short range."""
-    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text).strip())
     if found is None:
         raise ConfigError(
             f"train.profile = {text!r} must be a step or a range of steps such as '10-12', counted from 1"
@@ -22,7 +22,7 @@ def parse_steps(text: str) -> range:
     return range(first - 1, last)
 
 
-def check_profile(text: str | None, with_torch: bool) -> None:
+def check_profile(text: str | int | None, with_torch: bool) -> None:
     """Raise `ConfigError` where `train.profile` names no steps, or torch's profiler is asked for without any."""
     if text is not None:
         parse_steps(text)

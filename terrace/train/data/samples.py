@@ -76,27 +76,28 @@ class Packed:
         self._sequence = sequence
         self._documents = documents
         self._packing = packing
+        self._count = np.arange(sequence)
 
     def rows(self, samples: Ids) -> Rows:
         """Return the rows of `samples`, shape (n,)."""
-        packing, sequence = self._packing, self._sequence
-        row, which = _runs(packing.offsets[samples], packing.offsets[samples + 1])
-        lengths = packing.lengths[which]
-        ends = np.cumsum(lengths)
-        used = np.bincount(row, weights=lengths, minlength=len(samples)).astype(np.int64)
-        before = np.cumsum(used) - used  # places of the rows before
-        segment, place = _runs(np.zeros_like(lengths), lengths)  # place: within its segment
-        target = (row * sequence - before[row] + ends - lengths)[segment] + place
-        token = packing.starts[which][segment] + place
-        inputs = np.zeros((len(samples), sequence), dtype=np.int64)
-        labels = np.full((len(samples), sequence), IGNORED, dtype=np.int64)
-        positions = np.arange(sequence) - used[:, None]  # of the padding; the rest is written over
-        inputs.reshape(-1)[target] = self._documents.ids[token]
-        values = self._documents.ids[token + 1].astype(np.int64)
-        if self._documents.mask is not None:
-            values[self._documents.mask[token + 1] == 0] = IGNORED
-        labels.reshape(-1)[target] = values
-        positions.reshape(-1)[target] = place
+        packing, ids, mask = self._packing, self._documents.ids, self._documents.mask
+        shape = len(samples), self._sequence
+        inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        positions = np.empty(shape, dtype=np.int64)
+        bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
+        for row, (low, high) in enumerate(bounds):
+            # Copies of runs: a run of any length costs little more than its bytes.
+            end = 0
+            for start, length in zip(
+                packing.starts[low:high].tolist(), packing.lengths[low:high].tolist(), strict=True
+            ):
+                place, end = slice(end, end + length), end + length
+                inputs[row, place] = ids[start : start + length]
+                labels[row, place] = ids[start + 1 : start + length + 1]
+                positions[row, place] = self._count[:length]
+                if mask is not None:
+                    labels[row, place][mask[start + 1 : start + length + 1] == 0] = IGNORED
+            positions[row, end:] = self._count[: self._sequence - end]
         return inputs, labels, positions
 
 
