@@ -66,7 +66,10 @@ def parallelised(blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence_paralle
     parallelize_module(model, mesh, styles)
     for layer in model.layers:
         parts: dict[str, ParallelStyle] = {
-            "attention": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+            # Its other inputs, positions of packed documents and a cache, are absent here.
+            "attention": PrepareModuleInput(
+                input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
             "mlp": PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
             "attention.output": RowwiseParallel(output_layouts=stream),
             "mlp.down": RowwiseParallel(output_layouts=stream),

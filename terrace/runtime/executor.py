@@ -202,6 +202,7 @@ class Executor:
             inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_()
         if now.block == self._last and self._chunked is not None:
             self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
+            self._clock.mark(self._clock.doing)
             return
         state = random_state(inputs.device) if now.block in self._again else None
         with torch.set_grad_enabled(state is None):
