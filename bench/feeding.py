@@ -62,7 +62,8 @@ def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, Sequence[
         Source(tokens=each.tokens, documents=each.documents, too_long=each.too_long, weight=weight)
         for each, weight in zip(sources.values(), (5, 3, 2), strict=True)
     ]
-    return {name: [each] for name, each in sources.items()} | {"mixture": mixture}
+    found: dict[str, Sequence[Source]] = {name: [each] for name, each in sources.items()}
+    return found | {"mixture": mixture}
 
 
 def main() -> None:
@@ -86,7 +87,11 @@ def main() -> None:
             tokens_a_step = options.sequence * options.micro_batch
             alone = rate(make, tokens_a_step, options.seconds)
             feeder = Feeder(make, 0, 1 << 40)
-            fed = rate(lambda _, feeder=feeder: feeder.next(), tokens_a_step, options.seconds)
+
+            def fetch(step: int, feeder: Feeder[object] = feeder) -> object:
+                return feeder.next()
+
+            fed = rate(fetch, tokens_a_step, options.seconds)
             feeder.close()
             far = 10**9
             begin = time.perf_counter()
