@@ -8,7 +8,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ def rate(make: Callable[[int], object], tokens_a_step: int, seconds: float) -> f
     return (step - 1) * tokens_a_step / (time.perf_counter() - begin)
 
 
-def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, Sequence[Source]]:
+def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, list[Source]]:
     """Return what is read: each way of putting documents into sequences, and a mixture of all."""
     tokens = {name: corpus(folder, name, num_tokens, mean_length) for name in ("join", "separate", "whole")}
     sources = {
@@ -62,8 +62,7 @@ def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, Sequence[
         Source(tokens=each.tokens, documents=each.documents, too_long=each.too_long, weight=weight)
         for each, weight in zip(sources.values(), (5, 3, 2), strict=True)
     ]
-    found: dict[str, Sequence[Source]] = {name: [each] for name, each in sources.items()}
-    return found | {"mixture": mixture}
+    return {name: [each] for name, each in sources.items()} | {"mixture": mixture}
 
 
 def main() -> None:
@@ -88,10 +87,10 @@ def main() -> None:
             alone = rate(make, tokens_a_step, options.seconds)
             feeder = Feeder(make, 0, 1 << 40)
 
-            def fetch(step: int, feeder: Feeder[object] = feeder) -> object:
+            def take(step: int, feeder: Feeder[object] = feeder) -> object:
                 return feeder.next()
 
-            fed = rate(fetch, tokens_a_step, options.seconds)
+            fed = rate(take, tokens_a_step, options.seconds)
             feeder.close()
             far = 10**9
             begin = time.perf_counter()

@@ -10,6 +10,7 @@ from terrace.plan import MessageClass
 from terrace.program import Instruction, Op
 from terrace.runtime.block_state import Gradient
 from terrace.runtime.engine import Engine
+from terrace.runtime.passing import Key
 
 VICTIM = 2  # the block that a fault befalls
 
@@ -108,12 +109,13 @@ def swapped_arrivals(engine: Engine) -> None:
     executor = engine._executor
     inner = executor._take
 
-    def swapped(backward: bool, block: int, micro: int) -> Tensor:
+    def swapped(key: Key) -> Tensor:
+        backward, block, _ = key
         one, other = ((backward, block, each) for each in (0, 1))
-        if not backward and {one, other} <= executor._arriving.keys():
-            arriving = executor._arriving
+        arriving = executor._passing._arriving
+        if not backward and {one, other} <= arriving.keys():
             arriving[one], arriving[other] = arriving[other], arriving[one]
-        return inner(backward, block, micro)
+        return inner(key)
 
     executor._take = swapped  # type: ignore[method-assign]
 

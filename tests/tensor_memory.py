@@ -37,9 +37,9 @@ def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConf
         if now.block != LAYER:
             plain(now)
             return
-        given = executor._flow[False, now.block - 1, now.micro].nbytes
+        given = executor._passing._made[False, now.block - 1, now.micro].nbytes
         _, left, _ = allocated(lambda: plain(now))
-        kept.append(left - executor._flow[False, now.block, now.micro].nbytes + given)
+        kept.append(left - executor._passing._made[False, now.block, now.micro].nbytes + given)
 
     executor._handlers[Op.FORWARD] = watched
     tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)

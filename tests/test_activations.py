@@ -12,11 +12,13 @@ from terrace.model.attention import SHORT_SEQUENCE
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.runtime.head import chunked_head
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 from tests.allocations import addresses, allocated, saved_bytes, seeded
+from tests.test_linear import Adopted
 
 VOCAB, HIDDEN, BATCH = 101, 64, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -126,9 +128,12 @@ def run_block(
     if index:
         inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
 
+    if index == 2:
+        return run_head(block, inputs, labels, predict(config, compute, sequence, index, again))
+
     def forward() -> Tensor:
         output: Tensor = block(inputs)
-        return token_loss(output, labels) if index == 2 else output
+        return output
 
     forward()  # fills RoPE's tables
     ignored = addresses([inputs, labels, *block.parameters(), *rotary_tables(block)])
@@ -136,13 +141,31 @@ def run_block(
     input_bytes = inputs.nbytes if index else 0
     with torch.set_grad_enabled(not again):
         forward_peak, left, output = allocated(forward)
-    gradient = None if index == 2 else torch.randn_like(output)
+    gradient = torch.randn_like(output)
 
     def backward() -> None:
         torch.autograd.backward(forward() if again else output, gradient)
 
     backward_peak, _, _ = allocated(backward)
-    before = (0 if again else left) + input_bytes + (gradient.nbytes if gradient is not None else 0)
+    before = (0 if again else left) + input_bytes + gradient.nbytes
+    return saved, forward_peak + input_bytes, backward_peak + before, predict(config, compute, sequence, index, again)
+
+
+def run_head(
+    head: nn.Module, inputs: Tensor, labels: Tensor, predicted: BlockActivations
+) -> tuple[int, int, int, BlockActivations]:
+    """The same of a head, which does nothing forward and everything backward, as the runtime has it."""
+    adopted = Adopted.of(head)
+    run = chunked_head(adopted.module, token_loss)
+    assert run is not None
+    (flat,) = adopted.flats
+    flat.collect_gradients_in(torch.empty_like(flat.full))
+    with adopted.weights.recorded_in(adopted.weights.queue(hold=True)):
+        backward_peak, _, _ = allocated(lambda: run(inputs, labels))
+    return 0, inputs.nbytes, backward_peak + inputs.nbytes, predicted
+
+
+def predict(config: ModelConfig, compute: str, sequence: int, index: int, again: bool) -> BlockActivations:
     work = Work(
         model=config,
         sequence=sequence,
@@ -151,8 +174,7 @@ def run_block(
         flash=not (compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
         compute=compute,  # type: ignore[arg-type]
     )
-    predicted = block_activation_bytes(work, ("embedding", "layer", "head")[index], "cpu")
-    return saved, forward_peak + input_bytes, backward_peak + before, predicted
+    return block_activation_bytes(work, ("embedding", "layer", "head")[index], "cpu")
 
 
 def rotary_tables(block: nn.Module) -> list[Tensor]:
@@ -164,10 +186,13 @@ def rotary_tables(block: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("compute", DTYPES)
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["embedding", "layer", "head"])
 def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
-    """To the byte what autograd saves; the peaks within 1 %, and 10 % in bf16, where oneDNN takes scratch memory."""
+    """To the byte what autograd saves; the peaks within 1 %, and 10 % in bf16, where oneDNN takes scratch memory.
+
+    Of a head there are a few numbers a token and word more: within 3 %.
+    """
     saved, forward, backward, predicted = run_block(name, compute, 256, index)
-    assert sum(predicted.saved.values()) == pytest.approx(saved, abs=8)  # the head's count of labels
-    within = 0.1 if compute == "bf16" else 0.01
+    assert sum(predicted.saved.values()) == pytest.approx(saved, abs=0)
+    within = 0.1 if compute == "bf16" else 0.03 if index == 2 else 0.01
     assert predicted.forward_peak_bytes == pytest.approx(forward, rel=within)
     assert predicted.backward_peak_bytes == pytest.approx(backward, rel=within)
 
@@ -185,10 +210,11 @@ def test_plain_products_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["embedding", "layer", "head"])
 def test_a_recomputed_block(name: str, index: int) -> None:
     _, forward, backward, predicted = run_block(name, "fp32", 256, index, again=True)
-    assert predicted.kept_bytes == predicted.input_bytes + 5056 == (BATCH * 256 * HIDDEN * 4 if index else 0) + 5056
+    random = 0 if index == 2 else 5056  # a head's backward is its first run
+    assert predicted.kept_bytes == predicted.input_bytes + random == (BATCH * 256 * HIDDEN * 4 if index else 0) + random
     assert torch.get_rng_state().nbytes == 5056
-    assert predicted.forward_peak_bytes == pytest.approx(forward + 5056, rel=0.01)
-    assert predicted.backward_peak_bytes == pytest.approx(backward + 5056, rel=0.01)
+    assert predicted.forward_peak_bytes == pytest.approx(forward + random, rel=0.01)
+    assert predicted.backward_peak_bytes == pytest.approx(backward + random, rel=0.03 if index == 2 else 0.01)
 
 
 @pytest.mark.parametrize("name", MODELS)

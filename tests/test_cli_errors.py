@@ -308,3 +308,31 @@ def test_any_terminal_encoding_will_do(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_goes_on_by_itself_only_when_it_is_told_to(
+    here: Here, resumable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "--config", resumable / "config.toml", "--train.steps", "4")
+    again = (*words, "--folder", resumable)
+    assert "is not empty: name a new folder, or go on with --resume" in here.refused(*again)
+    assert "--resume auto goes on with a folder: give --folder" in here.refused(*words, "--resume", "auto")
+    damaged = resumable / "checkpoints" / "step-00000003"
+    damaged.mkdir()
+    said = here.say(*again, "--resume", "auto")
+    assert (said.code, here.started) == (0, 1), said.error
+    newest = resumable / "checkpoints" / "step-00000002"
+    assert f"going on from {newest}, since cannot read {damaged / 'manifest.json'}" in said.out
+    for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(name, "1")
+        assert here.say(*again).code == 0
+        monkeypatch.setenv(name, "0")
+        assert here.say(*again).code == 2
+    assert here.started == 3
+    said = here.say(*again, "--train.steps", "2", "--resume", "auto")
+    assert (said.code, here.started) == (0, 3), said.error
+    assert "is after step 2 of 2, so nothing is left to train" in said.out
+    fresh = here.say(*words, "--folder", here.folder / "fresh", "--resume", "auto")
+    assert (fresh.code, here.started) == (0, 4), fresh.error
+    begun = here.say(*words, "--folder", here.folder / "fresh", "--resume", "auto")  # ended before it saved anything
+    assert (begun.code, here.started) == (0, 5), begun.error

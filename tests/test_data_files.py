@@ -18,7 +18,9 @@ from terrace.train.data import (
     prepare_tokens,
     read_documents,
 )
-from terrace.train.data import corpus as corpus_module
+from terrace.train.data import pieces as pieces_module
+from terrace.train.data import text as text_module
+from terrace.train.data.corpus import read_pieces
 
 
 def tree(root: Path, files: dict[str, bytes]) -> Path:
@@ -119,11 +121,11 @@ def test_stdlib_is_always_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @pytest.mark.parametrize("text", ["line of ä text\n" * 40, "x" * 333, "ä 世" * 100, "a" + " " * 200])
 def test_large_documents_are_cut_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(corpus_module, "_PIECE_CHARACTERS", 50)
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 7)  # cuts characters in two
+    monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(text_module, "_BLOCK_BYTES", 7)  # cuts characters in two
     tree(tmp_path, {"a.txt": text.encode(), "b.jsonl": json.dumps({"text": text}).encode()})
     assert list(read_documents(tmp_path)) == [text, text]
-    pieces = list(corpus_module.read_pieces(tmp_path))
+    pieces = list(read_pieces(tmp_path))
     assert max(len(piece.text) for piece in pieces) <= 50
     assert sum(piece.ends_document for piece in pieces) == 2
     half = len(pieces) // 2  # from a text file or from JSON, the cuts are the same
@@ -143,7 +145,7 @@ BAD_DATA: list[tuple[dict[str, bytes], str, str]] = [
         r"b.txt is not UTF-8: byte 0xe9 at offset 3.*iconv",
     ),
     ({"a.txt": b"caf\xc3"}, "a.txt", r"byte 0xc3 at offset 3"),
-    ({"a.jsonl": b'{"text": "a"}\n{"text": "\xff"}'}, "a.jsonl", r"a.jsonl is not UTF-8: .* at offset 24"),
+    ({"a.jsonl": b'{"text": "a"}\n{"text": "\xff"}'}, "a.jsonl", r"a.jsonl line 2 is not UTF-8: .* at offset 24"),
     ({"a.jsonl": b'{"text": "a"}\n{"text": '}, "a.jsonl", r"a.jsonl:2 is not valid JSON"),
     ({"a.jsonl": b"[" * 100_000}, "a.jsonl", r"a.jsonl:1 is not valid JSON"),
     ({"a.jsonl": b'["text"]'}, "a.jsonl", r"a.jsonl:1 is a list; each line must be an object"),
@@ -152,7 +154,7 @@ BAD_DATA: list[tuple[dict[str, bytes], str, str]] = [
         "a.jsonl",
         r"a.jsonl:1 has no key 'text' \(keys: 'content'",
     ),
-    ({"a.jsonl": b'{"text": null}'}, "a.jsonl", r"a.jsonl:1: 'text' must be a string, not NoneType"),
+    ({"a.jsonl": b'{"text": null}'}, "a.jsonl", r"a.jsonl:1: 'text' must be a string, not null"),
     ({"a.jsonl": b'{"text": "\\ud800"}'}, "a.jsonl", r"a.jsonl:1: 'text' holds half a surrogate pair"),
     ({"a.jsonl.gz": b"\x1f\x8b"}, "a.jsonl.gz", r"a.jsonl.gz is packed or binary \(\.gz\); unpack it"),
     ({"d/a.txt": b"x", "d/b.jsonl.zst": b"x"}, "d", r"b.jsonl.zst is packed; unpack it"),
@@ -170,7 +172,7 @@ def test_bad_data_is_named(tmp_path: Path, files: dict[str, bytes], name: str, m
 
 
 def test_byte_offsets_count_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_BLOCK_BYTES", 7)
+    monkeypatch.setattr(text_module, "_BLOCK_BYTES", 7)
     tree(tmp_path, {"a.txt": "ä".encode() * 50 + b"\xe4" + "ä".encode() * 50})
     with pytest.raises(DataError, match="byte 0xe4 at offset 100"):
         list(read_documents(tmp_path / "a.txt"))

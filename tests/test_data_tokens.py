@@ -13,9 +13,9 @@ import pytest
 
 from terrace.base.errors import DataError
 from terrace.train.data import ByteTokenizer, TokenFile, prepare_tokens
-from terrace.train.data import corpus as corpus_module
+from terrace.train.data import pieces as pieces_module
 from terrace.train.data import tokens as tokens_module
-from terrace.train.data.corpus import Piece
+from terrace.train.data.pieces import Piece
 
 
 class WideTokenizer:
@@ -27,6 +27,9 @@ class WideTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return np.array([ord(character) for character in text], dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))
@@ -56,7 +59,7 @@ def test_tokens_hold_documents_and_their_ends(tmp_path: Path) -> None:
 
 
 def test_a_cut_document_has_one_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "_PIECE_CHARACTERS", 4)
+    monkeypatch.setattr(pieces_module, "PIECE_CHARACTERS", 4)
     tree(tmp_path, {"a.txt": b"0123456789"})
     made = prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")
     assert made.open().tolist() == [*b"0123456789", 256]
@@ -74,7 +77,7 @@ def test_documents_begin_where_the_file_says(tmp_path: Path) -> None:
 
 def test_pieces_that_are_not_trained_on_make_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = [Piece("ab", False, trains=False), Piece("c", True), Piece("d", True), Piece("e", True, trains=False)]
-    monkeypatch.setattr(tokens_module, "read_pieces", lambda path: iter(said))
+    monkeypatch.setattr(tokens_module, "read_pieces", lambda *_: iter(said))
     tree(tmp_path, {"a.txt": b"any"})
     made = prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")
     assert made.open().tolist() == [*b"abc", 256, ord("d"), 256, ord("e"), 256]

@@ -13,6 +13,7 @@ import pytest
 
 from terrace.cluster import Cluster, Device, Tier
 from terrace.cluster.cluster import Kernels
+from terrace.model.lora import LoraConfig
 from terrace.plan import Plan
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.config import DataConfig, TrainConfig
@@ -51,6 +52,7 @@ def _keys(*tables: type) -> list[str]:
     [
         ("clusters.md", _keys(Cluster, Device, Kernels, Tier)),
         ("plans.md", _keys(Plan)),
+        ("lora.md", _keys(LoraConfig)),
         ("training.md", _keys(DataConfig, TrainConfig, AdamWConfig)),
     ],
 )

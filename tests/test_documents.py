@@ -79,6 +79,16 @@ def test_pieces_and_mask_are_what_the_definition_says(
         assert max(piece.size for piece in plan.pieces) <= most
 
 
+def test_heads_of_keys_that_are_repeated_change_nothing() -> None:
+    """As elsewhere than on a CPU, where no fused kernel takes grouped heads and a mask."""
+    query, key, value = (normal(2, heads, 9, 4, seed=heads) for heads in (6, 3, 3))
+    mask = whole_mask(document_begins(positions_of([[4], [1, 5]], 9)), 3, torch.float64)
+    before = attend(query, key, value, mask)
+    with patch.object(attention, "_takes_groups_under_a_mask", return_value=False) as asked:
+        torch.testing.assert_close(attend(query, key, value, mask), before, atol=1e-12, rtol=0)
+    assert asked.called
+
+
 def _sizes(row: list[int]) -> list[int]:
     begins = [place for place, position in enumerate(row) if position == 0]
     return [end - begin for begin, end in zip(begins, [*begins[1:], len(row)], strict=True)]

@@ -135,8 +135,7 @@ def test_tensor_and_pipeline_ranks() -> None:
     whole, cut = (footprint(cluster, plan, SEVEN_B, 2048, 8) for plan in (replicated, tensor))
     assert whole["params"] == 2 * num_params(SEVEN_B)
     assert cut["params"] == pytest.approx(whole["params"] / 8, rel=1e-3)
-    gathered = 2048 * 4096 * 2 * 7 / 8  # the head keeps its input whole
-    assert cut["activations"] == pytest.approx(whole["activations"] / 8 + gathered, rel=1e-9)
+    assert cut["activations"] == pytest.approx(whole["activations"] / 8, rel=1e-9)  # a layer's backward is the worst
     piped = replace(tensor, mapping={"node": {"tensor": 8}, "system": {"pipeline": 4}})
     stages = [footprint(cluster, piped, SEVEN_B, 2048, 8, stage=stage) for stage in range(4)]
     assert sum(stage["params"] for stage in stages) == cut["params"]
@@ -187,7 +186,7 @@ def test_advice_names_the_first_change_that_suffices() -> None:
     assert crowded.sentence == (
         f"needs {crowded.lacking_bytes / 1e9:.1f} GB more per device; with recompute = [layers.*] it fits"
     )
-    again = advice(cluster, bf16("zero3", cluster, micro_batch=64, recompute=("layers.*",)), SEVEN_B, 2048, 8)
+    again = advice(cluster, bf16("zero3", cluster, micro_batch=96, recompute=("layers.*",)), SEVEN_B, 2048, 8)
     assert len(again.changes) == 1
     assert again.changes[0].startswith("micro_batch = ")
     replicated = advice(cluster, bf16("ddp", cluster), SEVEN_B, 2048, 8)

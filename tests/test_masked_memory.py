@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from terrace.model import attention
-from terrace.model.attention import Pieces
+from terrace.model.attention import AttentionPlans, Pieces
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan import preset
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import footprint, has_flash_attention
-from terrace.simulate.masks import CPU_SHORT_PIECE, mask_bytes
+from terrace.simulate.layers import block_seconds
+from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, mask_bytes
 from terrace.simulate.work import Work
 from tests.allocations import addresses, allocated, saved_bytes, seeded
 from tests.test_activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
@@ -132,3 +133,26 @@ def test_grouped_heads_that_are_repeated_are_kept() -> None:
         block_activation_bytes(one, "layer", "cuda").kept_bytes for one in (work, replace(work, documents=True))
     )
     assert masked - plain == 2 * work.tokens * HIDDEN * 2
+
+
+def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
+    """What the pieces of a plan multiply, in all; elsewhere whole rows under a mask."""
+    for window, sequence in ((96, 960), (20, 640), (0, 512), (600, 512), (40, 60)):
+        model = replace(MODELS["llama"], sliding_window=window)
+        work = Work(model=model, sequence=sequence)
+        query = torch.empty(1, 1, sequence, 4)
+        plan = AttentionPlans(window).plan(None, query)
+        keys, causal = core_keys(work, "cpu")
+        assert causal == (plan is None) == core_keys(work, "cuda")[1]
+        assert core_keys(work, "cuda")[0] == sequence
+        if isinstance(plan, Pieces):
+            sizes = [piece.size for piece in plan.pieces]
+            before = [size if piece.sees_before else 0 for size, piece in zip([0, *sizes], plan.pieces, strict=False)]
+            assert keys == sum(size * (size + more) for size, more in zip(sizes, before, strict=True)) // sequence
+    cpu = cluster_of(1).device
+    model = MODELS["llama"]
+    whole, cut = (
+        block_seconds(cpu, Work(model=replace(model, sliding_window=window), sequence=4096), 1).forward_s
+        for window in (0, 128)
+    )
+    assert cut < 0.7 * whole

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -62,12 +62,14 @@ RECORD = StepRecord(
 )
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 50))
 def test_pairs_of_causal_attention_are_counted_exactly(sequence: int, window: int) -> None:
     seen = [(query, key) for query in range(sequence) for key in range(query + 1) if not window or query - key < window]
     assert causal_pairs(sequence, window) == len(seen)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 33), st.booleans())
 def test_without_causality_the_counts_are_the_published_ones(batch: int, sequence: int, again: bool) -> None:
     """With the full square and nothing frozen they are those of the simulator: Korthikanti's and Narayanan's."""
@@ -261,7 +263,7 @@ def _outcome(predicted: StepReport, folder: Path) -> Outcome:
     return Outcome(final_loss=2.0, num_steps=8, checkpoint=folder, predicted=predicted, measured=predicted, sample=None)
 
 
-@pytest.mark.parametrize("text", ["", "0", "0-3", "5-4", "a", "1-", "-3", "1-200", "3.5", "1-2-3"])
+@pytest.mark.parametrize("text", ["", "0", "0-3", "5-4", "a", "1-", "-3", "1-200", "3.5", "1-2-3", "8-10", "10"])
 def test_steps_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.profile = "):
         TrainConfig(steps=9, batch=1, sequence=1, profile=text)
@@ -270,6 +272,7 @@ def test_steps_that_cannot_be_are_refused(text: str) -> None:
 def test_steps_are_counted_from_one() -> None:
     assert parse_steps("10-12") == range(9, 12)
     assert parse_steps(" 1 ") == range(1)
+    assert parse_steps(7) == range(6, 7)  # as --train.profile 7 is read
     with pytest.raises(ConfigError, match=r"profile_torch = true has no effect without train\.profile"):
         TrainConfig(steps=9, batch=1, sequence=1, profile_torch=True)
 

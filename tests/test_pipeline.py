@@ -191,7 +191,7 @@ def kept_to_send(world: World, cluster: Cluster, case: Case, rate: float | None)
 
     def note(*_: object) -> None:
         nonlocal most
-        most = max(most, len(engine._executor._sent))
+        most = max(most, len(engine._executor._passing._sent))
 
     before = sum(thread.name == "terrace-lane" for thread in threading.enumerate())
     engine = engine_of(world, cluster, case, note, pacer=Pacer(cluster, rate) if rate else None)

@@ -1,6 +1,7 @@
 """The configuration of a run: its layers, its files, what it refuses, and that it survives being written."""
 
 import json
+import math
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -192,3 +193,46 @@ def test_the_learning_rate_warms_up_and_falls_to_its_last_part() -> None:
     assert rates[10] == pytest.approx(0.1)
     flat = replace(train, warmup_steps=0, final_lr_fraction=1.0)
     assert {learning_rate(step, flat, AdamWConfig(lr=1.0)) for step in range(10)} == {1.0}
+
+
+def rates(**changes: Any) -> list[float]:
+    train = TrainConfig(
+        **{"steps": 10, "batch": 1, "sequence": 1, "warmup_steps": 2, "final_lr_fraction": 0.2} | changes
+    )
+    return [learning_rate(step, train, AdamWConfig(lr=2.0)) for step in range(11)]
+
+
+def test_the_forms_of_the_learning_rate() -> None:
+    assert rates(schedule="constant") == [1.0] + 10 * [2.0]
+    assert rates(schedule="linear")[:3] == [1.0, 2.0, 2.0]
+    assert rates(schedule="linear")[6] == pytest.approx(1.2)
+    assert rates(schedule="linear")[10] == pytest.approx(0.4)
+    for decay_steps in (4, 0.4):
+        wsd = rates(schedule="wsd", decay_steps=decay_steps)
+        assert wsd[:7] == [1.0] + 6 * [2.0]
+        assert wsd[7:] == pytest.approx([0.4 + 1.6 * (1 - math.sqrt(part / 4)) for part in (1, 2, 3, 4)])
+    assert rates(schedule="wsd", decay_steps=4, decay="linear")[7:] == pytest.approx([1.6, 1.2, 0.8, 0.4])
+    assert rates(schedule="wsd", decay_steps=8)[2:4] == [2.0, pytest.approx(0.4 + 1.6 * (1 - math.sqrt(1 / 8)))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schedule": "wsd", "decay_steps": 9}, "longer than the 8 steps after the warm-up"),
+        ({"schedule": "wsd", "decay_steps": 0.9}, "longer than the 8 steps after the warm-up"),
+        ({"schedule": "wsd", "decay_steps": 0}, "at least 1, or a part of the run"),
+        ({"schedule": "wsd", "decay_steps": 1.5}, "at least 1, or a part of the run"),
+        ({"decay_steps": 3}, "train.decay_steps has no effect: train.schedule = 'cosine'"),
+        ({"schedule": "linear", "decay": "linear"}, "train.decay has no effect: train.schedule = 'linear'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rates(**changes)
+
+
+def test_a_schedule_is_read_from_a_table() -> None:
+    assert given("--train.schedule", "wsd", "--train.decay_steps", "5").train.decay_steps == 5
+    assert given("--train.schedule", "wsd", "--train.decay_steps", "0.5").train.decay_steps == 0.5
+    assert "train.schedule = 'cosin' is not one of its values" in refused(ConfigError, "--train.schedule", "cosin")
+    assert "decay_steps" in refused(ConfigError, "--train.schedule", "wsd", "--train.decay_steps", "true")

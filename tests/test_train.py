@@ -87,6 +87,10 @@ def test_a_run_leaves_its_folder(trained: tuple[Path, str]) -> None:
     assert report["predicted"]["memory_bytes"].keys() == report["measured"]["memory_bytes"].keys()
     assert sum(report["measured"]["sent_bytes"].values()) > 0
     assert report["final_loss"] == pytest.approx(fall[-1])
+    assert [each["folder"] for each in report["saves"]] == [f"step-{step:08d}" for step in (0, 4, 8, 12)]
+    file = (run / "checkpoints" / "step-00000012" / "rank-00000.safetensors").read_bytes()
+    staged = len(file) - 8 - int.from_bytes(file[:8], "little")
+    assert all(each["num_bytes"] == staged and 0 < each["stalled_s"] < each["write_s"] + 60 for each in report["saves"])
     picture = ElementTree.parse(run / "loss.svg").getroot()
     assert picture.tag.endswith("svg")
     assert (run / "sample.txt").read_text().startswith("The fox")
@@ -312,20 +316,25 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "ended by SIGTERM")]
+    ("how", "code", "said"),
+    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "ended by SIGTERM"), ("SIGTERM to all", 143, "ended by SIGTERM")],
 )
 def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said: str) -> None:
-    write_run(tmp_path, 2, steps=100_000, checkpoint_every=2)
+    """Having saved after its last step. A job may send the signal to every process of it."""
+    write_run(tmp_path, 2, steps=100_000)
     with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
         wait_for_step(tmp_path / "run", 5)
         family = descendants(process.pid)
         assert len(family) >= 2
-        process.send_signal(signal.Signals[how])
+        for pid in (process.pid, *(family if "all" in how else ())):
+            os.kill(pid, signal.Signals[how.split()[0]])
         _, errors = process.communicate(timeout=120)
         assert process.returncode == code
         assert errors == f"terrace: {said}; what was saved is complete\n"
         assert all_gone(family)
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step >= 5
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step
+    assert last >= 5
+    assert os.listdir(tmp_path / "run" / "checkpoints") == [f"step-{last:08d}"]
 
 
 def test_an_output_that_nobody_reads_ends_a_run_in_one_line(tmp_path: Path) -> None:

@@ -310,3 +310,25 @@ def test_importing_terrace_does_not_import_torch() -> None:
     assert done.stdout == "Trainer\n", done.stderr
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         terrace.Trainr  # noqa: B018
+
+
+def test_blocks_of_this_project_are_timed_and_take_packed_documents() -> None:
+    """The head is run in parts, by the runtime, and is timed all the same."""
+    from tests.toys import MODELS as DECODERS
+    from tests.toys import make_batch
+
+    tokens, labels = make_batch(0, 4)
+    positions = torch.tensor([0, 1, 2, 0, 1, 2]).expand(4, 6).contiguous()
+    found = []
+    for packed in (True, False):
+        with terrace.Trainer(DECODERS["llama tied"].blocks(torch.float64), loss=token_loss, lr=0.1) as trainer:
+            if packed:
+                result = trainer.step(tokens, labels, positions)
+            else:  # each document in a row of its own
+                result = trainer.step(tokens.reshape(8, 3), labels.reshape(8, 3))
+            assert trainer.predicted is not None
+            assert trainer.predicted.step_s > 0
+        found.append([result.loss, result.grad_norm])
+    assert found[0] == pytest.approx(found[1], abs=1e-12)
+    with pytest.raises(ModelError, match="takes no positions"):
+        simple().step(torch.ones(6, 3), torch.zeros(6, 2), torch.zeros(6, 2, dtype=torch.int64))

@@ -14,7 +14,20 @@ from terrace import __version__
 from terrace.base.errors import ConfigError, HangError, ProbeError, TerraceError, TrainingError
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable
 
-_COMMANDS = ("plan", "scale", "simulate", "explain", "train", "report", "generate", "probe", "rehearse")
+_COMMANDS = (
+    "doctor",
+    "plan",
+    "scale",
+    "simulate",
+    "explain",
+    "train",
+    "report",
+    "generate",
+    "eval",
+    "export",
+    "probe",
+    "rehearse",
+)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED, EXIT_TERMINATED = 1, 2, 130, 141, 143
 
 

@@ -30,7 +30,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="Hugging Face config.json, or the folder that holds it (default: a small Llama-style decoder)",
+        help="Hugging Face folder, whose weights and tokenizer are taken too, or a config.json alone (default: a small "
+        "Llama-style decoder)",
     )
     parser.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
     parser.add_argument("--plan", metavar="NAME|FILE", help="plan preset or TOML file (default: three-level)")

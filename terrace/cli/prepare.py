@@ -17,11 +17,13 @@ from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
+from terrace.train.adapted import FACT, fact_of
 from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, newest_whole
 from terrace.train.checkpoint.layout import complete
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.prepared import compare_facts, prepare_sources
+from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.loop import Job
 from terrace.train.trackers import check_installed
 
@@ -47,7 +49,10 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
     tokenizer = load_tokenizer(config.data.tokenizer)
-    sources = prepare_sources(config.data, tokenizer, config.train.sequence)
+    check_tokenizer(tokenizer, config)
+    if resume is None:
+        check_weights(config)
+    sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
     for source in sources:
         source.tokens.check_vocab(config.model.vocab_size)
     Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
@@ -58,8 +63,11 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
             "train: ask for more with --train.steps N"
         )
     _check_disk(resume or folder or _RUNS, config)
+    carried = source_files(config) if resume is None else {}
     chosen = resume or _new_folder(folder, going_on)
     try:
+        for name, content in carried.items():
+            write_atomic(chosen / SOURCE / name, content)
         write_atomic(chosen / "config.toml", run_toml(config))
     except OSError as error:
         if resume is None:
@@ -86,6 +94,7 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
         "seed": config.train.seed,
         "batch": config.train.batch,
         "sequence": config.train.sequence,
+        FACT: fact_of(config.lora),
     }
     there = {name: checkpoint.facts.get(name) for name in here}
     for name, value in to_table(config.model).items():

@@ -1,6 +1,7 @@
-"""The ranks of `terrace probe`: started here, or joined under a launcher."""
+"""The ranks of `terrace probe` and of `terrace doctor --network`: started here, or joined under a launcher."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -8,9 +9,12 @@ from terrace.cli.output import replace_unprintable, sigterm_raises
 from terrace.cli.worker import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cluster import Cluster
 from terrace.probe.measure import measure
+from terrace.probe.network import Link, measure_links
 from terrace.probe.samples import Samples
 from terrace.runtime.launch import detect, join, launch_local, pace
 from terrace.runtime.world import World
+
+T = TypeVar("T")
 
 
 def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples | None:
@@ -18,14 +22,30 @@ def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples 
 
     `check` raises what is wrong with the output: once, before anything is started or measured.
     """
+    return _on_all_ranks(cluster, run_rank, (cluster, seconds), check, print)
+
+
+def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[Link] | None:
+    """Measure the links alone, in the same way; `quiet` says nothing meanwhile."""
+    say = _nothing if quiet else print
+    return _on_all_ranks(cluster, run_links_rank, (cluster, seconds, quiet), lambda: None, say)
+
+
+def _on_all_ranks(
+    cluster: Cluster,
+    target: Callable[..., T],
+    arguments: tuple[Any, ...],
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> T | None:
     pace()  # refuses a bad value before anything is started
     if not detect():
         check_local(cluster)
         check()
         with sigterm_raises():
-            samples: Samples = launch_local(cluster.world_size, run_rank, (cluster, seconds))
-        return samples
-    world = join(timeout_s=JOIN_TIMEOUT_S)
+            made: T = launch_local(cluster.world_size, target, arguments, say=say)
+        return made
+    world = join(timeout_s=JOIN_TIMEOUT_S, say=say)
 
     def check_here() -> bool:
         check_world(world, cluster)
@@ -33,15 +53,25 @@ def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples 
         return True
 
     one_makes(world, "probe", world.world_size - 1, world.rank == 0, check_here)
-    samples = run_rank(world, cluster, seconds)
+    made = target(world, *arguments)
     dist.destroy_process_group()
-    return samples if world.rank == 0 else None
+    return made if world.rank == 0 else None
 
 
 def run_rank(world: World, cluster: Cluster, seconds: float) -> Samples:
     """One rank; rank 0 says what is measured. Top-level, so that a child process can import it."""
     replace_unprintable()
-    return measure(world, cluster, seconds, _say if world.rank == 0 else lambda what: None)
+    return measure(world, cluster, seconds, _say if world.rank == 0 else _nothing)
+
+
+def run_links_rank(world: World, cluster: Cluster, seconds: float, quiet: bool) -> list[Link]:
+    """One rank of `run_links`; top-level for the same reason."""
+    replace_unprintable()
+    return measure_links(world, cluster, seconds, _say if world.rank == 0 and not quiet else _nothing)
+
+
+def _nothing(what: str) -> None:
+    """Say nothing."""
 
 
 def _say(what: str) -> None:

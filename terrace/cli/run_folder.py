@@ -229,10 +229,11 @@ def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
             table = json.loads(path.read_text(encoding="utf-8"))
             found = step_picture(table["traceEvents"], {0: "predicted", 1: "measured"})
             other = table["otherData"]
+            passes = " for the passes of its stage" * (other["predicted"] == "passes")
             words = (
-                f"Step {other['step']} of rank {other['rank']}: predicted {seconds(other['predicted_s'])}, measured "
-                f"{seconds(other['measured_s'])}, both from their own beginning. A message stands on the lane of the "
-                f"outermost tier it crosses. From {path.parent.name}/{path.name}, which Perfetto opens."
+                f"Step {other['step']} of rank {other['rank']}: predicted {seconds(other['predicted_s'])}{passes}, "
+                f"measured {seconds(other['measured_s'])}, both from their own beginning. A message stands on the lane "
+                f"of the outermost tier it crosses. From {path.parent.name}/{path.name}, which Perfetto opens."
             )
         except (OSError, ValueError, TypeError, KeyError):
             missing.append(f"{path.parent.name}/{path.name} is damaged")

@@ -10,6 +10,7 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
 from terrace.cli.programs import kept_activations
@@ -38,6 +39,7 @@ from terrace.report.stage_tables import (
 )
 from terrace.report.tables import quantity, seconds
 from terrace.runtime.launch import pace
+from terrace.train.folder import start_words
 from terrace.train.loop import Job, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
@@ -54,6 +56,8 @@ def show_plan(job: Job) -> None:
         f"{run.train.steps} steps of {run.train.batch} sequences x {run.train.sequence} tokens; {num_micros} "
         f"micro-batches of {run.plan.micro_batch} per rank\n"
     )
+    if job.resume is None and start_words(run):
+        print(f"{start_words(run)}\n")
     console.print(plan_table(run.cluster, run.plan))
     if Grid.of(run.cluster, run.plan).total("pipeline") > 1:
         _show_stages(job, console)
@@ -116,7 +120,9 @@ class Screen:
             f"  {links}\n"
             f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step))
         )
-        print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)), flush=True)
+        print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)))
+        warning = slow_warning(self._job.run, cluster)
+        print(f"warning: {warning}\n" if warning else "", end="", flush=True)
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
         self._progress.show(record, seconds_left)
@@ -190,6 +196,10 @@ def _report(outcome: Outcome) -> dict[str, Any]:
         "predicted": plain(outcome.predicted),
         "measured": plain(outcome.measured),
     }
+    table["saves"] = [
+        {"folder": each.folder.name, **{name: getattr(each, name) for name in ("num_bytes", "stalled_s", "write_s")}}
+        for each in outcome.saves
+    ]
     if outcome.stages:
         table["stages"] = [
             {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages

@@ -66,10 +66,13 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     given += ["--folder"] if options.folder is not None else []
     if given:
         raise ConfigError(f"--resume takes these from the run it goes on with: leave out {', '.join(given)}")
+    overrides = parse_overrides(rest)
+    if "weights" in overrides.get("train", {}):
+        raise ConfigError("--resume goes on with the weights of a checkpoint: leave out --train.weights")
     path = Path(options.resume) / "config.toml"
     if not path.is_file():
         raise CheckpointError(f"{options.resume} is not a run folder: it has no config.toml")
-    table, overrides = dict(read_table(path)), parse_overrides(rest)
+    table = dict(read_table(path))
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:
             table[name] = section(name, getattr(options, name))

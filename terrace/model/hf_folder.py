@@ -7,7 +7,7 @@ generation  generation_config.json
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +86,22 @@ def carried_files(source: str | Path | None, end_of_text: int | None = None) -> 
     A tokenizer.json without a tokenizer_config.json gets one, without which `transformers` takes it for the tokenizer
     that the model's family once had. Raises `ModelError` for a file that cannot be read.
     """
-    found: dict[str, bytes] = {}
-    for name in (*TOKENIZER_FILES, GENERATION) if source is not None else ():
-        path = Path(str(source), name)
-        try:
-            if path.is_file():
-                found[name] = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    found = {} if source is None else read_files(Path(source), (*TOKENIZER_FILES, GENERATION))
     if TOKENIZER in found and TOKENIZER_CONFIG not in found:
         table = _tokenizer_config(found[TOKENIZER], end_of_text)
         found[TOKENIZER_CONFIG] = (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()
+    return found
+
+
+def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Return name -> content of those of the files that are there; raises `ModelError` for one that is not readable."""
+    found = {}
+    for name in names:
+        try:
+            if (folder / name).is_file():
+                found[name] = (folder / name).read_bytes()
+        except OSError as error:
+            raise ModelError(f"cannot read {folder / name}: {error.strerror}") from error
     return found
 
 

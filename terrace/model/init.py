@@ -5,7 +5,8 @@ depend on the order of initialisation, on which rank makes it, or on the plan.
 
 Matrices are normal with `init_std`; the two projections that write to the residual stream are scaled down
 by sqrt(2 * num_layers), after GPT-2, so that the stream's variance does not grow with depth. Norm weights
-are one and biases zero.
+are one and biases zero. Of an adapter A is uniform within 1 / sqrt(in), as a linear layer of torch is, and B zero,
+so that it begins as nothing (Hu et al. 2106.09685, section 4.1).
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from terrace.model.config import ModelConfig, block_specs
+from terrace.model.lora import DOWN, UP
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
@@ -26,8 +28,12 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
 
     Always the whole parameter: a caller that holds a shard cuts it from this.
     """
-    if param_name.endswith("bias"):
+    if param_name.endswith(("bias", UP)):
         return torch.zeros(shape)
+    if param_name.endswith(DOWN):
+        bound = 1 / math.sqrt(shape[1])
+        generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if len(shape) == 1:
         return torch.ones(shape)
     std = config.init_std

@@ -112,7 +112,7 @@ class Pretrained:
     def _fix(self, missing: list[str]) -> str:
         if missing == [output_name(self.config)]:
             return ": give --model.tie_word_embeddings true where the embedding is the output matrix"
-        return ": use the config.json that belongs to the weights"
+        return ": give --model the folder of the weights"
 
     def _tied_output(self) -> str | None:
         """Return the name of an output matrix that is stored although it is tied."""

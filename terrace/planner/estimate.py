@@ -29,7 +29,7 @@ from terrace.simulate.footprint import (
     footprint,
     has_flash_attention,
 )
-from terrace.simulate.layers import BlockSeconds, block_seconds, optimizer_s
+from terrace.simulate.layers import BlockSeconds, at_once, block_seconds, optimizer_s
 from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
@@ -143,7 +143,8 @@ class Estimator:
         found = self._kernels.get(key)
         if found is None:
             work, device = self.work(rows, micro_batch), self.task.cluster.device
-            found = self._kernels[key] = block_seconds(device, work, self.index(kind), accumulate=accumulate)
+            found = block_seconds(device, work, self.index(kind), accumulate=accumulate)
+            found = self._kernels[key] = at_once(found) if kind == HEAD and shape.tensor == 1 else found
         return found
 
     def inner_seconds(self, kind: int, choice: Choice) -> InnerSeconds:

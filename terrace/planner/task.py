@@ -10,7 +10,7 @@ from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
 from terrace.plan import AXES, Plan
-from terrace.simulate.activations import Backend
+from terrace.simulate.block_tape import Backend
 
 EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
 DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table

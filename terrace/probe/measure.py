@@ -1,6 +1,7 @@
 """All measurements of one rank, in order, within a budget of seconds that is split over the parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -48,11 +49,19 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
 
     `say` is told what is measured next. Raises `HangError` when another rank stopped.
     """
-    device, rate = _device(), pace()
+    device, rate = device_here(), pace()
     if device.type == "cpu":
         return_large_buffers()  # as in training
     elif rate is not None:
         raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
+    with watched(world, say) as progress:
+        pacer = None if rate is None else Pacer(cluster, rate)
+        return _measure(world, cluster, device, seconds, pacer, progress)
+
+
+@contextmanager
+def watched(world: World, say: Say) -> Iterator[Say]:
+    """Watch over measurements of all ranks; yields what to tell of each, which `say` is told, too."""
     everyone, counter = tuple(range(world.world_size)), 0
     with watchdog(world, timeout_s=_TIMEOUT_S) as dog, dog.guard():
 
@@ -62,8 +71,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
             dog.at(0, counter, f"MEASURE {what}", everyone)
             say(what)
 
-        pacer = None if rate is None else Pacer(cluster, rate)
-        return _measure(world, cluster, device, seconds, pacer, progress)
+        yield progress
 
 
 def _measure(
@@ -109,7 +117,7 @@ def _links(
     return tuple(tiers)
 
 
-def _device() -> torch.device:
+def device_here() -> torch.device:
     """Return the device of this rank: its GPU where ranks talk over nccl, else the CPU."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return torch.device("cpu")

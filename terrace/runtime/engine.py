@@ -168,12 +168,6 @@ class Engine:
             quantisation_error=relative_errors(errors.messages, rounding),
         )
 
-    @property
-    def num_updates(self) -> int:
-        """Updates that the optimizers of this rank have made; 0 where all is frozen."""
-        shards = [shard for state in self.states for shard in state.shards]
-        return max((shard.optimizer.num_steps for shard in shards if shard.optimizer is not None), default=0)
-
     def drain(self) -> None:
         """Wait until every parameter is up to date."""
         self._executor.drain()

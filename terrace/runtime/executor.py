@@ -14,18 +14,15 @@ Communication goes to the lane of the outermost tier it crosses; an instruction 
     CLIP                every SYNC
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.comm import Between, Collectives, Lane, Ticket
-from terrace.comm.collectives import DTYPES
+from terrace.comm import Between, Collectives, Lane
 from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
@@ -33,14 +30,14 @@ from terrace.program import Instruction, Op, Program
 from terrace.runtime.batch import Batch, positions_of
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
+from terrace.runtime.head import chunked_head
 from terrace.runtime.linear import WeightGradients, WeightQueue
+from terrace.runtime.passing import Key, Passing, Pending
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.tensor import TensorAxis
 from terrace.runtime.waiters import Waiters
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
-
-_Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
 
 IGNORED_LABEL = -100
 _NORM_ROW = 4096
@@ -66,19 +63,11 @@ class StepSums:
 
 
 @dataclass
-class _Pending:
-    """Communication under way, and the instruction that issued it."""
-
-    ticket: Ticket
-    counter: int
-
-
-@dataclass
 class _Kept:
     """What a forward leaves for its backward."""
 
     inputs: Tensor
-    output: Tensor | None  # with its graph; None when the backward recomputes it
+    output: Tensor | None  # with its graph; None when the backward computes it, or does so again
     random_state: Tensor | None
 
 
@@ -116,6 +105,7 @@ class Executor:
         self._again = recomputed(program.plan, program.blocks)
         self._waiters = Waiters(program, rank)
         self._last = len(program.blocks) - 1
+        self._chunked = chunked_head(states[self._last].module, objective) if self._last in states else None
         # Whose losses and tokens count: the stage that has the head, where all tensor ranks have the same.
         self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(rank))
         self._handlers: dict[Op, Callable[[Instruction], None]] = {
@@ -136,12 +126,11 @@ class Executor:
         }
         missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
         assert not missing, f"the executor has no handler for {sorted(missing)}"
-        self._gathers: dict[int, _Pending] = {}
-        self._refreshes: dict[int, _Pending] = {}
-        self._reductions: deque[tuple[_Pending, BlockState, Gradient]] = deque()
-        self._reduced: dict[int, _Pending] = {}  # block -> its newest reduction
-        self._syncs: list[_Pending] = []
-        self._sent: deque[tuple[_Pending, Tensor]] = deque()
+        self._gathers: dict[int, Pending] = {}
+        self._refreshes: dict[int, Pending] = {}
+        self._reductions: deque[tuple[Pending, BlockState, Gradient]] = deque()
+        self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
+        self._syncs: list[Pending] = []
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
@@ -151,9 +140,8 @@ class Executor:
         self._lr = lr
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
-        self._flow: dict[_Key, Tensor] = {}  # activations and gradients between blocks
-        self._arriving: dict[_Key, tuple[_Pending, Tensor]] = {}  # those that another stage sends
         self._loss = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
+        self._passing = Passing(self._program, self._between, self._axis, self._loss.device)
         self._clock.start()
         for counter, instruction in enumerate(self._program.instructions):
             self._counter = counter
@@ -166,13 +154,13 @@ class Executor:
         while self._refreshes:
             self._wait(self._refreshes.popitem()[1], "wait refresh")
 
-    def _wait(self, pending: _Pending, category: str) -> None:
+    def _wait(self, pending: Pending, category: str) -> None:
         instruction = self._program.instructions[pending.counter]
         self._progress(pending.counter, instruction, self._waiters(instruction))
         pending.ticket.wait()
         self._clock.mark(category)
 
-    def _submit(self, work: Callable[[], None], after: _Pending | None = None) -> _Pending:
+    def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
         """Put the work of the current instruction on its lane, to begin when `after` is done."""
 
         def when_ready() -> None:
@@ -181,7 +169,7 @@ class Executor:
             work()
 
         lane = self._program.lane(self._program.instructions[self._counter])
-        return _Pending(self._lanes[lane].submit(when_ready), self._counter)
+        return Pending(self._lanes[lane].submit(when_ready), self._counter)
 
     def _parameters_of(self, block: int) -> tuple[int, ...]:
         return (block, *self._program.blocks[block].borrows)
@@ -211,7 +199,10 @@ class Executor:
         self._progress(self._counter, now, ())
         inputs = self._batches[now.micro][0]
         if now.block > 0:
-            inputs = self._take(False, now.block - 1, now.micro).detach().requires_grad_()
+            inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_()
+        if now.block == self._last and self._chunked is not None:
+            self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
+            return
         state = random_state(inputs.device) if now.block in self._again else None
         with torch.set_grad_enabled(state is None):
             output = self._run_block(now.block, inputs, now.micro)
@@ -220,7 +211,7 @@ class Executor:
         if now.block == self._last:
             self._loss += output.detach()
         else:
-            self._flow[False, now.block, now.micro] = output
+            self._passing.put((False, now.block, now.micro), output)
         self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
@@ -232,7 +223,7 @@ class Executor:
         self._backward_weight(now)
 
     def _backward_input(self, now: Instruction, hold: bool = True) -> None:
-        """Run the first part of a backward: to the gradient of the block's input, which is in `_flow` after it.
+        """Run the first part of a backward: to the gradient of the block's input, which is in `_passing` after it.
 
         Opens the gradient buffers and adds to them what autograd computes for parameters that are not weights of
         linear layers. With `hold` the weight gradients wait for `_backward_weight`: what may run before that is
@@ -245,20 +236,26 @@ class Executor:
             self._open_gradient(self._states[needed])
         self._progress(self._counter, now, ())
         kept = self._kept.pop((now.block, now.micro))
+        queue = self._due[now.block, now.micro] = self._weights.queue(hold)
+        if now.block == self._last and self._chunked is not None:
+            with self._weights.recorded_in(queue):
+                self._loss += self._chunked(kept.inputs, self._batches[now.micro][1])
+        else:
+            self._run_backward(now, kept, queue)
+        if now.block > 0:
+            assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
+            self._passing.put((True, now.block, now.micro), kept.inputs.grad)
+        self._clock.mark(self._clock.doing)
+
+    def _run_backward(self, now: Instruction, kept: _Kept, queue: WeightQueue) -> None:
         output = kept.output
         if output is None:
             with restored(kept.random_state, kept.inputs.device):
                 output = self._run_block(now.block, kept.inputs, now.micro)
-        # None at the last block: the loss has gradient one.
-        gradient = None if now.block == self._last else self._take(True, now.block + 1, now.micro)
-        queue = self._due[now.block, now.micro] = self._weights.queue(hold)
+        gradient = None if now.block == self._last else self._take((True, now.block + 1, now.micro))  # None: one
         if output.requires_grad:
             with self._weights.recorded_in(queue):
                 torch.autograd.backward(output, gradient)
-        if now.block > 0:
-            assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
-            self._flow[True, now.block, now.micro] = kept.inputs.grad
-        self._clock.mark(self._clock.doing)
 
     def _backward_weight(self, now: Instruction) -> None:
         """Run the second part of a backward: the weight gradients that the first has recorded."""
@@ -278,37 +275,21 @@ class Executor:
         output: Tensor = module(inputs) if positions is None else module(inputs, positions)
         return self._objective(output, labels) if block == self._last else output
 
-    def _take(self, backward: bool, block: int, micro: int) -> Tensor:
+    def _take(self, key: Key) -> Tensor:
         """Return an activation or a gradient; where another stage made it, wait for it."""
-        key = backward, block, micro
-        if key not in self._arriving:
-            return self._flow.pop(key)
-        pending, values = self._arriving.pop(key)
+        pending = self._passing.arriving(key)
+        if pending is None:
+            return self._passing.take(key)
         self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
-        edge = self._program.edge
-        if edge.gathers is not None:
-            assert self._axis is not None, "only ranks of a tensor axis have parts of an activation"
-            values = self._axis.rows.all_gather(values)[: math.prod(edge.shape)]
+        values = self._passing.take(key)
         self._progress(self._counter, self._program.instructions[self._counter], ())
-        return values.view(edge.shape)
+        return values
 
     def _recv(self, now: Instruction) -> None:
-        size, dtype = self._program.edge.numel, DTYPES[self._program.plan.compute]
-        values = torch.empty(size, dtype=dtype, device=self._loss.device)
-        pending = _Pending(self._between.receive(values, now.peer), self._counter)
-        self._arriving[now.backward, now.block, now.micro] = pending, values
+        self._passing.receive(now, self._counter)
 
     def _send(self, now: Instruction) -> None:
-        values = self._flow.pop((now.backward, now.block, now.micro)).detach().contiguous().view(-1)
-        edge = self._program.edge
-        if edge.gathers is not None:
-            assert self._axis is not None, "only ranks of a tensor axis have parts of an activation"
-            padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
-            values = padded[self._axis.rows.place * edge.numel :][: edge.numel]
-        pending = _Pending(self._between.send(MessageClass.PIPELINE, values, now.peer), self._counter)
-        self._sent.append((pending, values))
-        while self._sent and self._sent[0][0].ticket.is_done:
-            self._sent.popleft()[0].ticket.wait()  # raises what went wrong
+        self._passing.send(now, self._counter)
 
     def _tie(self, now: Instruction) -> None:
         while self._reductions:
@@ -344,8 +325,8 @@ class Executor:
 
     def _clip(self, now: Instruction) -> None:
         assert not self._due, f"{now} before the weight gradients of {sorted(self._due)}"
-        while self._sent:
-            self._wait(self._sent.popleft()[0], f"wait {MessageClass.PIPELINE.value}")
+        while (pending := self._passing.leaving()) is not None:
+            self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
         while self._reductions:
             self._finish_reduction()
         for pending in self._syncs:

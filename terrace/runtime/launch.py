@@ -10,7 +10,9 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from terrace.base.errors import ConfigError, HangError
 from terrace.runtime.crew import Crew
 from terrace.runtime.postmortem import in_words
-from terrace.runtime.stop import passed_on
+from terrace.runtime.stop import SIGNALS, passed_on
 from terrace.runtime.world import World, open_store
 
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
@@ -299,8 +301,25 @@ def _start_forkserver(module: str = "__main__") -> None:
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:
         defaults["GLOO_SOCKET_IFNAME"] = loopback.pop()
-    with _defaults_in_environment(defaults):
+    with _defaults_in_environment(defaults), _unmoved_by_stops():
         multiprocessing.forkserver.ensure_running()
+
+
+@contextmanager
+def _unmoved_by_stops() -> Iterator[None]:
+    """Start the fork server with the signals ignored that ask a run to stop: a job may send them to all processes.
+
+    Where the fork server ends, so do the ranks. Outside the main thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -84,6 +84,16 @@ class _Product(_Record):
             gradient.addmm_(left, right)
 
 
+class _Sum(_Record):
+    """Of whatever has summed up the weight gradient itself: it stands for dy and for x."""
+
+    def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
+        if first:
+            gradient.copy_(inputs)
+        else:
+            gradient.add_(inputs)
+
+
 class _Rows(_Record):
     """Of an embedding: only the rows of its tokens are touched."""
 
@@ -120,9 +130,9 @@ class WeightQueue:
         """Return whether a gradient of `parameter` may be recorded here."""
         return parameter in self._sinks
 
-    def add(self, record: _Record) -> None:
-        """Take a record."""
-        if self._hold:
+    def add(self, record: _Record, at_once: bool = False) -> None:
+        """Take a record; one that is to be run at once is never held."""
+        if self._hold and not at_once:
             record.hold()
             self._records.append(record)
         elif torch.is_grad_enabled():
@@ -180,12 +190,24 @@ class WeightGradients:
             self.current = before
 
 
-def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> bool:
-    """Record the weight gradient of dy (N, O) and x (..., I), if there is a queue for it; return whether there is."""
+def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor, at_once: bool = False) -> bool:
+    """Record the weight gradient of dy (N, O) and x (..., I), if there is a queue for it; return whether there is.
+
+    `at_once`: it is computed before this returns, and dy and x may change then.
+    """
+    return _record(weight, _Product(output_gradient, inputs, weight), at_once)
+
+
+def record_sum(weight: Tensor, gradient: Tensor) -> bool:
+    """Add a weight gradient that is there already, in any dtype, if there is a queue; return whether there is."""
+    return _record(weight, _Sum(gradient, gradient, weight), at_once=True)
+
+
+def _record(weight: Tensor, record: _Record, at_once: bool) -> bool:
     queue = weight.gradients.current if isinstance(weight, Matrix) else None
     if queue is None:
         return False
-    queue.add(_Product(output_gradient, inputs, weight))
+    queue.add(record, at_once)
     return True
 
 

@@ -61,6 +61,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
     A process whose job failed reports and exits: its connections close, which its peers notice.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     _die_with_the_forkserver()

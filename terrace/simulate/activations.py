@@ -6,7 +6,8 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
 - `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a
   root per token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised.
   Attention keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and
-  the product. The head keeps its log-probabilities in fp32. Where attention is plain products, it keeps q, k, v and
+  the product. The head's logits are there a chunk of tokens at a time (terrace.runtime.head), all in its
+  backward: it keeps its input alone. Where attention is plain products, it keeps q, k, v and
   the softmax in fp32, and a copy of its output with the heads merged.
 - `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
   of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
@@ -16,12 +17,13 @@ Documents and windows are in terrace.simulate.masks.
 T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
 the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
 input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
-gathers it once. The head keeps its input whole. Only `cpu` has been compared with a running decoder; what `cuda` keeps
+gathers it once. The head keeps its normalised input whole, a few numbers a token, and of a small vocabulary the
+logits. Only `cpu` has been compared with a running decoder; what `cuda` keeps
 follows from the documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -29,15 +31,15 @@ from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.residency import recomputed
-from terrace.plan.wire import FORMATS
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes
-from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
+from terrace.simulate.block_tape import Backend, BlockTape
+from terrace.simulate.chunks import chunk_bytes, chunk_rows
+from terrace.simulate.masks import copied_bytes
+from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 
-Backend = Literal["published", "cpu", "cuda"]
 BlockKind = Literal["embedding", "layer", "head"]
 
-_STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
+_TOKEN_BYTES = 8
 
 # What torch's generators remember, so that a recomputed block drops the same elements.
 _RANDOM_STATE_BYTES: dict[Backend, int] = {"published": 0, "cpu": 5056, "cuda": 16}
@@ -73,7 +75,7 @@ def block_activation_bytes(work: Work, kind: BlockKind, backend: Backend = "cuda
     """
     if backend not in get_args(Backend):
         raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")
-    tape = _Tape(work, backend)
+    tape = _Decoder(work, backend)
     match kind:
         case "embedding":
             tape.embedding()
@@ -101,54 +103,26 @@ def activations_by_block(
     return [(block.kept_bytes, max(0, block.backward_peak_bytes - block.kept_bytes)) for block in held]
 
 
-@dataclass
-class _Tape:
-    """The operations and the sizes of one block, as they are written down."""
-
-    work: Work
-    backend: Backend
-    operations: list[Operation] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)
-    logits_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        work, model = self.work, self.work.model
-        self.item = FORMATS[work.compute].element_bytes
-        self.wide = max(self.item, _STATISTIC_BYTES)
-        self.cut = work.rows if work.sequence_parallel else 1  # of the tokens of the residual stream
-        self.heads = -(-model.num_heads // work.rows)
-        self.kv_heads = -(-model.num_kv_heads // work.rows)
-        self.inner = -(-model.intermediate_size // work.rows)
-        self.hidden = -(-model.hidden_size // work.columns)
-        self.residual = work.tokens * self.hidden // self.cut  # elements
-        self.query = work.tokens * self.heads * model.head_dim
-        # Piece by piece on a CPU: else, and in the published counting, over whole rows.
-        self.in_pieces = self.backend == "cpu" and work.is_masked
-        keys = min(work.sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else work.sequence
-        self.scores = work.tokens * self.heads * keys
-        # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
-        self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
-        # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
-        self.keeps_gathered = self.backend != "published" and work.recompute == "full"
-        self.gathered_beside = 0 if self.keeps_gathered else self.whole
+class _Decoder(BlockTape):
+    """Embedding, layer and head."""
 
     def result(self, again: bool) -> BlockActivations:
         """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
         tape, sizes = self.operations, self.sizes
+        random = _RANDOM_STATE_BYTES[self.backend] if again and not self.runs_at_once else 0
+        again = again or self.runs_at_once
         forward, backward = forward_peak(tape, sizes, keeping=not again), backward_peak(tape, sizes)
         if again:
             # The gradient of the output is there already while the forward runs for the second time.
             backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
-        kept_input, random = sizes[INPUT], 0
-        if again:
-            random = _RANDOM_STATE_BYTES[self.backend]
-            forward, backward = forward + random, backward + random
+        kept_input = sizes[INPUT]
+        forward, backward = sizes[INPUT] if self.runs_at_once else forward + random, backward + random
         if again and self.backend == "published":
             kept_input *= self.cut  # Table 2 keeps the whole input on every rank
         return BlockActivations(
             input_bytes=kept_input,
             output_bytes=sizes[OUTPUT],
-            saved={"random state": random} if again else kept_by_operation(tape, sizes),
+            saved=({"random state": random} if random else {}) if again else kept_by_operation(tape, sizes),
             logits_bytes=0 if again else self.logits_bytes,
             forward_peak_bytes=forward,
             backward_peak_bytes=backward,
@@ -186,15 +160,27 @@ class _Tape:
     def head(self) -> None:
         """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
         model, work = self.work.model, self.work
+        self.sizes |= {INPUT: self.residual * self.item, OUTPUT: 4}  # the loss in fp32
         vocab = -(-model.vocab_size // work.tensor)
-        logits = work.tokens * vocab
-        wide, narrow = logits * self.wide, logits * self.item
-        self.sizes |= {INPUT: self.residual * self.item, "logits": narrow, OUTPUT: _STATISTIC_BYTES}
-        self._norm("final norm", INPUT, "head input")
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
-        published = self.backend == "published"
-        source = "head input" if published else self._gathered("head input", whole)
-        self._product("logits", source, "logits", model.hidden_size * vocab, whole=whole if published else 0)
+        if self.backend == "published":
+            self._norm("final norm", INPUT, "head input")
+            self._whole_loss(vocab, whole)
+        elif work.tensor > 1:
+            self._norm("final norm", INPUT, "head input")
+            self._exchanged_loss(self._gathered("head input", whole), vocab)
+        else:
+            self.runs_at_once = True
+            self._norm("final norm", INPUT, "head input", keeps_target=True)
+            adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend)
+            self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
+
+    def _whole_loss(self, vocab: int, whole: int) -> None:
+        """Logits and log-probabilities that are there whole, and kept."""
+        logits = self.work.tokens * vocab
+        wide, narrow = logits * self.wide, logits * self.item
+        self.sizes["logits"] = narrow
+        self._product("logits", "head input", "logits", self.work.model.hidden_size * vocab, whole=whole)
         source = "logits"
         if self.wide > self.item:
             self.sizes["wide logits"] = wide
@@ -204,6 +190,19 @@ class _Tape:
         # The narrow logits outlive the conversion; backward has the loss's gradient of the log-probabilities too.
         forward_adds = narrow if source != "logits" else 0
         self._add("cross-entropy", (source,), OUTPUT, ("log-probabilities",), forward_adds, backward_adds=wide)
+
+    def _exchanged_loss(self, source: str, vocab: int) -> None:
+        """The loss of tensor ranks, which runs forward first: what a token is known by, and one chunk of logits."""
+        tokens = self.work.tokens
+        # The label's place, whether it is here, whether it counts; the log-sum.
+        self.sizes["statistics of tokens"] = tokens * (_TOKEN_BYTES + 2 + self.wide)
+        keeps: tuple[str, ...] = (source, "statistics of tokens")
+        adds = chunk_bytes(tokens, vocab, self.work.model.hidden_size, self.item, self.wide, self.backend)
+        if tokens <= chunk_rows(vocab, self.backend):
+            self.sizes["logits"] = self.logits_bytes = tokens * vocab * self.item
+            keeps = (*keeps, "logits")
+            adds -= self.logits_bytes
+        self._add("loss", (source,), OUTPUT, keeps, forward_adds=adds, backward_adds=adds)
 
     def _attention(self, source: str, target: str) -> None:
         model, tokens = self.work.model, self.work.tokens
@@ -296,101 +295,3 @@ class _Tape:
         else:
             self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))
             self._product("down", "active", target, weight, (source, "up"), self.whole)
-
-    def _norm(self, name: str, source: str, target: str) -> None:
-        self.sizes[target] = self.residual * self.item
-        self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm)
-
-    def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
-        self._normalise(name, source, target, num_heads, "rms")
-
-    def _normalise(self, name: str, source: str, target: str, num_rows: int, norm: str) -> None:
-        """A norm over each of `num_rows` rows of `source`."""
-        numel = self.sizes[target] // self.item
-        statistics, normalised = f"statistics of {name}", f"normalised by {name}"
-        widened = f"widened by {name}"
-        keeps: tuple[str, ...] = (source,)
-        adds = 0
-        if self.backend == "published":
-            pass
-        elif norm == "layer":
-            self.sizes[statistics] = 2 * num_rows * (self.item if self.backend == "cpu" else self.wide)
-            keeps = (source, statistics)
-        elif self.backend == "cuda":
-            self.sizes[statistics] = num_rows * self.wide
-            keeps = (source, statistics)
-        else:
-            self.sizes |= {statistics: num_rows * self.wide, normalised: numel * self.wide}
-            keeps = (source, statistics, normalised)
-            if self.wide > self.item:
-                self.sizes[widened] = numel * self.wide
-                keeps = (widened, statistics, normalised)
-            adds = 3 * numel * self.wide  # gradients of the operations that it consists of
-        self._add(name, (source,), target, keeps, backward_adds=adds)
-
-    def _gathered(self, source: str, whole: int) -> str:
-        """Return the name of a product's input once tensor ranks have put it together, in `whole` bytes (0: it is)."""
-        if not whole:
-            return source
-        self.sizes[f"whole {source}"] = whole
-        self._add(f"gather {source}", (source,), f"whole {source}")
-        return f"whole {source}"
-
-    def _entered(self, source: str) -> str:
-        return self._gathered(source, self.whole) if self.keeps_gathered else source
-
-    def _product(
-        self,
-        name: str,
-        source: str,
-        target: str,
-        weight_numel: int,
-        variables: tuple[str, ...] = (),
-        whole: int = 0,
-    ) -> None:
-        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up.
-
-        Beside it, `whole` bytes of an input or an output that is not kept so live while it runs; in the backward the
-        input that is gathered again and the gradient of the region's output, which the weights wait for.
-        """
-        self._add(
-            name,
-            (source,),
-            target,
-            (source,),
-            forward_adds=whole,
-            backward_adds=weight_numel * self.item + (1 if self.backend == "published" else 2) * whole,
-            variables=variables,
-        )
-
-    def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
-        mask = f"mask of {name}"
-        self._mask(mask, target)
-        self._add(name, (stream, branch), target, (mask,) if self.work.dropout else (), is_sum=True)
-
-    def _mask(self, name: str, like: str) -> None:
-        self.sizes[name] = self.sizes[like] // self.item if self.work.dropout else 0  # one byte an element
-
-    def _add(
-        self,
-        name: str,
-        reads: tuple[str, ...],
-        writes: str,
-        keeps: tuple[str, ...] = (),
-        forward_adds: int = 0,
-        backward_adds: int = 0,
-        is_sum: bool = False,
-        variables: tuple[str, ...] = (),
-    ) -> None:
-        self.operations.append(
-            Operation(
-                name=name,
-                reads=reads,
-                writes=writes,
-                keeps=keeps,
-                forward_adds=forward_adds,
-                backward_adds=backward_adds,
-                is_sum=is_sum,
-                variables=variables,
-            )
-        )

@@ -23,7 +23,7 @@ from terrace.model.config import ModelConfig
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
-from terrace.simulate.activations import Backend
+from terrace.simulate.block_tape import Backend
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import axis_degree
 

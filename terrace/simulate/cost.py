@@ -128,10 +128,24 @@ def _from_work(program: Program, work: Work) -> Costs:
         forward.append(seconds.forward_s)
         weight.append(seconds.weight_s if block.num_trainable or block.borrows else 0.0)
         backward.append(seconds.input_s + weight[-1])
+    return _costs(program, forward, backward, update_seconds(program), weight)
+
+
+def _costs(
+    program: Program,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    update: Sequence[float],
+    weight: Sequence[float],
+) -> Costs:
+    """Return the costs; of a head whose loss goes in chunks all is in its backward (terrace.runtime.head)."""
+    if program.tensor.degree == 1:
+        backward = [*backward[:-1], forward[-1] + backward[-1]]
+        forward, weight = [*forward[:-1], 0.0], [*weight[:-1], 0.0]
     return Costs(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
-        update_s=update_seconds(program),
+        update_s=tuple(update),
         program=program,
         weight_s=tuple(weight),
     )
@@ -164,10 +178,4 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
         backward.append(forward[-1] + weight[-1])
         copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth)
-    return Costs(
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        update_s=tuple(update),
-        program=program,
-        weight_s=tuple(weight),
-    )
+    return _costs(program, forward, backward, update, weight)

@@ -32,8 +32,9 @@ from terrace.plan.memory import tensor_buffers
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import Tensor
 from terrace.plan.wire import FORMATS
-from terrace.simulate.activations import Backend, BlockActivations, block_activation_bytes
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, mask_bytes
+from terrace.simulate.activations import BlockActivations, block_activation_bytes
+from terrace.simulate.block_tape import Backend
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, mask_bytes, piece_tokens
 from terrace.simulate.states import (
     BlockKind,
     Stage,
@@ -168,11 +169,12 @@ def has_flash_attention(
 
     On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 and masks too, but no grouped heads
     (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. What neither takes is
-    done by plain products. On a CPU these are for short rows in bf16, or where short pieces of rows may be.
+    done by plain products. On a CPU these are for short rows or pieces of rows in bf16, and so for what may be short.
     """
     masked = documents or 0 < model.sliding_window < sequence
     if backend == "cpu":
-        return compute != "bf16" or (sequence > CPU_PLAIN_SEQUENCE and not masked)
+        longest = piece_tokens(model.sliding_window, sequence)
+        return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
     grouped = model.num_kv_heads != model.num_heads and not masked
     return compute != "fp64" and not (compute == "fp32" and grouped)
 

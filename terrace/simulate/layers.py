@@ -22,7 +22,9 @@ from functools import lru_cache
 from terrace.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.plan.wire import FORMATS
+from terrace.simulate.chunks import chunk_rows
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
+from terrace.simulate.masks import core_keys
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -74,6 +76,14 @@ def optimizer_s(device: Device, num_params_shard: float) -> float:
     the device's constant for everything that does not grow with the shard.
     """
     return stream_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
+
+
+def at_once(head: BlockSeconds) -> BlockSeconds:
+    """Return the seconds of a head all of which is in its input's backward: its loss goes in chunks.
+
+    So the runtime has it where no tensor ranks share the vocabulary (terrace.runtime.head).
+    """
+    return BlockSeconds(forward_s=0.0, input_s=head.forward_s + head.input_s + head.weight_s, weight_s=0.0)
 
 
 def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
@@ -153,15 +163,16 @@ def _widths(work: Work) -> tuple[int, int]:
 
 
 def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
+    keys, causal = core_keys(work, device.backend)
     return attention_s(
         device,
         batch=work.micro_batch,
         heads=math.ceil(work.model.num_heads / work.rows),
         queries=work.sequence // work.context,
-        keys=work.sequence,
+        keys=keys,
         head_dim=work.model.head_dim,
         flash=work.flash,
-        causal=work.causal,
+        causal=causal,
         dropout=work.dropout,
         dtype=work.compute,
     )
@@ -211,8 +222,13 @@ def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     weight_s = gemm_s(device, hidden, tokens, words, 1, work.compute)
     if accumulate:
         weight_s += _accumulation_s(device, work, words * hidden, 1)
+    logits_s = gemm_s(device, tokens, hidden, words, 1, work.compute)
+    # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
+    again_s = logits_s if work.tensor > 1 and tokens > chunk_rows(words, device.backend) else 0.0
     return BlockSeconds(
-        forward_s=gemm_s(device, tokens, hidden, words, 1, work.compute) + memory_s(device, 2 * norm + logits, 4),
-        input_s=gemm_s(device, tokens, words, hidden, 1, work.compute) + memory_s(device, 5 * norm + logits, 4),
+        forward_s=logits_s + memory_s(device, 2 * norm + logits, 4),
+        input_s=gemm_s(device, tokens, words, hidden, 1, work.compute)
+        + memory_s(device, 5 * norm + logits, 4)
+        + again_s,
         weight_s=weight_s,
     )

@@ -1,4 +1,4 @@
-"""What documents and sliding windows cost beyond attention over whole rows (terrace.model.attention), in bytes.
+"""What documents and sliding windows change of attention over whole rows (terrace.model.attention): bytes and keys.
 
 On a CPU rows are attended to piece by piece: the pieces of the output are kept beside the whole, and under a window
 each piece keeps a copy of the keys and values that it sees. Elsewhere one mask lies over whole rows, and grouped heads
@@ -14,6 +14,25 @@ CPU_PLAIN_SEQUENCE = 128
 CPU_SHORT_PIECE = 64  # likewise what it takes together of short documents, and the least piece under a window
 
 
+def piece_tokens(window: int, sequence: int) -> int:
+    """Return the most tokens of a row of one document that attend together on a CPU."""
+    return min(sequence, max(window, CPU_SHORT_PIECE)) if window else sequence
+
+
+def core_keys(work: Work, backend: str) -> tuple[int, bool]:
+    """Return with how many keys the core of attention multiplies a query, on average, and whether a causal kernel does.
+
+    Documents are not known, so rows are taken for one: what is priced so is an upper bound.
+    """
+    window, sequence = work.model.sliding_window, work.sequence
+    if not 0 < window < sequence:
+        return sequence, work.causal
+    length = piece_tokens(window, sequence)
+    if backend != "cpu" or length == sequence:
+        return sequence, False
+    return (length + 2 * (sequence - length)) * length // sequence, False
+
+
 def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
     """Return the bytes of keys, or of values, that attention copies of `key_bytes`, so as to have them in one piece.
 
@@ -23,10 +42,8 @@ def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> 
         return 0
     if backend == "cuda":
         return query_bytes if work.model.num_heads != work.model.num_kv_heads else 0
-    window, sequence = work.model.sliding_window, work.sequence
-    length = max(window, CPU_SHORT_PIECE)
-    if not 0 < window < sequence or sequence <= length:
-        return 0
+    sequence = work.sequence
+    length = piece_tokens(work.model.sliding_window, sequence)
     return key_bytes * ((-(-sequence // length) - 1) * length + sequence - length) // sequence
 
 
@@ -40,9 +57,9 @@ def mask_bytes(work: Work, backend: str) -> int:
     item, window, sequence = FORMATS[work.compute].element_bytes, work.model.sliding_window, work.sequence
     if backend == "cuda":
         return item * (work.tokens if work.documents else sequence) * sequence
-    length = max(window, CPU_SHORT_PIECE)
+    length = piece_tokens(window, sequence)
     bands = 0
-    if 0 < window < sequence and length < sequence:
+    if length < sequence:
         rest = (sequence - 1) % length + 1
         bands = (length * length if window < length else 0) + 2 * length * length
         bands += rest * (length + rest) if rest < length else 0

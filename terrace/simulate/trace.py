@@ -46,7 +46,9 @@ def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recor
         events = passes_events(program, predicted, f"predicted: {where}")
         predicted_s = predicted[-1].end_s if predicted else 0.0
     events += recording_events(measured, _MEASURED, f"measured: step {step} of rank {rank}")
-    other = {"step": step, "rank": rank, "predicted_s": predicted_s, "measured_s": measured.report.step_s}
+    what = "step" if isinstance(predicted, Recording) else "passes"
+    other = {"step": step, "rank": rank, "predicted": what}
+    other |= {"predicted_s": predicted_s, "measured_s": measured.report.step_s}
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     return json.dumps(table, separators=(",", ":")) + "\n"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -21,10 +21,13 @@ from terrace.base.schema import dump, load, merge, read_table
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
+from terrace.model.lora import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
+from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import AdamWConfig
+from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned
 from terrace.train.sources import (
     Documented,
@@ -55,6 +58,8 @@ class DataConfig:
     format: Format = "text"
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
     too_long: TooLong | None = None  # what becomes of a whole document that is longer than a sequence
+    column: str = "text"  # the key, or the column, that holds the text of a record
+    split: str = ""  # of a data set that has several; if empty, "train"
     chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
     holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
 
@@ -66,7 +71,7 @@ class DataConfig:
 
     def sources(self) -> tuple[SourceSpec, ...]:
         """Return the sources with everything decided. Raises `ConfigError` for what does not go together."""
-        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long)
+        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long, self.column, self.split)
 
     def absolute(self) -> "DataConfig":
         """Return the same places under names that hold in any working directory."""
@@ -84,11 +89,15 @@ class TrainConfig:
     sequence: int
     seed: int = 0
     warmup_steps: int = 0
-    final_lr_fraction: float = 0.1  # the cosine ends at this part of the peak learning rate
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # of the learning rate: terrace.train.schedule
+    final_lr_fraction: float = 0.1  # the schedule ends at this part of the peak learning rate
+    decay_steps: int | float = 0.2  # of wsd: the steps of its decay, or their part of the run
+    decay: Literal["linear", "sqrt"] = "sqrt"  # the form of the decay of wsd
     freeze: tuple[str, ...] = ()  # patterns over block.parameter
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
+    weights: str = ""  # Hugging Face folder whose weights the run starts from; empty: from scratch
     compile: bool = False  # each block through torch.compile
     background_save: bool = True  # write checkpoints beside the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
@@ -96,7 +105,7 @@ class TrainConfig:
     target_loss: float | None = None  # the run fails when its last losses lie above
     prompt: str | None = None  # text to continue at the end; if absent, the beginning of the data
     metrics: tuple[str, ...] = ()  # where else the metrics go: terrace.train.trackers
-    profile: str | None = None  # steps to trace, such as "10-12"
+    profile: str | int | None = None  # steps to trace, such as "10-12"
     profile_torch: bool = False  # with torch's own profiler, too
 
     def __post_init__(self) -> None:
@@ -107,6 +116,7 @@ class TrainConfig:
                 raise ConfigError(f"train.{name} = {getattr(self, name)} must be at least {smallest}")
         if not 0 <= self.final_lr_fraction <= 1:
             raise ConfigError(f"train.final_lr_fraction = {self.final_lr_fraction} must lie between 0 and 1")
+        self._check_schedule()
         if not 0 < self.timeout_s <= 1e6:
             raise ConfigError(f"train.timeout_s = {self.timeout_s} must be positive and at most 1e6")
         for message, limit in self.error_budget.items():
@@ -115,7 +125,27 @@ class TrainConfig:
         if self.target_loss is not None and not math.isfinite(self.target_loss):
             raise ConfigError(f"train.target_loss = {self.target_loss} must be a number; leave it out for no target")
         check_names(self.metrics)
-        check_profile(self.profile, self.profile_torch)
+        check_profile(self.profile, self.profile_torch, self.steps)
+
+    def _check_schedule(self) -> None:
+        defaults = {item.name: item.default for item in fields(self)}
+        given = [name for name in ("decay_steps", "decay") if getattr(self, name) != defaults[name]]
+        if self.schedule != "wsd":
+            if given:
+                raise ConfigError(f"train.{given[0]} has no effect: train.schedule = {self.schedule!r}, not 'wsd'")
+            return
+        whole = isinstance(self.decay_steps, int)
+        if not (self.decay_steps >= 1 if whole else 0 < self.decay_steps < 1):
+            raise ConfigError(
+                f"train.decay_steps = {self.decay_steps} must be a number of steps, at least 1, or a part of the run "
+                "between 0 and 1"
+            )
+        longest = self.steps - self.warmup_steps
+        if (self.decay_steps if whole else self.decay_steps * self.steps) > longest:
+            raise ConfigError(
+                f"train.decay_steps = {self.decay_steps} is longer than the {longest} steps after the warm-up, "
+                f"train.steps - train.warmup_steps: use at most {max(0, longest)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +158,12 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    lora: LoraConfig | None = None  # train adapters alone
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Return the block specs with frozen parameters marked."""
-        return freeze(block_specs(self.model), self.train.freeze)
+        specs = block_specs(self.model)
+        return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     def num_micros(self) -> int:
         """Return the micro-batches per rank and step."""
@@ -163,8 +195,11 @@ def resolve_table(
             table[name] = flags[name]
     if flags.get("data") is not None:
         table = merge(table, {"data": {"path": flags["data"]}})
-    table = {name: section(name, value) for name, value in table.items()}
-    return merge(table, overrides)
+    model = table.get("model")
+    table = merge({name: section(name, value) for name, value in table.items()}, overrides)
+    data = [given.get("data") for given in (own, overrides)]
+    names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
+    return with_folder(table, model, names_tokenizer)
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
@@ -193,12 +228,13 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         data=load(DataConfig, table.get("data", {}), "data"),
         train=load(TrainConfig, table["train"], "train"),
         optimizer=load(AdamWConfig, table.get("optimizer", {}), "optimizer"),
+        lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
     )
 
 
 def run_toml(run: RunConfig) -> str:
     """Return the resolved configuration as TOML; `parse_run` reads it back to an equal value."""
-    table = {item.name: dump(getattr(run, item.name)) for item in fields(run)}
+    table = {item.name: dump(getattr(run, item.name)) for item in fields(run) if getattr(run, item.name) is not None}
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)
 
@@ -222,6 +258,8 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     run.num_micros()
+    if run.lora is not None and any(Grid.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
+        raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(
             f"train.sequence = {run.train.sequence} is longer than the {run.model.max_positions} positions the "
@@ -247,6 +285,9 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
         named: dict[str, Any] = {key: str(folder / at) for key, at in data.items() if _is_path(key, at)}
         named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
         result["data"] = merge(result["data"], named)
+    train = own.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("weights"), str) and train["weights"]:
+        result["train"] = merge(result["train"], {"weights": str(folder / train["weights"])})
     return result
 
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from terrace.base.errors import ModelError, TrainingError
 from terrace.comm.collectives import DTYPES
+from terrace.model.decoder import Head
 from terrace.program import StepReport, build_stages
 from terrace.runtime.engine import Engine
 from terrace.runtime.random_state import random_state, restored
@@ -59,15 +60,18 @@ class FirstStep:
                         "LayerNorm for BatchNorm"
                     )
 
-    def _watch(self, index: int, module: nn.Module) -> RemovableHandle:
+    def _watch(self, index: int, block: nn.Module) -> RemovableHandle:
         def look(module: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-            # A module may serve as several blocks, which pass in order.
+            # A module may serve as several blocks, and running it again comes by here.
             if index in self.seconds:
                 return
             self._check(index, output)
-            self.seconds[index] = self._time(module, inputs) if self.times else 0.0
+            self.seconds[index] = 0.0
+            if self.times:
+                self.seconds[index] = self._time(block, inputs)
 
-        return module.register_forward_hook(look)
+        # The runtime runs the head of a decoder part by part, when it has its loss to itself, but its norm as it is.
+        return (block.norm if isinstance(block, Head) else block).register_forward_hook(look)
 
     def _check(self, index: int, output: object) -> None:
         name, is_last = self.names[index], index == len(self.names) - 1

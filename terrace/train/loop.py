@@ -19,8 +19,10 @@ import torch.distributed as dist
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.comm import Pacer
 from terrace.model.config import num_params, to_table
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
+from terrace.model.lora import is_adapter
+from terrace.model.pretrained import Pretrained
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport
 from terrace.runtime.batch import Batch
@@ -29,8 +31,9 @@ from terrace.runtime.launch import pace
 from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
+from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
+from terrace.train.checkpoint import Checkpoint, Saved, Saver, latest, restore
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.feeding import Feeder
@@ -86,9 +89,11 @@ class _Run:
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step = 0
+        starts_with = run.train.weights if job.resume is None else ""
+        self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
         self.compiling = run.train.compile  # the first step may take as long as a compiler does
         self.engine = Engine(
-            build_blocks(run.model),
+            run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
             cluster=run.cluster,
             plan=run.plan,
@@ -106,7 +111,8 @@ class _Run:
             progress=self._at,
             compiled=run.train.compile,
         )
-        self.vote = Vote(world, asked)
+        self._pretrained = None  # the engine has the values; files are closed
+        self.vote, self.saves = Vote(world, asked), list[Saved]()
         self.saver = Saver(
             self.engine,
             world,
@@ -126,6 +132,8 @@ class _Run:
     def _initial(self, block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if self.job.resume is not None:
             return torch.zeros(1).expand(shape)  # the checkpoint has the values
+        if self._pretrained is not None and not is_adapter(name):
+            return self._pretrained.value(block, name)
         return initial_value(self.run.model, block, name, shape, self.run.train.seed)
 
     def outcome(self) -> Outcome | Stop:
@@ -159,6 +167,7 @@ class _Run:
             sample=self._sample(folder),
             quantisation_error=summary.quantisation_error,
             stages=stages,
+            saves=tuple(self.saves),
         )
         self.engine.close()
         self.observer.finished(result)
@@ -176,6 +185,9 @@ class _Run:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
+        beside = "is written beside the steps" if train.background_save else "is waited for"
+        staged_mb = self.saver.staging_bytes / 1e6
+        self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
         if self.job.resume is None:
             self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
@@ -288,6 +300,7 @@ class _Run:
     def _tell(self) -> None:
         saved = self.saver.news()
         if saved is not None:
+            self.saves.append(saved)
             self.observer.saved(saved.folder)
 
     def _facts(self) -> Mapping[str, Any]:
@@ -299,6 +312,7 @@ class _Run:
             "seed": self.run.train.seed,
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
+            FACT: fact_of(self.run.lora),
         }
 
     def _sample(self, folder: Path) -> str | None:

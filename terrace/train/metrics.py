@@ -10,6 +10,7 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cluster import Cluster
 from terrace.program import StepReport
+from terrace.train.checkpoint import Saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class Outcome:
     sample: str | None
     quantisation_error: dict[str, float] = field(default_factory=dict)
     stages: tuple[tuple[StepReport, StepReport], ...] = ()  # (predicted, measured)
+    saves: tuple[Saved, ...] = ()  # the checkpoints of this rank, in order
 
 
 class Summary:

@@ -36,8 +36,8 @@ class Profiler:
         self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
         grid = engine.program.grid
         speaks = engine.rank in {rank_at(grid, 0, stage) for stage in range(engine.program.stage.num_stages)}
-        steps = range(0) if run.train.profile is None else parse_steps(run.train.profile)
-        self._steps = range(steps.start, min(steps.stop, run.train.steps)) if speaks else range(0)
+        asked = run.train.profile
+        self._steps = parse_steps(asked) if asked is not None and speaks else range(0)
         self._tracer: Tracer | None = None
         self._first = 0  # step that the tracer has seen
         self._torch: torch.profiler.profile | None = None

@@ -1,4 +1,15 @@
-"""The learning rate: linear warm-up, then a cosine."""
+"""The learning rate: linear warm-up, then one of four forms. A pure function of the step, so a resumed run follows it.
+
+With p the part of the way from the end of the warm-up to the last step (or, of wsd, of the decay) and f the last part
+of the peak rate, `train.final_lr_fraction`:
+
+    cosine     f + (1 - f) (1 + cos(pi p)) / 2      Loshchilov and Hutter, arXiv 1608.03983, equation 5, one period
+    linear     f + (1 - f) (1 - p)
+    constant   1
+    wsd        1, then over the last `train.decay_steps` steps    (Hu et al., MiniCPM, arXiv 2404.06395, section 4)
+                   linear    f + (1 - f) (1 - p)
+                   sqrt      f + (1 - f) (1 - sqrt(p))      (Haegele et al., arXiv 2405.18392, section 3: "1-sqrt")
+"""
 
 import math
 
@@ -7,9 +18,27 @@ from terrace.train.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig, optimizer: AdamWConfig) -> float:
-    """Return the learning rate of step `step` (from 0). A pure function, so a resumed run follows it exactly."""
+    """Return the learning rate of step `step` (from 0)."""
     if step < train.warmup_steps:
         return optimizer.lr * (step + 1) / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return optimizer.lr * (train.final_lr_fraction + (1 - train.final_lr_fraction) * cosine)
+    last = train.final_lr_fraction
+    return optimizer.lr * (last + (1 - last) * _height(step, train))
+
+
+def _height(step: int, train: TrainConfig) -> float:
+    """Return how far the rate stands above its last value: 1 at its peak, 0 at the end."""
+    if train.schedule == "constant":
+        return 1.0
+    first = train.warmup_steps
+    if train.schedule == "wsd":
+        first = train.steps - decay_steps(train)
+    progress = min(1.0, max(0, step - first) / max(1, train.steps - first))
+    if train.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (math.sqrt(progress) if train.schedule == "wsd" and train.decay == "sqrt" else progress)
+
+
+def decay_steps(train: TrainConfig) -> int:
+    """Return how many steps the decay of wsd takes; a part of the run is rounded to whole steps, at least one."""
+    given = train.decay_steps
+    return given if isinstance(given, int) else max(1, round(given * train.steps))

@@ -28,6 +28,8 @@ class SourceConfig:
     format: Format | None = None
     documents: Documented | None = None
     too_long: TooLong | None = None
+    column: str | None = None
+    split: str | None = None
 
     def absolute(self) -> "SourceConfig":
         """Return the same source under a path that holds in any working directory, and its name as it is."""
@@ -45,6 +47,8 @@ class SourceSpec:
     format: Format
     documents: Documented
     too_long: TooLong
+    column: str
+    split: str
 
 
 def sources_of(
@@ -53,6 +57,8 @@ def sources_of(
     form: Format,
     documents: Documented | None,
     too_long: TooLong | None,
+    column: str = "text",
+    split: str = "",
 ) -> tuple[SourceSpec, ...]:
     """Return the sources of a `[data]` table: its mixture, or else its path alone.
 
@@ -80,6 +86,8 @@ def sources_of(
             format=chosen,
             documents=kept,
             too_long=each.too_long or too_long or "refuse",
+            column=each.column or column,
+            split=split if each.split is None else each.split,
         )
         for other in specs:
             for what, one, two in (("path", spec.path, other.path), ("name", spec.name, other.name)):

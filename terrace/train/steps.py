@@ -7,9 +7,9 @@ from terrace.base.errors import ConfigError
 _MOST = 100  # steps: of each a file is written
 
 
-def parse_steps(text: str) -> range:
+def parse_steps(text: str | int) -> range:
     """Return the steps of `train.profile`, counted from 0; raises `ConfigError` for anything but a short range."""
-    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text.strip())
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text).strip())
     if found is None:
         raise ConfigError(
             f"train.profile = {text!r} must be a step or a range of steps such as '10-12', counted from 1"
@@ -22,9 +22,11 @@ def parse_steps(text: str) -> range:
     return range(first - 1, last)
 
 
-def check_profile(text: str | None, with_torch: bool) -> None:
-    """Raise `ConfigError` where `train.profile` names no steps, or torch's profiler is asked for without any."""
+def check_profile(text: str | int | None, with_torch: bool, num_steps: int) -> None:
+    """Raise `ConfigError` where `train.profile` names no steps of the run, or only torch's profiler is asked for."""
     if text is not None:
-        parse_steps(text)
+        last = parse_steps(text).stop
+        if last > num_steps:
+            raise ConfigError(f"train.profile = {text!r} goes up to step {last}, but the run ends at {num_steps}")
     elif with_torch:
         raise ConfigError("train.profile_torch = true has no effect without train.profile: name steps such as '10-12'")

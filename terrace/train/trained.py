@@ -15,6 +15,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, holds_weights
 from terrace.model.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
+from terrace.train.adapted import merged_values
 from terrace.train.checkpoint import Checkpoint, latest
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.data import Tokenizer, load_tokenizer
@@ -56,9 +57,9 @@ def load_trained(
 def load_blocks(
     checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, list[nn.Module]]:
-    """Return the model of a checkpoint as plain single-device blocks."""
+    """Return the model of a checkpoint as plain single-device blocks, its adapters folded in."""
     config = parse_model(checkpoint.facts["model"])
-    return config, with_values(config, checkpoint.parameters(), device, dtype, list(checkpoint.layout))
+    return config, with_values(config, merged_values(checkpoint), device, dtype, list(checkpoint.layout))
 
 
 def with_values(

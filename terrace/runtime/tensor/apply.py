@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.comm import Collectives, Meter
 from terrace.model import decoder, layers
+from terrace.model.lora_modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.program import Program
@@ -95,6 +96,8 @@ class _Cutter:
         regions = set()
         for name, child in list(module.named_modules()):
             parent = module.get_submodule(name.rpartition(".")[0])
+            if isinstance(child, LoraLinear):
+                raise ModelError("adapters have no form under a tensor axis: give the tier to the data axis")
             if isinstance(child, nn.Linear):
                 stand_in = self._linear(block, name, child)
                 if isinstance(stand_in, RowLinear):

@@ -4,19 +4,22 @@ A rank computes the logits of its part. Three numbers a token are exchanged: the
 exponentials relative to it, and the label's logit where the rank has it. With M the largest of all and Z = sum_r s_r
 exp(m_r - M), the loss of a token is M + log Z minus the label's logit, and the gradient of a logit x is exp(x - M) /
 Z, less one at the label. No other rank ever sees a logit.
+
+The numbers of all tokens travel in one message in the forward, so logits come up twice, in the forward for the numbers
+and in the backward for the gradients. They are there a chunk of tokens at a time and computed again in the backward;
+where one chunk is all, they are kept instead.
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.model.decoder import IGNORE_INDEX
+from terrace.runtime.head import add_weight_gradient
 from terrace.runtime.tensor.line import Line
-
-_CHUNK_NUMEL = 1 << 18  # logits that are worked on at a time in fp32 or more: they stay in a cache
+from terrace.simulate.chunks import CACHED_NUMEL, chunk_rows
 
 
 def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, line: Line) -> Tensor:
@@ -25,49 +28,80 @@ def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
     `terrace.model.decoder.token_loss`. The sum is computed in fp32 at least.
     """
-    logits = F.linear(hidden.flatten(0, 1), weight)
-    loss: Tensor = _Loss.apply(logits, labels.flatten(), part, line)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Loss.apply(hidden.flatten(0, 1), weight, labels.flatten(), part, line)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _Loss(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, part: slice, line: Line) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, line: Line) -> Tensor:
         here = (labels >= part.start) & (labels < part.stop)
         local = (labels - part.start).masked_fill(~here, 0)
         valid = max(part.stop - part.start, 0)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        numbers = torch.empty(3, len(labels), dtype=wide, device=logits.device)
-        for rows in _chunks(logits):
-            x = logits[rows, :valid].to(wide)
-            if valid:
-                numbers[0, rows] = x.amax(-1)
-                numbers[1, rows] = (x - numbers[0, rows].unsqueeze(-1)).exp_().sum(-1)
-                numbers[2, rows] = x.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1).masked_fill(~here[rows], 0.0)
-            else:  # a part of nothing but padding
-                numbers[:, rows] = torch.tensor([-torch.inf, 0.0, 0.0], device=logits.device).unsqueeze(-1)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        numbers = torch.empty(3, len(labels), dtype=wide, device=hidden.device)
+        chunks = _chunks(hidden, chunk_rows(len(weight), hidden.device.type))
+        for chunk in chunks:
+            logits = hidden[chunk] @ weight.detach().t()
+            _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:, chunk])
         peaks, sums, found = line.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
         peak = peaks.amax(0)
         scale = peak + (sums * (peaks - peak).exp()).sum(0).log()
         counted = labels != IGNORE_INDEX
-        ctx.kept = logits, local, here, scale, counted, valid
-        return (scale - found.sum(0)).masked_fill(~counted, 0.0).sum()
+        ctx.kept = hidden, logits if len(chunks) == 1 else None, local, here, scale, counted, valid
+        ctx.weight = weight
+        loss: Tensor = (scale - found.sum(0)).masked_fill(~counted, 0.0).sum()
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, local, here, scale, counted, valid = ctx.kept
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, logits, local, here, scale, counted, valid = ctx.kept
+        weight, matrix = ctx.weight, ctx.weight.detach()
         del ctx.kept
-        wide = scale.dtype
-        for rows in _chunks(logits):
-            x = (logits[rows, :valid].to(wide) - scale[rows].unsqueeze(-1)).exp_()
-            if valid:
-                x.scatter_add_(-1, local[rows].unsqueeze(-1), -here[rows].to(wide).unsqueeze(-1))
-            factor = gradients[0].to(wide) * counted[rows]
-            logits[rows, :valid] = x.mul_(factor.unsqueeze(-1))  # the logits' memory becomes their gradient's
-        logits[:, valid:] = 0.0
-        return logits, None, None, None
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        factor = gradients[0].to(scale.dtype) * counted
+        gradient = torch.empty_like(hidden) if needs_hidden else None
+
+        def chunk_gradient(chunk: slice) -> Tensor:
+            x: Tensor = logits if logits is not None else hidden[chunk] @ matrix.t()
+            _to_gradient(x, local[chunk], here[chunk], scale[chunk], factor[chunk], valid)
+            if gradient is not None:
+                torch.mm(x, matrix, out=gradient[chunk])
+            return x
+
+        rows = len(hidden) if logits is not None else chunk_rows(len(matrix), hidden.device.type)
+        products = ((chunk_gradient(chunk), hidden[chunk]) for chunk in _chunks(hidden, rows))
+        weight_gradient = add_weight_gradient(weight, products, len(_chunks(hidden, rows)), needs_weight)
+        return gradient, weight_gradient, None, None, None
 
 
-def _chunks(logits: Tensor) -> list[slice]:
-    step = max(1, _CHUNK_NUMEL // max(1, logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
-    return [slice(start, start + step) for start in range(0, len(logits), step)]
+def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:
+    """Set `numbers` (3, n) to the largest of logits (n, v), the sum of exponentials, the label's logit, if here."""
+    for rows in _chunks(logits, _cached_rows(logits)):
+        x = logits[rows].to(numbers.dtype)
+        if logits.shape[1]:
+            numbers[0, rows] = x.amax(-1)
+            numbers[1, rows] = (x - numbers[0, rows].unsqueeze(-1)).exp_().sum(-1)
+            numbers[2, rows] = x.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1).masked_fill(~here[rows], 0.0)
+        else:  # a part of nothing but padding
+            numbers[:, rows] = torch.tensor([-torch.inf, 0.0, 0.0], device=logits.device).unsqueeze(-1)
+
+
+def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:
+    """Turn logits (n, V') into their gradient, where they stand; those of padding have none."""
+    for rows in _chunks(logits, _cached_rows(logits)):
+        x = (logits[rows, :valid].to(scale.dtype) - scale[rows].unsqueeze(-1)).exp_()
+        if valid:
+            x.scatter_add_(-1, local[rows].unsqueeze(-1), -here[rows].to(scale.dtype).unsqueeze(-1))
+        logits[rows, :valid] = x.mul_(factor[rows].unsqueeze(-1))
+    logits[:, valid:] = 0.0
+
+
+def _cached_rows(logits: Tensor) -> int:
+    return CACHED_NUMEL // max(1, logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+
+
+def _chunks(values: Tensor, num_rows: int) -> list[slice]:
+    """Cut the rows of `values` into runs of at most `num_rows`; there is at least one."""
+    num_rows = max(1, num_rows)
+    return [slice(start, start + num_rows) for start in range(0, max(1, len(values)), num_rows)]

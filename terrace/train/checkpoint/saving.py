@@ -183,7 +183,7 @@ class Saver:
 
     def _write(self, step: int, folder: Path, number: int) -> str:
         partial, rank = partial_of(folder, self._life), self._world.rank
-        problem = attempt(lambda: write_part(self._snapshot, partial, self._engine))
+        problem = attempt(lambda: write_part(self._snapshot, partial, rank))
         if problem is not None:
             self._store.compare_set(f"{number}/problem", "", f"rank {rank}: {problem}")
         self._store.add(f"{number}/written", 1)

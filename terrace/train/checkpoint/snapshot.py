@@ -37,8 +37,9 @@ class Snapshot:
 
     def __init__(self, shards: Iterable[Shard], slices: Slices) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
-        live: list[tuple[str, Tensor]] = []
-        for shard in shards:
+        self.num_updates = 0  # that the optimizers had made when the copy was taken; 0 where all is frozen
+        self._shards, live = list(shards), list[tuple[str, Tensor]]()
+        for shard in self._shards:
             for part in (part for own in held(shard) if own.is_first for part in parts(own, slices)):
                 self.pieces.setdefault(shard.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
                 for kind, values in part.values.items():
@@ -60,6 +61,8 @@ class Snapshot:
                 part = self._staging[start : start + values.nbytes]
                 self._copies.append(part.view(values.dtype).view(values.shape))
                 start += values.nbytes
+        optimizers = [shard.optimizer for shard in self._shards if shard.optimizer is not None]
+        self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
         for copy, values in zip(self._copies, self._live, strict=True):
             copy.copy_(values, non_blocking=True)
         if self._on_cuda:

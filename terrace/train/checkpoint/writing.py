@@ -41,7 +41,7 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
     agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
     snapshot = snapshot_of(engine)
     snapshot.take()
-    agree(attempt(lambda: write_part(snapshot, partial, engine)))
+    agree(attempt(lambda: write_part(snapshot, partial, engine.rank)))
     agree(attempt(lambda: commit(engine, partial, folder, step, facts, keep)) if engine.rank == 0 else None)
     return folder
 
@@ -79,14 +79,14 @@ def attempt(work: Callable[[], object]) -> str | None:
     return None
 
 
-def write_part(snapshot: Snapshot, partial: Path, engine: Engine) -> None:
-    """Write what this rank has taken. Raises `OSError`."""
+def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
+    """Write what a rank has taken. Raises `OSError`."""
     partial.mkdir(parents=True, exist_ok=True)
-    part, files = part_of(partial, engine.rank), {}
+    part, files = part_of(partial, rank), {}
     if snapshot.pieces:
         path = part.with_suffix(".safetensors")
         files[path.name] = snapshot.write(path)
-    write_atomic(part, json.dumps({"num_updates": engine.num_updates, "files": files}))
+    write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files}))
 
 
 def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:

@@ -26,7 +26,7 @@ from terrace.train.data.mixture import Blend
 from terrace.train.data.order import SampleOrder
 from terrace.train.data.packing import Packing, Tally, packed
 from terrace.train.data.samples import Packed, Rows, Windows
-from terrace.train.data.tokens import TokenFile
+from terrace.train.data.token_file import TokenFile
 from terrace.train.sources import Documented, TooLong
 
 Ids = npt.NDArray[np.int64]

@@ -23,10 +23,10 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.base.schema import load, read_table
 from terrace.train.data.chat import ChatReader, load_encoder
-from terrace.train.data.corpus import JSON_LINES_SUFFIXES, find_documents
+from terrace.train.data.files import JSON_LINES_SUFFIXES, find_documents
 from terrace.train.data.template import load_template
+from terrace.train.data.token_file import TokenFile
 from terrace.train.data.tokenizer import Tokenizer
-from terrace.train.data.tokens import TokenFile
 from terrace.train.sources import STDLIB
 
 _FORMAT = "terrace-chat-1"  # part of the key: raise it when the same data would give other bytes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from terrace.train.data.tokens import TokenFile
+from terrace.train.data.token_file import TokenFile
 
 Ids = npt.NDArray[np.int64]
 

@@ -1,6 +1,6 @@
 """The data of a run, prepared: its sources with their token files, and what a checkpoint keeps of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ _OF_A_SOURCE = ("digest", "weight", "documents", "too_long")
 _BEFORE_SOURCES: Mapping[str, Any] = {"weight": 1.0, "documents": "join"}
 
 
-def prepare_sources(data: DataConfig, tokenizer: Tokenizer, sequence: int) -> tuple[Source, ...]:
-    """Tokenise and pack every source of `data` that is not in the cache already.
+def prepare_sources(
+    data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
+) -> tuple[Source, ...]:
+    """Tokenise and pack every source of `data` that is not in the cache already; `progress` is told how far it is.
 
     Raises `DataError` for what cannot be read, tokenised, packed or written.
     """
@@ -25,7 +27,7 @@ def prepare_sources(data: DataConfig, tokenizer: Tokenizer, sequence: int) -> tu
         if spec.format == "chat":
             tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
         else:
-            tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache))
+            tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
         source = Source(
             tokens=tokens, name=spec.name, weight=spec.weight, documents=spec.documents, too_long=spec.too_long
         )

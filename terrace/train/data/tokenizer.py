@@ -45,6 +45,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of `text`, shape (num_tokens,), without any special token."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Return the ids of every text, as `encode` does."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; special tokens are left out, broken UTF-8 becomes U+FFFD."""
 
@@ -59,6 +62,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the UTF-8 bytes of `text` as ids, shape (num_bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Return the ids of every text, as `encode` does."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; ids that are no byte are left out, broken UTF-8 becomes U+FFFD."""
@@ -87,6 +94,11 @@ class FileTokenizer:
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of `text`, shape (num_tokens,), without any special token."""
         return np.array(self._encoder.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Return the ids of every text, as `encode` does; the package works on as many cores as there are."""
+        encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.int64) for each in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special tokens left out; ids of no token are left out too."""

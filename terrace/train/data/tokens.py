@@ -19,11 +19,14 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,72 +34,19 @@ import numpy.typing as npt
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.base.schema import load, read_table
-from terrace.train.data.corpus import Piece, find_documents, read_pieces
+from terrace.train.data.corpus import read_pieces
+from terrace.train.data.files import find_documents
+from terrace.train.data.indexed import is_indexed, open_indexed
+from terrace.train.data.pieces import Piece
+from terrace.train.data.token_file import TokenFile
 from terrace.train.data.tokenizer import Tokenizer
 
-_FORMAT = "terrace-tokens-2"  # part of the key: raise it when the same corpus would give other bytes
+_FORMAT = "terrace-tokens-3"  # part of the key: raise it when the same corpus would give other bytes
 
-Tokens = npt.NDArray[np.unsignedinteger]
+_TELL_S = 1.0
+_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 21, 1 << 14  # a tokenizer needs some hundred bytes a character
 
-
-@dataclass(frozen=True, kw_only=True)
-class TokenFile:
-    """A prepared corpus. `digest` is a hash of what it holds, equal on every machine that has the same data."""
-
-    path: Path
-    dtype: Literal["uint16", "uint32"]
-    num_tokens: int
-    max_token: int
-    digest: str
-    num_documents: int  # those with at least one token
-    starts: Path
-    mask: Path | None  # None: every token is trained on
-
-    def open(self) -> "np.memmap[tuple[int], np.dtype[np.unsignedinteger]]":
-        """Map the ids read-only, shape (num_tokens,), dtype `dtype`.
-
-        Raises `DataError` when the file is missing, unreadable or not of the size it should have.
-        """
-        return _map(self.path, np.dtype(self.dtype), self.num_tokens, f"tokens of {self.dtype}")
-
-    def open_starts(self) -> "np.memmap[tuple[int], np.dtype[np.int64]]":
-        """Map the places where documents begin read-only, int64 of shape (num_documents,), rising from 0.
-
-        Raises `DataError` as `open` does.
-        """
-        return _map(self.starts, np.dtype(np.int64), self.num_documents, "starts of documents")
-
-    def open_mask(self) -> "np.memmap[tuple[int], np.dtype[np.uint8]] | None":
-        """Map the mask read-only, uint8 of shape (num_tokens,), 1: is trained on; `None`: every token is.
-
-        Raises `DataError` as `open` does.
-        """
-        if self.mask is None:
-            return None
-        return _map(self.mask, np.dtype(np.uint8), self.num_tokens, "tokens of a mask")
-
-    def check_vocab(self, vocab_size: int) -> None:
-        """Raise `DataError` when an id of this file has no row in a vocabulary of `vocab_size`."""
-        if self.max_token >= vocab_size:
-            raise DataError(
-                f"{self.path} holds token id {self.max_token}, but the model's vocab_size is {vocab_size}; "
-                f"give the model a vocab_size of at least {self.max_token + 1} or use its own tokenizer"
-            )
-
-
-def _map(path: Path, dtype: np.dtype[Any], count: int, what: str) -> "np.memmap[tuple[int], np.dtype[Any]]":
-    dtype = dtype.newbyteorder("<")
-    expected = count * dtype.itemsize
-    try:
-        size = path.stat().st_size
-        if size != expected or expected == 0:
-            raise DataError(
-                f"{path} is damaged: it has {size} bytes, but {count} {what} take {expected}; delete it, and it "
-                "will be made again"
-            )
-        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-    except OSError as error:
-        raise DataError(f"cannot read the token file {path}: {error.strerror}; prepare the data again") from error
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +65,24 @@ class _Description:
     masked: bool
 
 
-def prepare_tokens(path: str | Path, tokenizer: Tokenizer, cache_dir: str | Path) -> TokenFile:
+def prepare_tokens(
+    path: str | Path,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path,
+    column: str = "text",
+    split: str = "",
+    progress: Progress = lambda text: None,
+) -> TokenFile:
     """Return the token file of the corpus `path`, made in `cache_dir` unless it is there already.
 
-    Raises `DataError` for a corpus that cannot be read (see `corpus`), one that changes meanwhile, a
-    damaged cache, and a folder that cannot be written; an error leaves no file behind.
+    `progress` is told in words how far it is, about once a second. Raises `DataError` for a corpus that cannot be read
+    (see `corpus`), one that changes meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no
+    file behind.
     """
-    source = _source_fingerprint(path)
-    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text, source)
+    if is_indexed(path):
+        return open_indexed(path, cache_dir)
+    source = _source_fingerprint(path, split)
+    identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text, column, source)
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).stem)[:40].strip("-") or "corpus"
     target = Path(cache_dir) / f"{name}-{key}.tokens"
@@ -134,8 +94,9 @@ def prepare_tokens(path: str | Path, tokenizer: Tokenizer, cache_dir: str | Path
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _make(made, target, path, tokenizer, tally)
-            if _source_fingerprint(path) != source:
+            pieces = read_pieces(path, column, split)
+            _make(made, target, pieces, tokenizer, tally, progress)
+            if _source_fingerprint(path, split) != source:
                 raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
             for file, temporary in made.items():
                 os.chmod(temporary, 0o644)
@@ -169,10 +130,23 @@ class _Tally:
         self.dtype = dtype
         self.num_tokens = 0
         self.num_bytes = 0
+        self.num_empty = 0  # documents without text
         self.max_token = -1
         self.digest = hashlib.blake2b(digest_size=16)
         self.starts: list[int] = []
         self.masked: list[tuple[int, int]] = []  # first token, one past the last
+        self.begins = True  # whether the next piece begins a document
+
+    def add(self, piece: Piece, ids: npt.NDArray[np.int64], raw: bytes) -> None:
+        """Take in a piece, its ids and these as they are stored."""
+        if ids.size:
+            self.starts += [self.num_tokens] * self.begins
+            self.masked += [(self.num_tokens, self.num_tokens + ids.size)] * (not piece.trains)
+            self.num_tokens += ids.size
+            self.num_bytes += len(raw)
+            self.max_token = max(self.max_token, int(ids.max()))
+            self.digest.update(raw)
+        self.begins = piece.ends_document or (self.begins and not ids.size)
 
     def name(self) -> str:
         if self.masked:
@@ -180,9 +154,16 @@ class _Tally:
         return self.digest.hexdigest()
 
 
-def _make(made: dict[Path, str], target: Path, path: str | Path, tokenizer: Tokenizer, tally: _Tally) -> None:
+def _make(
+    made: dict[Path, str],
+    target: Path,
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    tally: _Tally,
+    progress: Progress,
+) -> None:
     with _temporary(made, target) as file:
-        _write_tokens(file, read_pieces(path), tokenizer, tally)
+        _write_tokens(file, pieces, tokenizer, tally, progress)
     with _temporary(made, target.with_suffix(".starts")) as file:
         file.write(np.array(tally.starts, dtype="<i8").tobytes())
     if tally.masked:
@@ -202,32 +183,66 @@ def _temporary(made: dict[Path, str], target: Path) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def _write_tokens(file: IO[bytes], pieces: Iterable[Piece], tokenizer: Tokenizer, tally: _Tally) -> None:
+def _write_tokens(
+    file: IO[bytes], pieces: Iterable[Piece], tokenizer: Tokenizer, tally: _Tally, progress: Progress
+) -> None:
     stored = np.dtype(tally.dtype).newbyteorder("<")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
-    begins = True
-    for piece in pieces:
-        ids = tokenizer.encode(piece.text)
-        if piece.ends_document:
-            ids = np.concatenate([ids, end])
-        if ids.size:
-            largest, smallest = int(ids.max()), int(ids.min())
-            if smallest < 0 or largest >= tokenizer.vocab_size:
-                raise DataError(
-                    f"the tokenizer gave ids from {smallest} to {largest}, outside its vocabulary of "
-                    f"{tokenizer.vocab_size}; use a tokenizer whose files belong together"
-                )
-            raw = ids.astype(stored).tobytes()
-            file.write(raw)
-            tally.starts += [tally.num_tokens] * begins
-            tally.masked += [(tally.num_tokens, tally.num_tokens + ids.size)] * (not piece.trains)
-            tally.num_tokens += ids.size
-            tally.num_bytes += len(raw)
-            tally.max_token = max(tally.max_token, largest)
-            tally.digest.update(raw)
-        begins = piece.ends_document or (begins and not ids.size)
+    began = told = time.monotonic()
+    for piece, ids in _encoded(pieces, tokenizer, tally):
+        whole = np.concatenate([ids, end]) if piece.ends_document else ids
+        if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
+            raise DataError(
+                f"the tokenizer gave ids from {whole.min()} to {whole.max()}, outside its vocabulary of "
+                f"{tokenizer.vocab_size}; use a tokenizer whose files belong together"
+            )
+        raw = whole.astype(stored).tobytes()
+        file.write(raw)
+        tally.add(piece, whole, raw)
+        now = time.monotonic()
+        if now - told > _TELL_S:
+            told = now
+            progress(
+                f"tokenising: {tally.num_tokens / 1e6:.1f} M tokens, {tally.num_tokens / (now - began):,.0f} a second"
+            )
+    if tally.num_empty:
+        progress(f"{tally.num_empty} empty documents were left out")
     if tally.num_tokens == 0:
         raise DataError("the tokenizer turned all of the text into no tokens; use another tokenizer")
+
+
+def _encoded(
+    pieces: Iterable[Piece], tokenizer: Tokenizer, tally: _Tally
+) -> Iterator[tuple[Piece, npt.NDArray[np.int64]]]:
+    """Yield pieces with their ids; the next batch is encoded while the caller works on this one."""
+    with ThreadPoolExecutor(1) as ahead:
+        waiting: deque[tuple[list[Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
+        for batch in _batched(pieces, tally):
+            waiting.append((batch, ahead.submit(tokenizer.encode_batch, [piece.text for piece in batch])))
+            if len(waiting) > 1:
+                done, ids = waiting.popleft()
+                yield from zip(done, ids.result(), strict=True)
+        for done, ids in waiting:
+            yield from zip(done, ids.result(), strict=True)
+
+
+def _batched(pieces: Iterable[Piece], tally: _Tally) -> Iterator[list[Piece]]:
+    """Yield the pieces in lists of some million characters, without documents that are empty."""
+    held: list[Piece] = []
+    size, begins = 0, True
+    for piece in pieces:
+        is_empty = begins and piece.ends_document and not piece.text
+        begins = piece.ends_document
+        if is_empty:
+            tally.num_empty += 1
+            continue
+        held.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH_CHARACTERS or len(held) >= _BATCH_PIECES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 def _describe(target: Path, description: _Description) -> None:
@@ -276,10 +291,10 @@ def _token_file(target: Path, description: _Description) -> TokenFile:
     )
 
 
-def _source_fingerprint(path: str | Path) -> str:
+def _source_fingerprint(path: str | Path, split: str) -> str:
     """Hash the full path, size and modification time of every file of the corpus."""
     digest = hashlib.sha256()
-    for file in find_documents(path):
+    for file in find_documents(path, split):
         try:
             status = file.stat()
         except OSError as error:

@@ -1,0 +1,132 @@
+"""What `terrace doctor` says of a run before it starts, and the one warning that `terrace train` gives, too."""
+
+import time
+from collections.abc import Iterator
+
+from terrace.base.errors import PlanError, TerraceError
+from terrace.cli.programs import checked_programs
+from terrace.cluster import Cluster
+from terrace.planner import Task
+from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
+from terrace.probe.findings import Finding
+from terrace.probe.machine import Machine
+from terrace.report.plans import plan_words
+from terrace.report.tables import quantity, seconds
+from terrace.simulate.advice import Job, advice, fullest_stage
+from terrace.train.config import RunConfig
+
+_LIMIT = 400  # plans that the doctor simulates: as many as terrace plan does
+# At the start of a run nobody waits: on up to so many ranks a search of so many simulations takes a few tenths of a
+# second, and if looking at the plan itself took longer than this, the search is left out.
+_SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1
+
+
+def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Finding]:
+    """Return what there is to say of a run whose parts can be read; `plan_command` is what finds a faster plan."""
+    try:
+        checked_programs(run)
+    except TerraceError as error:
+        return [Finding(level="blocks", about="plan", words=str(error))]
+    ranks = run.cluster.world_size
+    words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {ranks} ranks and this model"
+    return [
+        Finding(level="fine", about="plan", words=words),
+        _memory(run),
+        *_place(run, machine),
+        *_speed(run, plan_command),
+    ]
+
+
+def _memory(run: RunConfig) -> Finding:
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    stage, needed = fullest_stage(job, run.model, run.train.sequence)
+    capacity, total = run.cluster.device.memory_bytes, sum(needed.values())
+    of_stage = f" on stage {stage}" if any(row.get("pipeline") for row in run.plan.mapping.values()) else ""
+    words = f"a rank needs {quantity(total, 'B')}{of_stage} of the device's {quantity(capacity, 'B')}"
+    if total <= capacity:
+        return Finding(level="fine", about="memory of a rank", words=words)
+    tips = advice(run.cluster, run.plan, run.model, run.train.sequence, run.num_micros())
+    return Finding(level="blocks", about="memory of a rank", words=words, fix=tips.sentence.split("; ", 1)[-1])
+
+
+def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
+    """Yield whether the ranks have a place on this machine, where no launcher says that there are others."""
+    ranks, launched = run.cluster.world_size, any(name in machine.variables for name in ("RANK", "SLURM_PROCID"))
+    if launched or len(machine.gpus) >= ranks:
+        return
+    if run.cluster.device.backend == "cuda":
+        words = f"{ranks} ranks want a CUDA device each; this machine has {len(machine.gpus)}, so here they use its CPU"
+        yield Finding(
+            level="note", about="ranks", words=words, fix="start them with torchrun on the cluster's machines"
+        )
+        return
+    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    together = ranks * sum(fullest_stage(job, run.model, run.train.sequence)[1].values())
+    words = f"{ranks} local ranks on {machine.num_cores} cores need about {quantity(together, 'B')} together"
+    if together > machine.free_memory_bytes:
+        words += f", and {quantity(machine.free_memory_bytes, 'B')} are free"
+        yield Finding(level="note", about="ranks", words=words, fix="take fewer ranks or a smaller model here")
+    else:
+        yield Finding(level="fine", about="ranks", words=words)
+
+
+def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
+    """Yield where the step waits longest, and a faster plan where there is one."""
+    try:
+        task = task_of(run, run.cluster)
+        slow = bottleneck(task, run.plan)
+        better = better_plan(task, slow.step_s, _LIMIT)
+    except PlanError as error:
+        yield Finding(level="fine", about="speed", words=f"the planner cannot price this plan ({error})")
+        return
+    step, waits = seconds(slow.step_s), f"{100 * slow.share:.0f} %"
+    words = f"predicted step {step}, of which {waits} wait for messages on tier {slow.tier}"
+    fix = "" if better is None else f"{_better_words(task, better)}; to have it written: {plan_command}"
+    yield Finding(level="note" if slow.is_most else "fine", about="speed", words=words, fix=fix)
+
+
+def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> str | None:
+    """Return a warning for a run whose step is mostly waiting on one tier, and the plan to take instead; else None.
+
+    `cluster` has what the start of the run measured. It takes well under a second: where a search would not,
+    the warning names `terrace doctor` in place of a plan.
+    """
+    begin_s = time.perf_counter()
+    try:
+        task = task_of(run, cluster)
+        slow = bottleneck(task, run.plan)
+        if not slow.is_most:
+            return None
+        if cluster.world_size > _SMALL_WORLD or time.perf_counter() - begin_s > limit_s:
+            return f"{_slow_words(slow)}; terrace doctor with the same options says whether another plan is faster"
+        better = better_plan(task, slow.step_s, _FEW)
+    except PlanError:
+        return None  # the planner prices no such plan
+    if better is None:
+        return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
+    return f"{_slow_words(slow)}; {_better_words(task, better)} (terrace doctor with the same options searches further)"
+
+
+def task_of(run: RunConfig, cluster: Cluster) -> Task:
+    """Return the run as a task of the planner; raises `PlanError` for one that it does not take."""
+    plan = run.plan
+    return Task(
+        model=run.model,
+        cluster=cluster,
+        batch=run.train.batch,
+        sequence=run.train.sequence,
+        compute=plan.compute,
+        master=plan.master,
+        wire=plan.wire,
+    )
+
+
+def _slow_words(slow: Bottleneck) -> str:
+    return f"{100 * slow.share:.0f} % of the predicted step wait for messages on tier {slow.tier}"
+
+
+def _better_words(task: Task, better: Better) -> str:
+    return (
+        f"predicted to be {better.gain:.2g} times as fast ({seconds(better.estimate.step_s)} a step): "
+        f"{plan_words(task, better.estimate.choice)}"
+    )

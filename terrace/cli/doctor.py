@@ -1,0 +1,131 @@
+"""`terrace doctor`: what this machine has, what Terrace will use and why, what is missing and what gets it.
+
+With a model, a cluster or a plan it also checks that they suit one another. `--network` starts the ranks and measures
+every tier's links.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import ConfigError, TerraceError
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, resolve_run
+from terrace.cli.output import Terminal
+from terrace.probe.findings import Finding, findings
+from terrace.probe.machine import Machine, look
+from terrace.report.tables import quantity, seconds
+from terrace.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from terrace.probe.network import Link
+
+_MARKS = {"fine": "ok", "absent": "absent", "note": "note", "blocks": "BLOCKS"}
+_STYLES = {"fine": "", "absent": "dim", "note": "yellow", "blocks": "bold red"}
+_SLOW = 0.5  # of the file's bandwidth: below it a prediction is not worth much
+_MOST_S = 30.0
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine has, what will be used, and what is missing",
+        description="Look at this machine, and with a model, a cluster or a plan at the run that they make.",
+        epilog=f"The exit code is 1 if something blocks. {OVERRIDES_HELP}",
+    )
+    add_run_options(parser)
+    parser.add_argument("--network", action="store_true", help="measure the links of every tier, with all ranks")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="seconds for --network, at most 30 (default: 10)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print what was found; returns 0, or 1 if something blocks."""
+    if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
+        raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
+    machine = look(Path())
+    found = findings(machine)
+    is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
+    asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
+    if rest or any(each is not None for each in asked):
+        found += _run_findings(options, rest, machine)
+    links: list[Link] | None = []
+    if options.network:
+        links = _links(options, rest, machine, found)
+    if not is_first or links is None:  # under a launcher one rank speaks
+        return 0
+    found += [_link_finding(link) for link in links]
+    if options.json:
+        table = {"machine": asdict(machine), "findings": [asdict(each) for each in found]}
+        print(json.dumps(table | {"links": [asdict(link) for link in links]}, indent=1))
+    else:
+        _show(machine, found)
+    return int(any(each.level == "blocks" for each in found))
+
+
+def _run_findings(options: argparse.Namespace, rest: Sequence[str], machine: Machine) -> list[Finding]:
+    from terrace.cli.checks import check_run
+
+    try:
+        config = resolve_run(options, rest)
+        return check_run(config, machine, _plan_command(options, config))
+    except TerraceError as error:
+        return [Finding(level="blocks", about="settings", words=str(error))]
+
+
+def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:
+    """Return the command that searches the plans of a run, where its parts have names that a command takes."""
+    if options.model is None or options.cluster is None:
+        return "terrace plan"
+    sizes = f"--batch {config.train.batch} --seq {config.train.sequence} --compute {config.plan.compute}"
+    return f"terrace plan --model {options.model} --cluster {options.cluster} {sizes}"
+
+
+def _links(
+    options: argparse.Namespace, rest: Sequence[str], machine: Machine, found: list[Finding]
+) -> "list[Link] | None":
+    """Return the measured links; None on all ranks of a launcher but the first. What blocks, is added to `found`."""
+    if machine.torch_error or machine.packages.get("torch") is None:
+        words = "measuring needs torch, which is not there or does not work"
+        found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))
+        return []
+    from terrace.cli import probing
+
+    cluster = resolve_run(options, rest).cluster
+    return probing.run_links(cluster, options.seconds, quiet=options.json)
+
+
+def _link_finding(link: "Link") -> Finding:
+    reached = f"{quantity(link.bandwidth_bytes_per_s, 'B/s')} after {seconds(link.latency_s)}"
+    told = f"{quantity(link.told_bandwidth_bytes_per_s, 'B/s')} after {seconds(link.told_latency_s)}"
+    words, about = f"{reached}; the cluster's file says {told}", f"tier {link.tier}"
+    if link.share >= _SLOW:
+        return Finding(level="fine", about=about, words=words)
+    fix = "predictions are off: terrace probe writes a cluster file of what is reached"
+    return Finding(level="note", about=about, words=words, fix=fix)
+
+
+def _show(machine: Machine, found: Sequence[Finding]) -> None:
+    console = Terminal()
+    print(f"{machine.system}, {machine.num_cores} cores")
+    if machine.variables:
+        print("set: " + ", ".join(f"{name}={value}" for name, value in machine.variables.items()))
+    print()
+    width = max(len(each.about) for each in found)
+    for each in found:
+        style, line = _STYLES[each.level], f"{_MARKS[each.level]:>6}  {each.about:<{width}}  {each.words}"
+        line += f": {each.fix}" * (each.level == "absent")
+        console.print(line, style=style, soft_wrap=True)
+        if each.fix and each.level != "absent":
+            console.print(f"{'':>6}  {'':<{width}}  -> {each.fix}", style=style, soft_wrap=True)
+    blocking = [each.about for each in found if each.level == "blocks"]
+    notes = sum(each.level == "note" for each in found)
+    verdict = f"blocked by {', '.join(blocking)}" if blocking else "nothing blocks"
+    print(f"\n{verdict}" + (f"; {notes} note{'s' * (notes > 1)} above" if notes else ""))

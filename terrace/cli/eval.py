@@ -1,0 +1,80 @@
+"""`terrace eval FOLDER --data PATH`: the loss of a trained model on other text."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import ConfigError
+from terrace.cli.generate import add_model_options, load_model_of
+
+if TYPE_CHECKING:
+    from terrace.train.evaluate import Evaluation
+
+_SECONDS = 1.0  # between two lines of progress
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "eval",
+        help="measure how well a trained model predicts a text",
+        description="Print loss, perplexity and bits per byte of the newest checkpoint of a run, or of the weights of "
+        "a Hugging Face folder, on text that it was not trained on, in one process.",
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--data", metavar="PATH", required=True, help="text or JSONL file, or a folder of them: the text to predict"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of a window, in which a token sees those before it (default: the sequence that the run was "
+        "trained on, or the positions of a Hugging Face model)",
+    )
+    parser.add_argument("--documents", type=int, metavar="N", help="read the first N documents (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print what was found and return 0."""
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace eval --help")
+    for name in ("context", "documents"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value < 2**31:
+            raise ConfigError(f"--{name} {value} must be at least 1 and below 2^31")
+    from terrace.train.data import find_documents, read_documents
+    from terrace.train.evaluate import evaluate
+
+    find_documents(options.data)  # before the weights, which may take a while
+    model = load_model_of(options)
+    texts = islice(read_documents(options.data), options.documents)
+    found = evaluate(model, texts, context=options.context, progress=_progress())
+    figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+    counts = {"tokens": found.num_tokens, "documents": found.num_documents, "bytes": found.num_bytes}
+    if options.json:
+        print(json.dumps({**figures, **{f"num_{name}": count for name, count in counts.items()}}))
+        return 0
+    print(f"loss           {found.loss:.4f} nats per token")
+    print(f"perplexity     {found.perplexity:.3f} per token")
+    print(f"bits per byte  {found.bits_per_byte:.4f}")
+    print("of             " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    return 0
+
+
+def _progress() -> "Callable[[Evaluation], None]":
+    """Return what tells a terminal, once a second, how far it is."""
+    last = [time.monotonic()]
+
+    def tell(found: "Evaluation") -> None:
+        if sys.stderr.isatty() and time.monotonic() - last[0] >= _SECONDS:
+            last[0] = time.monotonic()
+            print(f"\r{found.num_tokens:,} tokens, loss {found.loss:.4f}", end="\033[K\r", file=sys.stderr, flush=True)
+
+    return tell

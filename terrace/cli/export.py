@@ -1,0 +1,121 @@
+"""`terrace export RUN PATH`: a checkpoint of a run as a Hugging Face folder."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import CheckpointError, ConfigError
+from terrace.base.schema import read_table
+from terrace.train.config import RunConfig, parse_run
+from terrace.train.folder import BYTES, SOURCE
+
+_SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
+_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "export",
+        help="write a trained model as a Hugging Face folder",
+        description="Write a checkpoint of a run as a folder that transformers loads: safetensors, config.json, and "
+        "the tokenizer of the run.",
+    )
+    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder that terrace train has left")
+    parser.add_argument("path", metavar="PATH", type=Path, help="folder to make; it must not be there, or be empty")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint after this step (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="dtype of the weights (default: the one that the run computed in)"
+    )
+    parser.add_argument(
+        "--shard-bytes",
+        type=int,
+        metavar="N",
+        help=f"largest file of weights, in bytes (default: {_SHARD_BYTES})",
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the adapters alone, in fp32, as a folder that peft loads"
+    )
+    parser.add_argument(
+        "--base",
+        metavar="NAME",
+        help="with --adapter: the base model's name (default: the run's train.weights)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Write the folder and return 0."""
+    if rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
+    _check_together(options)
+    if options.shard_bytes is not None and options.shard_bytes < 1:
+        raise ConfigError(f"--shard-bytes {options.shard_bytes} must be at least 1")
+    if not (options.folder / "config.toml").is_file():
+        raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
+    config = parse_run(read_table(options.folder / "config.toml"))
+    try:
+        from terrace.train.checkpoint import Checkpoint
+        from terrace.train.export import export, export_adapter
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"export needs the package {error.name!r}: pip install 'terrace[train]'") from error
+    checkpoint = Checkpoint(_chosen(options.folder, options.step))
+    checkpoint.verify()
+    if options.adapter:
+        base = config.train.weights if options.base is None else options.base
+        written = export_adapter(checkpoint, options.path, base)
+        print(f"wrote {options.path}, the adapters after step {checkpoint.step}: {', '.join(written)}")
+        return 0
+    source = options.folder / SOURCE
+    dtype = options.dtype or config.plan.compute
+    written = export(
+        checkpoint,
+        options.path,
+        dtype,
+        options.shard_bytes or _SHARD_BYTES,
+        source if source.is_dir() else None,
+        _end_of_text(config, source),
+    )
+    if "tokenizer.json" not in written:
+        print(f"no tokenizer: the run was trained on {config.data.tokenizer}")
+    print(f"wrote {options.path}, the model after step {checkpoint.step} in {dtype}: {', '.join(written)}")
+    return 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for an option that has no effect beside the others."""
+    for name in ("dtype", "shard_bytes"):
+        if options.adapter and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --adapter, which writes one file in fp32: leave it out"
+            )
+    if options.base is not None and not options.adapter:
+        raise ConfigError(f"--base {options.base} has no effect without --adapter: leave it out")
+
+
+def _chosen(folder: Path, step: int | None) -> Path:
+    """Return the checkpoint after a step, or else the newest."""
+    from terrace.train.checkpoint import latest
+    from terrace.train.checkpoint.layout import complete, step_of
+
+    found = complete(folder / "checkpoints")
+    newest = latest(folder)
+    if newest is None:
+        raise CheckpointError(f"{folder} has no complete checkpoint yet")
+    if step is None:
+        return newest
+    for path in found:
+        if step_of(path) == step:
+            return path
+    there = ", ".join(str(step_of(path)) for path in found)
+    raise CheckpointError(f"{folder} has no checkpoint after step {step}, but after {there}: name one of these")
+
+
+def _end_of_text(config: RunConfig, source: Path) -> int | None:
+    """Return the token that ended a document in training."""
+    from terrace.train.data import load_tokenizer
+
+    if config.data.tokenizer == BYTES:
+        return load_tokenizer(BYTES).end_of_text
+    return load_tokenizer(source).end_of_text if (source / "tokenizer.json").is_file() else None

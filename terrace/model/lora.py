@@ -1,0 +1,110 @@
+"""Low-rank adapters (LoRA, Hu et al. 2106.09685): what is adapted, and the specs of a model with adapters. Pure.
+
+A target is the matrix W (out, in) of a linear layer. It stays as it is, and beside it are trained A (rank, in) and
+B (out, rank):
+
+    y = x W^T + b + (alpha / rank) x A^T B^T
+
+Only adapters are trained: everything else of the model is frozen, in the compute dtype, without gradient and without
+optimizer state. `terrace.model.lora_modules` has the modules.
+"""
+
+import fnmatch
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from terrace.base.errors import ConfigError, ModelError, did_you_mean
+from terrace.model.spec import BlockSpec, ParamSpec
+
+DOWN, UP = "lora_a", "lora_b"  # the parameters A and B of a target, beside its weight
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """The section `[lora]` of a run. Raises `ConfigError` for numbers that no adapter has."""
+
+    rank: int
+    alpha: float = 16.0  # an adapter counts alpha / rank times
+    targets: tuple[str, ...] = ("layers.*",)  # patterns over block.parameter: weights of linear layers
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"lora.rank = {self.rank} must be at least 1; leave [lora] out to train the model itself")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(f"lora.alpha = {self.alpha} must be a positive number")
+        if not self.targets:
+            raise ConfigError('lora.targets is empty: name weights, such as "layers.*.attention.*", or leave it out')
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied with."""
+        return self.alpha / self.rank
+
+
+def is_adapter(param: str) -> bool:
+    """Whether a parameter is an adapter's, by its name inside a block."""
+    return param.rpartition(".")[2] in (DOWN, UP)
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the names of A and B of the target `weight`, inside a block."""
+    module = weight.removesuffix(_WEIGHT)
+    return f"{module}.{DOWN}", f"{module}.{UP}"
+
+
+def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str]]:
+    """Return (block, weight) of every target among `blocks`, those of a decoder without adapters.
+
+    Weights of linear layers are what may be adapted; a pattern that matches other parameters too takes those alone.
+    Raises `ModelError` for a pattern that matches none.
+    """
+    names = {f"{block}.{param.name}": (block, param.name) for block, param in _linear_weights(blocks)}
+    for pattern in lora.targets:
+        if not fnmatch.filter(names, pattern):
+            raise ModelError(
+                f"lora.targets pattern {pattern!r} matches no weight of a linear layer{did_you_mean(pattern, names)}"
+            )
+    return {
+        where for name, where in names.items() if any(fnmatch.fnmatchcase(name, pattern) for pattern in lora.targets)
+    }
+
+
+def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:
+    """Return `blocks` with everything frozen and the adapters of the targets, in the order of `named_parameters`."""
+    chosen = targets(blocks, lora)
+    known: dict[tuple[int, frozenset[str]], tuple[ParamSpec, ...]] = {}  # layers that are alike share their parameters
+
+    def adapted(block: BlockSpec) -> tuple[ParamSpec, ...]:
+        own = frozenset(weight for name, weight in chosen if name == block.name)
+        key = id(block.params), own
+        if key not in known:
+            known[key] = tuple(_adapted(block.params, own, lora.rank))
+        return known[key]
+
+    return tuple(replace(block, params=adapted(block)) for block in blocks)
+
+
+def _linear_weights(blocks: Sequence[BlockSpec]) -> Iterator[tuple[str, ParamSpec]]:
+    """Yield (block, weight) of linear layers: the matrices of what lies between the embedding and the head."""
+    for block in blocks[1:-1]:
+        yield from ((block.name, param) for param in block.params if param.decays and param.name.endswith(_WEIGHT))
+
+
+def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) -> Iterator[ParamSpec]:
+    pending: list[ParamSpec] = []
+    for param in params:
+        module = param.name.rpartition(".")[0]
+        if pending and pending[0].name.rpartition(".")[0] != module:  # after a bias, if the layer has one
+            yield from pending
+            pending = []
+        yield replace(param, trainable=False)
+        if param.name in weights:
+            (out_size, in_size), (down, up) = param.shape, adapter_names(param.name)
+            out_dim, in_dim = param.dims or (("", out_size), ("", in_size))
+            pending = [
+                ParamSpec(name=down, shape=(rank, in_size), dims=(("rank", rank), in_dim)),
+                ParamSpec(name=up, shape=(out_size, rank), dims=(out_dim, ("rank", rank))),
+            ]
+    yield from pending

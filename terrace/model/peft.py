@@ -1,0 +1,124 @@
+"""Adapters as `peft` stores them: a folder with adapter_config.json and adapter_model.safetensors.
+
+`PeftModel.from_pretrained(base, folder)` reads it, and so does what serves a base model with adapters. A tensor is
+named after the module of the base model that it belongs to, `base_model.model.MODULE.lora_A.weight` (rank, in) and
+`...lora_B.weight` (out, rank), also where the base stores its matrix transposed (GPT-2).
+
+Where a family stores query, key and value in one matrix, their adapters become one of their ranks together: the rows of
+its A are theirs one after the other, and its B has each one's rows where that part lies and zeros elsewhere. Its own
+alpha grows with its rank, so that the factor alpha / rank stays.
+
+Shape legend: G groups, P parts, d rows of a part in a group, r rank.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from terrace.base.errors import ModelError
+from terrace.base.files import write_atomic
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.hf_names import NAMES, Source, sources
+from terrace.model.lora import LoraConfig, adapter_names, targets
+from terrace.model.lora_modules import Value
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, value: Value, base: str) -> list[str]:
+    """Write the adapters of a model into a folder as `peft` does, and return the names of its files.
+
+    `value` returns the whole parameter of (block, parameter), and is asked for adapters alone; they are stored in fp32.
+    `base` is what the base model is called: a folder or a repository. Raises `ModelError` for a folder that is not
+    empty or cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} is there and not an empty folder: name a new one")
+    fused = _by_module(config, lora)
+    tensors: dict[str, Tensor] = {}
+    for module, parts in fused.items():
+        down, up = _joined(parts, value)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = down
+        tensors[f"base_model.model.{module}.lora_B.weight"] = up
+    table = _table(config, lora, {module: len(parts) for module, parts in fused.items()}, base)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        write_atomic(folder / CONFIG, json.dumps(table, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error.strerror}; name another folder") from error
+    return [CONFIG, WEIGHTS]
+
+
+_Part = tuple[str, str, Source]  # block, weight, where the weight lies
+
+
+def _by_module(config: ModelConfig, lora: LoraConfig) -> dict[str, list[_Part]]:
+    """Return the targets by the module of the base model that holds them, in the order of the blocks."""
+    places, chosen = sources(config), targets(block_specs(config), lora)
+    found: dict[str, list[_Part]] = {}
+    for (block, param), source in places.items():
+        if (block, param) in chosen:
+            found.setdefault(source.name.removesuffix(".weight"), []).append((block, param, source))
+    return found
+
+
+def _joined(parts: Sequence[_Part], value: Value) -> tuple[Tensor, Tensor]:
+    """Return the A (r, in) and the B (out, r) of a module from the adapters of its parts."""
+    adapters = [[value(block, name).float() for name in adapter_names(weight)] for block, weight, _ in parts]
+    down = torch.cat([down for down, _ in adapters])  # (r, in), r of all parts together
+    if parts[0][2].num_parts == 1:
+        return down.contiguous(), adapters[0][1].contiguous()
+    source, rank = parts[0][2], len(adapters[0][0])
+    rows = adapters[0][1].shape[0] // source.num_groups  # d
+    whole = torch.zeros(source.num_groups, source.num_parts, rows, len(down))  # (G, P, d, r)
+    for index, ((_, _, own), (_, up)) in enumerate(zip(parts, adapters, strict=True)):
+        whole[:, own.part, :, index * rank : (index + 1) * rank] = up.view(source.num_groups, rows, rank)
+    return down.contiguous(), whole.view(-1, len(down))
+
+
+def _table(config: ModelConfig, lora: LoraConfig, num_parts: Mapping[str, int], base: str) -> dict[str, Any]:
+    names = NAMES[config.family]
+    prefix = f"{names.base}{names.layers}."
+    inside = {module: module.removeprefix(prefix).partition(".")[2] for module in num_parts}  # "self_attn.q_proj"
+    kinds = {(inside[module], num) for module, num in num_parts.items()}
+    everywhere = all(
+        kinds == {(inside[m], num) for m, num in num_parts.items() if m.startswith(f"{prefix}{index}.")}
+        for index in range(config.num_layers)
+    )
+    # The names as long as they must be for peft to find these modules and no others.
+    short = {
+        path: path if _is_shared(names.layer.values(), path) else path.rpartition(".")[2] for path in inside.values()
+    }
+    found = sorted({short[inside[module]] if everywhere else module for module in num_parts})
+    ranks = {inside[m] if everywhere else m: num * lora.rank for m, num in num_parts.items() if num > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": found,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: rank * lora.scale for name, rank in ranks.items()},
+        "bias": "none",
+        "fan_in_fan_out": names.transposed,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+
+
+def _is_shared(modules: Iterable[str], path: str) -> bool:
+    """Whether another module of a layer ends in the same word."""
+    last = path.rpartition(".")[2]
+    return sum(module.rpartition(".")[2] == last for module in set(modules)) > 1

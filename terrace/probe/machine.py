@@ -1,0 +1,151 @@
+"""What this machine has: looked up, not measured, in about the time that importing torch takes."""
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from terrace.probe.launch import launcher_variables
+
+# package -> (what installs it, what it is for); the first three are what training needs
+PACKAGES = {
+    "torch": ("'terrace[train]'", "training"),
+    "numpy": ("'terrace[train]'", "training"),
+    "safetensors": ("'terrace[train]'", "checkpoints"),
+    "triton": ("triton", "block codecs as kernels on CUDA"),
+    "tokenizers": ("'terrace[hf]'", "a tokenizer.json"),
+    "transformers": ("transformers", "comparing models with those of Hugging Face"),
+    "jinja2": ("jinja2", "chat templates"),
+    "pyarrow": ("pyarrow", "Parquet files"),
+    "tensorboard": ("tensorboard", 'train.metrics = ["tensorboard"]'),
+    "wandb": ("wandb", 'train.metrics = ["wandb"]'),
+    "trackio": ("trackio", 'train.metrics = ["trackio"]'),
+    "mlflow": ("mlflow", 'train.metrics = ["mlflow"]'),
+}
+NEEDED = ("torch", "numpy", "safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A CUDA device."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was found. `packages` maps a name to its version, None where it is absent; `torch_error` is why it fails.
+
+    `memory_bytes` is the machine's or the control group's, whichever is less; limits are those of this process, -1 for
+    none.
+    """
+
+    python: tuple[int, int, int]
+    system: str
+    num_cores: int
+    memory_bytes: int
+    free_memory_bytes: int
+    free_disk_bytes: int
+    interfaces: tuple[str, ...]
+    fabrics: tuple[str, ...]  # InfiniBand and the like
+    has_nvidia: bool  # whether a driver is there, whatever torch sees
+    open_files: int
+    locked_bytes: int
+    variables: Mapping[str, str]
+    packages: Mapping[str, str | None]
+    torch_error: str = ""
+    torch_cuda: str | None = None  # the CUDA version that torch was built for
+    has_nccl: bool = False
+    has_gloo: bool = False
+    gpus: tuple[Gpu, ...] = field(default=())
+
+
+def look(folder: Path) -> Machine:
+    """Look at this machine; disk space is that of `folder`. Imports torch, if it is there."""
+    packages = {name: _version(name) for name in PACKAGES}
+    error, cuda, nccl, gloo, gpus = _torch() if packages["torch"] else ("", None, False, False, ())
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Machine(
+        python=sys.version_info[:3],
+        system=f"{platform.system()} {platform.release()} on {platform.machine()}",
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=min(page * os.sysconf("SC_PHYS_PAGES"), _group_limit()),
+        free_memory_bytes=_free_memory(page),
+        free_disk_bytes=shutil.disk_usage(folder).free,
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        fabrics=_names_in(Path("/sys/class/infiniband")),
+        has_nvidia=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidia0").exists(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        variables=launcher_variables(),
+        packages=packages,
+        torch_error=error,
+        torch_cuda=cuda,
+        has_nccl=nccl,
+        has_gloo=gloo,
+        gpus=gpus,
+    )
+
+
+def _torch() -> tuple[str, str | None, bool, bool, tuple[Gpu, ...]]:
+    """Return (why torch fails, its CUDA version, whether it has nccl and gloo, the devices it sees)."""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        gpus = []
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+            found = torch.cuda.get_device_properties(index)
+            gpus.append(Gpu(name=found.name, memory_bytes=found.total_memory))
+        cuda: str | None = torch.version.cuda
+        return "", cuda, dist.is_nccl_available(), dist.is_gloo_available(), tuple(gpus)
+    except Exception as error:  # a broken installation fails in any way
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], None, False, False, ()
+
+
+def _version(name: str) -> str | None:
+    """Return the version of a package that can be imported, or None."""
+    try:
+        if importlib.util.find_spec(name) is None:
+            return None
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+    except (ImportError, ValueError):
+        return None
+
+
+def _group_limit() -> int:
+    """Return the memory limit of the control group, or more than any machine has."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            return int(text)
+    return 2**63
+
+
+def _free_memory(page_bytes: int) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        names = os.sysconf_names
+        return page_bytes * os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in names else 0
+
+
+def _names_in(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(each.name for each in folder.iterdir()))
+    except OSError:
+        return ()

@@ -1,0 +1,77 @@
+"""A quick look at the links: latency and bandwidth of every tier, from a small and a large all-gather.
+
+All groups of a tier talk at once, as in a step, through the runtime's own groups and lanes. `terrace probe` fits more
+constants from more sizes and takes longer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from terrace.cluster import Cluster
+from terrace.comm import Pacer
+from terrace.probe.links import TierLinks
+from terrace.probe.measure import device_here, watched
+from terrace.probe.timing import Stopwatch
+from terrace.runtime.launch import pace
+from terrace.runtime.world import World
+
+_SMALL_BYTES, _LARGE_BYTES = 4_096, 1 << 20  # of a rank
+_TIMEOUT = timedelta(seconds=240)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What messages of a tier reach: latency a neighbour, and bytes a second that a rank sends; and what was told."""
+
+    tier: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    told_latency_s: float
+    told_bandwidth_bytes_per_s: float
+
+    @property
+    def share(self) -> float:
+        """What part of the bandwidth in the cluster's file is reached."""
+        return self.bandwidth_bytes_per_s / self.told_bandwidth_bytes_per_s
+
+
+def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[[str], None]) -> list[Link]:
+    """Measure all tiers with more than one member in about `seconds`. Every rank calls this, and gets the same.
+
+    Raises `HangError` when another rank stopped.
+    """
+    device, rate = device_here(), pace()
+    stopwatch, found = Stopwatch(world.world_size, device), []
+    crossed = [index for index, tier in enumerate(cluster.tiers) if tier.size > 1]
+    with watched(world, say) as progress:
+        for index in crossed:
+            tier = cluster.tiers[index]
+            progress(f"messages on tier {tier.name}")
+            pacer = None if rate is None else Pacer(cluster, rate)
+            links = TierLinks(cluster, index, world.rank, device, _TIMEOUT, pacer)
+            each_s = seconds / len(crossed) / 2
+            small_s, large_s = (
+                stopwatch.seconds(links.call("gather", size * links.degree), each_s, agreed=True)
+                for size in (_SMALL_BYTES, _LARGE_BYTES)
+            )
+            links.close()
+            latency_s, bandwidth = fitted(small_s / (tier.size - 1), large_s / (tier.size - 1))
+            found.append(
+                Link(
+                    tier=tier.name,
+                    latency_s=latency_s,
+                    bandwidth_bytes_per_s=bandwidth,
+                    told_latency_s=tier.latency_s,
+                    told_bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s * tier.efficiency,
+                )
+            )
+    return found
+
+
+def fitted(small_s: float, large_s: float) -> tuple[float, float]:
+    """Return latency and bandwidth from the seconds of a small and of a large message to one neighbour."""
+    if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
+        return 0.0, _LARGE_BYTES / large_s
+    bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
+    return max(0.0, small_s - _SMALL_BYTES / bandwidth), bandwidth

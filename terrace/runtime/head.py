@@ -1,0 +1,124 @@
+"""The last block of a decoder with its loss, a chunk of tokens at a time: logits never exist whole.
+
+Of a chunk the logits are computed, turned into their own gradient where they stand, and multiplied back:
+
+    x = h W^T,   loss += logsumexp(x) - x[label],   dx = softmax(x) - onehot(label),   dh = dx W,   dW += dx^T h
+
+The loss is a sum, so its gradient is one and nothing has to be known that comes later: the three products of the
+forward and the backward follow one another in the block's BACKWARD, and its FORWARD has nothing to compute. That is as
+many products as with whole logits, and memory of a chunk, whatever the vocabulary. (Keeping a log-sum per token and
+computing the logits again in the backward, as Wijmans et al. do, arXiv 2411.09009, would be a fourth product; taking
+the weight gradient in the forward would need its buffer there.)
+
+The weight gradient of a chunk is added at once, also in a backward whose other weight gradients are held back: what
+would have to be held is the gradient of the logits. A bf16 gradient would round once a chunk, so there it is
+summed up in fp32 first.
+
+`terrace.model.decoder.token_loss` of the head's logits is the same number, whole; the tensor axis has a form of its
+own (terrace.runtime.tensor.loss).
+
+Shape legend: N tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from terrace.model import decoder
+from terrace.runtime.linear import record_product, record_sum
+from terrace.simulate.chunks import CACHED_NUMEL, chunk_rows
+
+LossBackward = Callable[[Tensor, Tensor], Tensor]  # (input of the block, labels) -> sum of the losses
+
+
+def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
+    """Return what runs a last block, its loss and both their backwards in chunks, where there is such a form.
+
+    There is for `terrace.model.decoder.Head` with `token_loss`; None for any other pair. What is returned takes the
+    block's input (B, S, H), whose `grad` it sets, and labels (B, S); gradients of parameters go where those of
+    any backward go. Its result, a scalar, has no graph.
+    """
+    if objective is not decoder.token_loss or type(module) is not decoder.Head:
+        return None
+
+    def run(inputs: Tensor, labels: Tensor) -> Tensor:
+        hidden: Tensor = module.norm(inputs)  # (B, S, H)
+        loss, gradient, rest = loss_and_gradients(hidden.detach().flatten(0, 1), module.weight, labels.flatten())
+        of_weight = () if rest is None else ((module.weight, rest),)
+        roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
+        torch.autograd.backward(roots, gradients)
+        return loss
+
+    return run
+
+
+@torch.no_grad()
+def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
+
+    The gradient of `weight` (V, H), if it trains, is recorded; it is returned where there is no queue for it, as
+    beside compiled blocks. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
+    products in the dtype of `hidden`.
+    """
+    matrix = weight.detach()
+    num_rows = chunk_rows(len(matrix), hidden.device.type)
+    chunks = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
+    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    gradient = torch.empty_like(hidden)
+    logits = hidden.new_empty(min(num_rows, len(hidden)), len(matrix))
+
+    def chunk_gradient(rows: slice) -> Tensor:
+        x = logits[: len(hidden[rows])]
+        torch.mm(hidden[rows], matrix.t(), out=x)
+        loss.add_(_to_gradient(x, labels[rows]))
+        torch.mm(x, matrix, out=gradient[rows])
+        return x
+
+    products = ((chunk_gradient(rows), hidden[rows]) for rows in chunks)
+    rest = add_weight_gradient(weight, products, len(chunks), weight.requires_grad, at_once=True)
+    return loss.to(torch.promote_types(hidden.dtype, torch.float32)), gradient, rest
+
+
+def add_weight_gradient(
+    weight: Tensor, products: Iterable[tuple[Tensor, Tensor]], num_chunks: int, needed: bool, at_once: bool = False
+) -> Tensor | None:
+    """Record the sum of dx^T h over the chunks dx (n, V), h (n, H); return it if there is no queue, else None.
+
+    Each chunk is used up before the next is asked for; with `needed` false they are only gone through. One chunk alone
+    may be held by the queue, unless `at_once`. In half precision several are summed up in fp32.
+    """
+    total: Tensor | None = None
+    wide = torch.promote_types(weight.dtype, torch.float32) if num_chunks > 1 else weight.dtype
+    for gradient, hidden in products:
+        exact = wide == weight.dtype and total is None
+        if not needed or (exact and record_product(weight, gradient, hidden, at_once or num_chunks > 1)):
+            continue
+        if total is None:
+            total = torch.zeros(weight.shape, dtype=wide, device=hidden.device)
+        _add_product(total, gradient, hidden)
+    return None if total is None or record_sum(weight, total) else total.to(weight.dtype)
+
+
+def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    """Turn logits (n, V) into the gradient of their loss against labels (n), and return the loss."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    counted = labels != decoder.IGNORE_INDEX
+    at = labels.masked_fill(~counted, 0).unsqueeze(-1)
+    losses = logits.new_empty(len(logits), dtype=wide)
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        x = torch.log_softmax(logits[rows], -1, dtype=wide)
+        losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
+        x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
+        logits[rows] = x.mul_(counted[rows].unsqueeze(-1))
+    return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
+
+
+def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """Add dx^T h of dx (n, V) and h (n, H) to `total` (V, H), which is wider, a part at a time."""
+    step = max(1, 4 * CACHED_NUMEL // total.shape[1])
+    for start in range(0, len(total), step):
+        rows = slice(start, start + step)
+        total[rows] += gradient[:, rows].t() @ hidden

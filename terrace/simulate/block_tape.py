@@ -1,0 +1,149 @@
+"""Writing down the operations of a block for `terrace.simulate.tape`: norms, products, residuals, messages.
+
+What each keeps, by backend, is told in terrace.simulate.activations.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from terrace.plan.wire import FORMATS
+from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
+from terrace.simulate.tape import Operation
+from terrace.simulate.work import Work
+
+Backend = Literal["published", "cpu", "cuda"]
+
+_STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
+
+
+@dataclass
+class BlockTape:
+    """Operations and sizes of tensors in bytes; a subclass says of which block."""
+
+    work: Work
+    backend: Backend
+    operations: list[Operation] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    logits_bytes: int = 0
+    runs_at_once: bool = False  # whether the backward runs the whole block, and the forward nothing
+
+    def __post_init__(self) -> None:
+        work, model = self.work, self.work.model
+        self.item = FORMATS[work.compute].element_bytes
+        self.wide = max(self.item, _STATISTIC_BYTES)
+        self.cut = work.rows if work.sequence_parallel else 1  # of the tokens of the residual stream
+        self.heads = -(-model.num_heads // work.rows)
+        self.kv_heads = -(-model.num_kv_heads // work.rows)
+        self.inner = -(-model.intermediate_size // work.rows)
+        self.hidden = -(-model.hidden_size // work.columns)
+        self.residual = work.tokens * self.hidden // self.cut  # elements
+        self.query = work.tokens * self.heads * model.head_dim
+        # Piece by piece on a CPU: else, and in the published counting, over whole rows.
+        self.in_pieces = self.backend == "cpu" and work.is_masked
+        keys = min(work.sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else work.sequence
+        self.scores = work.tokens * self.heads * keys
+        # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
+        self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
+        # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
+        self.keeps_gathered = self.backend != "published" and work.recompute == "full"
+        self.gathered_beside = 0 if self.keeps_gathered else self.whole
+
+    def _norm(self, name: str, source: str, target: str, keeps_target: bool = False) -> None:
+        self.sizes[target] = self.residual * self.item
+        self._normalise(name, source, target, self.work.tokens // self.cut, self.work.model.norm, keeps_target)
+
+    def _head_norm(self, name: str, source: str, target: str, num_heads: int) -> None:
+        self._normalise(name, source, target, num_heads, "rms")
+
+    def _normalise(
+        self, name: str, source: str, target: str, num_rows: int, norm: str, keeps_target: bool = False
+    ) -> None:
+        """A norm over each of `num_rows` rows of `source`."""
+        numel = self.sizes[target] // self.item
+        statistics, normalised = f"statistics of {name}", f"normalised by {name}"
+        widened = f"widened by {name}"
+        keeps: tuple[str, ...] = (source,)
+        adds = 0
+        if self.backend == "published":
+            pass
+        elif norm == "layer":
+            self.sizes[statistics] = 2 * num_rows * (self.item if self.backend == "cpu" else self.wide)
+            keeps = (source, statistics)
+        elif self.backend == "cuda":
+            self.sizes[statistics] = num_rows * self.wide
+            keeps = (source, statistics)
+        else:
+            self.sizes |= {statistics: num_rows * self.wide, normalised: numel * self.wide}
+            keeps = (source, statistics, normalised)
+            if self.wide > self.item:
+                self.sizes[widened] = numel * self.wide
+                keeps = (widened, statistics, normalised)
+            adds = 3 * numel * self.wide  # gradients of the operations that it consists of
+        self._add(name, (source,), target, (*keeps, target) if keeps_target else keeps, backward_adds=adds)
+
+    def _gathered(self, source: str, whole: int) -> str:
+        """Return the name of a product's input once tensor ranks have put it together, in `whole` bytes (0: it is)."""
+        if not whole:
+            return source
+        self.sizes[f"whole {source}"] = whole
+        self._add(f"gather {source}", (source,), f"whole {source}")
+        return f"whole {source}"
+
+    def _entered(self, source: str) -> str:
+        return self._gathered(source, self.whole) if self.keeps_gathered else source
+
+    def _product(
+        self,
+        name: str,
+        source: str,
+        target: str,
+        weight_numel: int,
+        variables: tuple[str, ...] = (),
+        whole: int = 0,
+    ) -> None:
+        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up.
+
+        Beside it, `whole` bytes of an input or an output that is not kept so live while it runs; in the backward the
+        input that is gathered again and the gradient of the region's output, which the weights wait for.
+        """
+        self._add(
+            name,
+            (source,),
+            target,
+            (source,),
+            forward_adds=whole,
+            backward_adds=weight_numel * self.item + (1 if self.backend == "published" else 2) * whole,
+            variables=variables,
+        )
+
+    def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
+        mask = f"mask of {name}"
+        self._mask(mask, target)
+        self._add(name, (stream, branch), target, (mask,) if self.work.dropout else (), is_sum=True)
+
+    def _mask(self, name: str, like: str) -> None:
+        self.sizes[name] = self.sizes[like] // self.item if self.work.dropout else 0  # one byte an element
+
+    def _add(
+        self,
+        name: str,
+        reads: tuple[str, ...],
+        writes: str,
+        keeps: tuple[str, ...] = (),
+        forward_adds: int = 0,
+        backward_adds: int = 0,
+        is_sum: bool = False,
+        variables: tuple[str, ...] = (),
+    ) -> None:
+        self.operations.append(
+            Operation(
+                name=name,
+                reads=reads,
+                writes=writes,
+                keeps=keeps,
+                forward_adds=forward_adds,
+                backward_adds=backward_adds,
+                is_sum=is_sum,
+                variables=variables,
+            )
+        )

@@ -1,0 +1,39 @@
+"""Runs and checkpoints of models with adapters."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from terrace.base.schema import dump, load
+from terrace.model.config import parse_model
+from terrace.model.decoder import build_blocks
+from terrace.model.lora import LoraConfig
+from terrace.model.lora_modules import add_adapters, merged_parameters
+from terrace.train.checkpoint import Checkpoint
+from terrace.train.config import RunConfig
+
+FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
+
+
+def run_blocks_of(run: RunConfig) -> list[nn.Module]:
+    """Return the blocks of a run, without values, with adapters where it has some."""
+    blocks = build_blocks(run.model)
+    if run.lora is not None:
+        add_adapters(blocks, run.model, run.lora)
+    return blocks
+
+
+def fact_of(lora: LoraConfig | None) -> dict[str, object] | None:
+    """Return what a checkpoint says of adapters."""
+    return None if lora is None else {key: list(v) if isinstance(v, tuple) else v for key, v in dump(lora).items()}
+
+
+def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
+    """Return the adapters of a checkpoint's model, None where it has none."""
+    table = checkpoint.facts.get(FACT)
+    return None if table is None else load(LoraConfig, table, FACT)
+
+
+def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (block, parameter, value) of a checkpoint's whole model, adapters folded in: as one without adapters."""
+    yield from merged_parameters(checkpoint.parameters(), parse_model(checkpoint.facts["model"]), lora_of(checkpoint))

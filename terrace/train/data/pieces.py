@@ -1,0 +1,87 @@
+"""Documents in pieces of bounded size, and the parts of a source that are read on their own.
+
+A `Unit` is a part of one file. What the units of a corpus are depends on its files alone, never on who
+reads them, so that the same corpus gives the same pieces to any number of processes.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from terrace.base.errors import DataError
+
+PIECE_CHARACTERS = 1 << 20  # a tokenizer needs some hundred bytes a character, so this bounds memory
+_NAMED_KEYS = 8  # enough to see what a record is
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document that is tokenised on its own; most documents are one piece."""
+
+    text: str  # empty only for an empty document
+    ends_document: bool
+    trains: bool = True  # whether a model learns to say it; False for a prompt
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a file: bytes `first` to `end` of text, else row groups or record batches `first` to `end`."""
+
+    file: Path
+    kind: Literal["text", "lines", "parquet", "arrow"]
+    first: int
+    end: int
+    ends_document: bool  # False: its last document goes on in the next unit
+    num_bytes: int  # of the file, for progress
+    column: str = "text"  # the key of a record that holds its text
+
+
+def check_text(text: object, column: str, where: str) -> str:
+    """Return `text`. Raises `DataError` when it is no string, or cannot be written as UTF-8."""
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        raise DataError(f"{where}: {column!r} must be a string, not {kind}; convert it or drop the record")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        escape = ascii(text[error.start])
+        raise DataError(f"{where}: {column!r} holds half a surrogate pair ({escape}); repair the record") from error
+    return text
+
+
+def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:
+    """Return the error of a record, or a file of records, without `column`."""
+    keys = list(there)
+    shown = ", ".join(repr(key) for key in keys[:_NAMED_KEYS]) + ", ..." * (len(keys) > _NAMED_KEYS)
+    return DataError(f"{where} has no key {column!r} (keys: {shown or 'none'}); name the key with --data.column NAME")
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error of a file that cannot be read."""
+    return DataError(f"cannot read data {path}: {error.strerror}; check the path and its permissions")
+
+
+def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Piece]:
+    """Cut one document after a line end where there is one, else before a space, else anywhere.
+
+    Most tokenizers cut at a line end too, so that few ids, if any, differ from those of the uncut
+    document. Where the cuts fall depends on the text alone. A document without text has one piece
+    without text, unless it is only a part of one (`ends_document` False).
+    """
+    held, any_text = "", False
+    for block in blocks:
+        held += block
+        start = 0
+        while len(held) - start > PIECE_CHARACTERS:
+            end = start + PIECE_CHARACTERS
+            at = held.rfind("\n", start, end) + 1
+            if at <= start:
+                at = held.rfind(" ", start + 1, end)
+            if at <= start:
+                at = end
+            yield Piece(held[start:at], ends_document=False)
+            any_text, start = True, at
+        held = held[start:]
+    if held or (ends_document and not any_text):
+        yield Piece(held, ends_document=ends_document)

@@ -1,0 +1,90 @@
+"""Folders of the `datasets` library: what it saves, and what the hub keeps of it.
+
+`save_to_disk` writes a folder a split with a `state.json` that names its Arrow files, and, of several splits, a
+`dataset_dict.json` above them. On the hub a split's files are called `train-00000-of-00002.parquet`.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import DataError, did_you_mean
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_SHARD = re.compile(r"(\w[\w.-]*?)-\d+-of-\d+(-[0-9a-f]+)?\.(parquet|arrow|jsonl)")
+
+
+def dataset_files(root: Path, split: str) -> list[Path] | None:
+    """Return the Arrow files of a folder that `save_to_disk` has written, None for any other folder.
+
+    Raises `DataError` for a split that is not there and for files that are missing or damaged.
+    """
+    if (root / _SPLITS).is_file():
+        there = _strings(root / _SPLITS, _read(root / _SPLITS).get("splits"))
+        return _saved(root / _chosen(root, split, there))
+    if (root / _STATE).is_file():
+        if split:
+            raise DataError(f"data.split = {split!r} has no effect: {root} holds one split; leave it out")
+        return _saved(root)
+    return None
+
+
+def of_split(root: Path, files: list[Path], split: str) -> list[Path]:
+    """Return the files of one split, where names of files say of which they are; else all of them."""
+    splits = {file: found[1] for file in files if (found := _SHARD.fullmatch(file.name))}
+    there = sorted(set(splits.values()))
+    if not there or (len(there) == 1 and not split):
+        if split:
+            raise DataError(f"data.split = {split!r} has no effect: {root} is not cut into splits; leave it out")
+        return files
+    chosen = _chosen(root, split, there)
+    return [file for file in files if splits.get(file) == chosen]
+
+
+def _chosen(root: Path, split: str, there: list[str]) -> str:
+    wanted = split or ("train" if "train" in there or len(there) != 1 else there[0])
+    if wanted not in there:
+        raise DataError(
+            f"{root} has the splits {', '.join(there) or 'none'}, not {wanted!r}{did_you_mean(wanted, there)}; "
+            "choose one with --data.split NAME"
+        )
+    return wanted
+
+
+def _saved(folder: Path) -> list[Path]:
+    state = folder / _STATE
+    entries = _read(state).get("_data_files")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise _damaged(state, "it has no list _data_files")
+    files = [folder / name for name in _strings(state, [entry.get("filename") for entry in entries])]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder again")
+    if not files:
+        raise DataError(f"the data set {folder} is empty: {state.name} names no files")
+    return files
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(table, dict):
+        raise _damaged(path, "it holds no object")
+    return table
+
+
+def _strings(path: Path, values: Any) -> list[str]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise _damaged(path, "a list is missing")
+    found = list(values)
+    if not all(isinstance(value, str) for value in found):
+        raise _damaged(path, "a name is no string")
+    return found
+
+
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(f"{path} is damaged ({reason}); copy the data set again")

@@ -1,0 +1,134 @@
+"""How well a model predicts texts that it was not trained on.
+
+A document is the tokens of its text and the one that ends it, where the tokenizer has one. It is cut into windows of
+`context` tokens that do not overlap, and a window's tokens see what is before them in the window. Every token of a
+document but its first is predicted exactly once. Windows of several documents stand in one row, each alone to itself
+(terrace.model.attention), so that short ones are no slower.
+
+With L the sum of -ln p over the predicted tokens, n their number and b the UTF-8 bytes of all texts: loss L / n,
+perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models whose tokenizers differ;
+nothing counts for a document's first token there, so it flatters a corpus of very short documents.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from terrace.base.errors import ConfigError, DataError
+from terrace.model.decoder import token_loss
+from terrace.train.trained import Trained
+
+_ROW_TOKENS = 2048  # windows are run together up to so many tokens
+_HEAD_TOKENS = 256  # logits are made of so many tokens at a time: of a large vocabulary they are what takes memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What was found; `nats` is the sum of -ln p over `num_tokens` predicted tokens."""
+
+    nats: float
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """How many equally likely tokens would be as hard to guess; infinite beyond what a float holds."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte of UTF-8 text."""
+        return self.nats / math.log(2) / self.num_bytes
+
+
+def evaluate(
+    model: Trained,
+    texts: Iterable[str],
+    *,
+    context: int | None = None,
+    progress: Callable[[Evaluation], None] | None = None,
+) -> Evaluation:
+    """Return how well `model` predicts `texts`, in windows of `context` tokens (default: what it was trained over).
+
+    `progress` is told what was found so far, row by row. Raises `ConfigError` for a context that the model does not
+    have, and `DataError` for texts with tokens that it does not have or with nothing to predict.
+    """
+    context = model.context if context is None else context
+    if context < 1:
+        raise ConfigError(f"context = {context} must be at least 1")
+    if model.config.learned_positions and context > model.config.max_positions:
+        raise ConfigError(f"context = {context} is longer than the {model.config.max_positions} positions of the model")
+    counted = _Counted()
+    nats, num_tokens = 0.0, 0
+
+    def found() -> Evaluation:
+        return Evaluation(
+            nats=nats, num_tokens=num_tokens, num_documents=counted.num_documents, num_bytes=counted.num_bytes
+        )
+
+    for row in _rows(counted.windows(model, texts, context), max(context, _ROW_TOKENS)):
+        nats += _nats(model, row)
+        num_tokens += sum(len(window) - 1 for window in row)
+        if progress is not None:
+            progress(found())
+    if not num_tokens:
+        raise DataError("the data has no token to predict: its documents have one token at most; give longer ones")
+    return found()
+
+
+class _Counted:
+    """Documents and bytes that were read so far."""
+
+    def __init__(self) -> None:
+        self.num_documents = 0
+        self.num_bytes = 0
+
+    def windows(self, model: Trained, texts: Iterable[str], context: int) -> Iterator[list[int]]:
+        """Yield the windows of all documents, each with the label of its last token at its end."""
+        end, vocabulary = model.tokenizer.end_of_text, model.config.vocab_size
+        for text in texts:
+            ids = [int(token) for token in model.tokenizer.encode(text)] + ([] if end is None else [end])
+            if ids and max(ids) >= vocabulary:
+                raise DataError(f"the data has token {max(ids)}, but the model has {vocabulary} only")
+            self.num_documents += 1
+            self.num_bytes += len(text.encode())
+            yield from (ids[start : start + context + 1] for start in range(0, len(ids) - 1, context))
+
+
+def _rows(windows: Iterable[list[int]], limit: int) -> Iterator[list[list[int]]]:
+    """Yield windows that have up to `limit` tokens together."""
+    row: list[list[int]] = []
+    size = 0
+    for window in windows:
+        if row and size + len(window) - 1 > limit:
+            yield row
+            row, size = [], 0
+        row.append(window)
+        size += len(window) - 1
+    if row:
+        yield row
+
+
+@torch.no_grad()
+def _nats(model: Trained, row: list[list[int]]) -> float:
+    device = next(model.blocks[0].parameters()).device
+    tokens, labels, positions = (
+        torch.tensor([[part for window in row for part in taken(window)]], device=device)
+        for taken in (lambda w: w[:-1], lambda w: w[1:], lambda w: range(len(w) - 1))
+    )
+    x = tokens
+    for block in model.blocks[:-1]:
+        x = block(x, positions)
+    total = 0.0
+    for start in range(0, labels.shape[1], _HEAD_TOKENS):
+        part = slice(start, start + _HEAD_TOKENS)
+        total += float(token_loss(model.blocks[-1](x[:, part], positions[:, part]), labels[:, part]))
+    return total

@@ -1,0 +1,65 @@
+"""From a checkpoint to a Hugging Face folder."""
+
+from itertools import groupby
+from pathlib import Path
+
+from torch import Tensor
+
+from terrace.base.errors import CheckpointError
+from terrace.model.config import parse_model
+from terrace.model.lora import is_adapter
+from terrace.model.peft import write_adapter
+from terrace.model.pretrained import write_pretrained
+from terrace.train.adapted import lora_of, merged_values
+from terrace.train.checkpoint import Checkpoint
+
+
+def export(
+    checkpoint: Checkpoint, folder: Path, dtype: str, shard_bytes: int, source: Path | None, end_of_text: int | None
+) -> list[str]:
+    """Write the model of a checkpoint to `folder` and return the names of the files.
+
+    The arguments are those of `write_pretrained`. Raises `CheckpointError` for a checkpoint that cannot be read, and
+    `ModelError` as `write_pretrained` does.
+    """
+    return write_pretrained(
+        folder,
+        parse_model(checkpoint.facts["model"]),
+        _Values(checkpoint),
+        dtype,
+        shard_bytes=shard_bytes,
+        source=source,
+        end_of_text=end_of_text,
+    )
+
+
+def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]:
+    """Write the adapters of a checkpoint to `folder` as `peft` does, and return the names of the files.
+
+    `base` is what the base model is called. Raises `CheckpointError` for a checkpoint without adapters or that cannot
+    be read, and `ModelError` as `write_adapter` does.
+    """
+    lora = lora_of(checkpoint)
+    if lora is None:
+        raise CheckpointError(f"{checkpoint.folder} has no adapters: its run has no [lora]; leave --adapter out")
+    adapters = {(block, name): value for block, name, value in checkpoint.parameters() if is_adapter(name)}
+    config = parse_model(checkpoint.facts["model"])
+    return write_adapter(folder, config, lora, lambda block, name: adapters[block, name], base)
+
+
+class _Values:
+    """Whole parameters of a checkpoint, adapters folded in, a block in memory at a time.
+
+    They are asked for in the order of the blocks.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._blocks = groupby(merged_values(checkpoint), key=lambda each: each[0])
+        self._block = ""
+        self._values: dict[str, Tensor] = {}
+
+    def __call__(self, block: str, param: str) -> Tensor:
+        while block != self._block:
+            self._block, parameters = next(self._blocks)
+            self._values = {name: value for _, name, value in parameters}
+        return self._values[param]

@@ -1,0 +1,82 @@
+"""What a Hugging Face folder gives a run beside the shape of its model: weights to start from, and a tokenizer.
+
+Pure as far as a configuration goes; only checking weights needs torch.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import DataError
+from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, TOKENIZER_FILES, holds_weights, read_files
+
+if TYPE_CHECKING:
+    from terrace.train.config import RunConfig
+    from terrace.train.data import Tokenizer
+
+SOURCE = "source"  # in a run folder: what an export needs beside the weights
+BYTES = "bytes"
+
+
+def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> dict[str, Any]:
+    """Return the table of a run with what the folder `model` holds, where nothing else was named.
+
+    Weights become `train.weights`, unless that is set ("" starts from scratch), and a tokenizer.json becomes
+    `data.tokenizer`, unless the user named one. A folder with weights gives its tokenizer even when it has none: its
+    weights know no other, so that is an error to come. A config.json, or any other `model`, gives neither.
+    """
+    if not all(isinstance(table.get(name, {}), Mapping) for name in ("train", "data")):
+        return dict(table)  # which is refused by whoever reads the sections
+    folder = os.path.abspath(model) if isinstance(model, str) and os.path.isdir(model) else ""
+    train, data = dict(table.get("train", {})), dict(table.get("data", {}))
+    if "weights" not in train and folder and holds_weights(folder):
+        train["weights"] = folder
+    weights = train.get("weights")
+    if isinstance(weights, str) and weights:
+        train["weights"] = folder = os.path.abspath(weights)
+    if folder and not names_tokenizer and (train.get("weights") or os.path.isfile(os.path.join(folder, TOKENIZER))):
+        data["tokenizer"] = os.path.join(folder, TOKENIZER)
+    return {**table, "train": train, "data": data}
+
+
+def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
+    """Raise `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise DataError(
+            f"the largest id of the tokenizer {run.data.tokenizer} is {tokenizer.vocab_size - 1}, but the model's "
+            f"vocab_size is {run.model.vocab_size}: name the model's own with --data.tokenizer, or give the model a "
+            f"vocab_size of at least {tokenizer.vocab_size}"
+        )
+
+
+def check_weights(run: "RunConfig") -> None:
+    """Raise `ModelError` unless the weights that a run starts from are there and fit its model."""
+    if run.train.weights:
+        from terrace.model.pretrained import Pretrained
+
+        Pretrained(run.train.weights, run.model).check()
+
+
+def source_files(run: "RunConfig") -> dict[str, bytes]:
+    """Return name -> content of what an export of a run needs beside its weights, as it is when the run starts.
+
+    Raises `ModelError` for a file that cannot be read.
+    """
+    found: dict[str, bytes] = {}
+    if run.train.weights:
+        found |= read_files(Path(run.train.weights), (CONFIG, GENERATION))
+    if run.data.tokenizer != BYTES:
+        path = Path(run.data.tokenizer)
+        path = path / TOKENIZER if path.is_dir() else path
+        if path.name == TOKENIZER:
+            return found | read_files(path.parent, TOKENIZER_FILES)
+        found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]
+    return found
+
+
+def start_words(run: "RunConfig") -> str:
+    """Return what a new run takes from a Hugging Face folder, in a line, or nothing."""
+    words = [f"starts from the weights in {run.train.weights}"] if run.train.weights else []
+    words += [f"tokenizer {run.data.tokenizer}"] if run.data.tokenizer != BYTES else []
+    return "; ".join(words)
