@@ -119,4 +119,5 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     for _ in range(num_steps):
         square = x @ x.t()
         x = a * x + torch.addmm(square, square, square, beta=b, alpha=c) @ x
-    return x.t() if is_tall else x
+    result: Tensor = x.t() if is_tall else x
+    return result

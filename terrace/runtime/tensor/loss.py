@@ -63,7 +63,7 @@ class _Loss(Function):
         gradient = torch.empty_like(hidden) if needs_hidden else None
 
         def chunk_gradient(chunk: slice) -> Tensor:
-            x = logits if logits is not None else hidden[chunk] @ matrix.t()
+            x: Tensor = logits if logits is not None else hidden[chunk] @ matrix.t()
             _to_gradient(x, local[chunk], here[chunk], scale[chunk], factor[chunk], valid)
             if gradient is not None:
                 torch.mm(x, matrix, out=gradient[chunk])
