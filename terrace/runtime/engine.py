@@ -90,10 +90,7 @@ class Engine:
         pacer: Pacer | None = None,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
-        if plan.update != (adamw := adamw or OptimizerConfig()).name:
-            raise PlanError(
-                f"the plan is for the optimizer {plan.update!r}, the settings are of {adamw.name!r}: give both the same"
-            )
+        adamw = self.settings = _settings_for(plan, adamw)
         specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
         self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)
         verify(self.program, rank)
@@ -101,7 +98,6 @@ class Engine:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             return_large_buffers()
-        self.settings = adamw
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self.groups = self._make_groups(rank, timeout)
@@ -277,6 +273,16 @@ class Engine:
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)
+
+
+def _settings_for(plan: Plan, optimizer: OptimizerConfig | None) -> OptimizerConfig:
+    """Return the optimizer's settings, or the default ones; raises `PlanError` for a plan of another optimizer."""
+    optimizer = optimizer or OptimizerConfig()
+    if plan.update != optimizer.name:
+        raise PlanError(
+            f"the plan is for the optimizer {plan.update!r}, the settings are of {optimizer.name!r}: give both the same"
+        )
+    return optimizer
 
 
 def _meetings(program: Program, rank: int) -> Iterator[Meeting]:
