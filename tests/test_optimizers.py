@@ -34,7 +34,7 @@ TOLERANCE = 1e-10
 
 def plain_newton_schulz(g: Tensor, num_steps: int = 5) -> Tensor:
     """As Jordan writes it down, for the transposed of a tall matrix."""
-    x = (g.T if g.shape[0] > g.shape[1] else g) / g.norm()
+    x: Tensor = (g.T if g.shape[0] > g.shape[1] else g) / g.norm()
     for _ in range(num_steps):
         x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
     return x.T if g.shape[0] > g.shape[1] else x
