@@ -18,12 +18,12 @@ from terrace.plan import MessageClass, Plan, preset
 from terrace.plan.slices import rank_slices
 from terrace.runtime.engine import Engine
 from terrace.runtime.launch import World
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from tests.lanes import use_lane
 from tests.sabotage import SABOTAGES
 from tests.toys import MODELS, SEQUENCE, make_batch
 
-ADAMW = AdamWConfig(lr=3e-3)
+ADAMW = OptimizerConfig(lr=3e-3)
 NUM_STEPS = 5
 FEW_STEPS = 3  # of eight ranks, whose steps take long on two cores
 
@@ -39,6 +39,7 @@ class Case:
     lane: str = "thread"
     num_steps: int = NUM_STEPS
     compiled: bool = False
+    optimizer: OptimizerConfig = ADAMW
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
     engine = Engine(
         blocks,
         cluster=cluster,
-        plan=case.plan,
+        plan=replace(case.plan, update=case.optimizer.name),
         num_micros=case.num_micros,
         objective=model.objective,
         rank=world.rank,
-        adamw=ADAMW,
+        adamw=case.optimizer,
         declared=model.declared,
         sequence=SEQUENCE,
         compiled=case.compiled,
@@ -92,7 +93,7 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
         layout = engine.program.layout
         tokens, labels = make_batch(step, layout.data_degree * case.num_micros)
         rows = [micro * layout.data_degree + layout.position(world.rank) for micro in range(case.num_micros)]
-        result = engine.step([(tokens[row : row + 1], labels[row : row + 1]) for row in rows], ADAMW.lr)
+        result = engine.step([(tokens[row : row + 1], labels[row : row + 1]) for row in rows], case.optimizer.lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     complaint = ""

@@ -124,8 +124,10 @@ def shards_of(program: Program, rank: int) -> list[Shard]:
         state.initialise(lambda param: -torch.ones(param.shape), AdamWConfig())
         for shard in state.shards:
             if shard.optimizer is not None:
-                shard.optimizer.exp_avg.fill_(-1)
-                shard.optimizer.exp_avg_sq.fill_(-1)
+                for part in shard.optimizer.parts:
+                    for kind, values in part.values.items():
+                        if kind != "master":
+                            values.fill_(-1)
         shards += state.shards
     return shards
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from terrace.runtime.executor import squared_norm
+from terrace.runtime.norm import squared_norm
 
 
 @pytest.mark.parametrize("numel", [1, 4095, 4096, 4097, 1_000_000])

@@ -47,7 +47,7 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestan
     def states() -> list[Tensor]:
         shards = [shard for state in engine.states for shard in state.shards]
         owned = [shard.optimizer for shard in shards if shard.optimizer is not None]
-        return [value for one in owned for value in (one.master, one.exp_avg, one.exp_avg_sq)]
+        return [value for one in owned for part in one.parts for value in part.values.values()]
 
     def close() -> None:
         engine.check_bytes()

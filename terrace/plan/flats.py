@@ -18,11 +18,15 @@ from terrace.plan.plan import Plan
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """One flat buffer: its parameters in order, matrices, which decay, first; and the layout of its slices."""
+    """One flat buffer: its parameters in order, matrices, which decay, first; and the layout of its slices.
+
+    The first `num_orthogonal` elements are matrices that the optimizer updates as wholes: under Muon those of layers.
+    """
 
     layout: Layout
     params: tuple[ParamSpec, ...]
     trainable: bool
+    num_orthogonal: int = 0
 
     @property
     def numel(self) -> int:
@@ -53,10 +57,10 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
     """
     _check_sliced(cluster, plan, blocks)
     layouts: dict[tuple[str, ...], Layout] = {}
-    known: dict[tuple[ParamSpec, ...], tuple[FlatSpec, ...]] = {}  # most blocks of a model are alike
-    found: dict[int, tuple[FlatSpec, ...]] = {}  # and share the tuple of their specs, whose number is read faster
+    known: dict[tuple[tuple[ParamSpec, ...], bool], tuple[FlatSpec, ...]] = {}  # most blocks of a model are alike
+    found: dict[tuple[int, bool], tuple[FlatSpec, ...]] = {}  # and share a tuple, whose number is read faster
 
-    def flats(params: tuple[ParamSpec, ...]) -> tuple[FlatSpec, ...]:
+    def flats(params: tuple[ParamSpec, ...], orthogonal: bool) -> tuple[FlatSpec, ...]:
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
         for param in params:
             groups.setdefault((param.trainable and param.numel > 0, param.shared), []).append(param)
@@ -65,16 +69,30 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
             if shared not in layouts:
                 layouts[shared] = Layout.of(cluster, plan, shared)
             ordered = tuple(sorted(members, key=lambda param: not param.decays))
-            made.append(FlatSpec(layouts[shared], ordered, trainable))
+            whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
+            made.append(FlatSpec(layouts[shared], ordered, trainable, whole))
         return tuple(made)
 
-    for block in blocks:
-        if id(block.params) in found:
+    keys = []
+    for index, block in enumerate(blocks):
+        orthogonal = plan.update == "muon" and is_layer(index, len(blocks))
+        keys.append((id(block.params), orthogonal))
+        if keys[-1] in found:
             continue
-        if block.params not in known:
-            known[block.params] = flats(block.params)
-        found[id(block.params)] = known[block.params]
-    return tuple(found[id(block.params)] for block in blocks)
+        if (block.params, orthogonal) not in known:
+            known[block.params, orthogonal] = flats(block.params, orthogonal)
+        found[keys[-1]] = known[block.params, orthogonal]
+    return tuple(found[key] for key in keys)
+
+
+def is_layer(block: int, num_blocks: int) -> bool:
+    """Whether a block is a layer: neither the first, which embeds, nor the last, the head."""
+    return 0 < block < num_blocks - 1
+
+
+def orthogonalised(flats: Sequence[Sequence[FlatSpec]], held: Sequence[int]) -> list[int]:
+    """Return the blocks of `held` that have matrices which the optimizer updates as wholes."""
+    return [block for block in held if any(flat.num_orthogonal for flat in flats[block])]
 
 
 def _check_sliced(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

@@ -87,6 +87,8 @@ def block_hops(
             return reduction, gather_hops(layout, plan, message, numel, layout.outermost, layout.optimizer)
         case MessageClass.REFRESH:
             return [], gather_hops(layout, plan, message, numel, layout.optimizer, layout.params)
+        case MessageClass.ORTHOGONALISE:
+            return [], gather_hops(layout, plan, message, numel, layout.optimizer, DEVICE)
     raise AssertionError(f"{message} belongs to no block")
 
 

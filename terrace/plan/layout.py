@@ -38,6 +38,7 @@ class Layout:
     optimizer: int
     axes: tuple[str, ...] = ("data",)
     grid: Grid | None = None  # None: nobody asks which ranks these are
+    orthogonalises: bool = False  # whether the optimizer needs whole matrices
 
     @staticmethod
     def of(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> "Layout":
@@ -53,6 +54,7 @@ class Layout:
             degrees=grid.combined(axes),
             axes=axes,
             grid=grid,
+            orthogonalises=plan.update == "muon",
             params=params,
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
@@ -86,6 +88,7 @@ class Layout:
             MessageClass.REDUCE: range(self.grads + 1),
             MessageClass.SYNC: range(self.grads + 1, self.outermost + 1),
             MessageClass.REFRESH: range(self.params + 1, self.optimizer + 1),
+            MessageClass.ORTHOGONALISE: range(self.optimizer + 1 if self.orthogonalises else 0),
             MessageClass.CONTROL: range(self.outermost + 1),
             MessageClass.TENSOR: range(0),  # inside a block, among ranks of the tensor axis
             MessageClass.PIPELINE: range(0),  # between stages, from one rank to another

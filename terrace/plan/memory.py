@@ -7,9 +7,11 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     gathered    P * c for every block resident at once    peak over the step
     grads       P / span(grads) * m                       always (accumulated)
     grads_full  P * c for every gradient not yet reduced  peak over the step
-    optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart)
+    optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
+                of 2 m, and so have the matrices of layers under Muon: of the rank with the fewest of them
     feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
-    buffers     per lane its largest message: what it is converted to, what comes in and the sums, over all hops;
+    buffers     under Muon P * c for every layer whose whole matrices are there, two of them; and
+                per lane its largest message: what it is converted to, what comes in and the sums, over all hops;
                 and the largest gradient shard that comes in from the other stage of a block that two stages hold
 
 P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout.
@@ -25,7 +27,7 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import tie_bytes
-from terrace.plan.flats import FlatSpec, block_flats, everyone
+from terrace.plan.flats import FlatSpec, block_flats, everyone, orthogonalised
 from terrace.plan.grid import Grid
 from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
 from terrace.plan.layout import Layout, message_lane
@@ -36,6 +38,7 @@ from terrace.plan.tensor_traffic import Leg, Tensor, block_messages
 from terrace.plan.wire import FORMATS, MessageClass
 
 CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "feedback", "buffers")
+_OF_TRAINABLE = (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH, MessageClass.ORTHOGONALISE)
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 
@@ -86,6 +89,7 @@ def model_state_bytes(
     tensor = Tensor.of(Grid.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
+    total["buffers"] += _peak_directions(flats, stage.held) * compute
     tied = chain(*(flats[index] for index, _ in stage.ties))  # one flat buffer after the other
     total["buffers"] += max((tie_bytes([flat], plan.master) for flat in tied), default=0)
     return {category: total[category] for category in CATEGORIES}
@@ -99,16 +103,34 @@ def steady_bytes(plan: Plan, parts: Sequence[FlatSpec]) -> list[int]:
 def _steady(plan: Plan, flat: FlatSpec) -> dict[str, int]:
     """Return the bytes by category that are there throughout the step, of one flat buffer."""
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
-    layout, padded = flat.layout, flat.padded
+    layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
     found = {"params": padded // layout.span(layout.params) * compute}
     if layout.has_secondary:
         found["secondary"] = padded // layout.span(layout.params_backward) * compute
     if flat.trainable:
         found["grads"] = padded // layout.span(layout.grads) * master
         kept = 3 if keeps_master(plan, layout) else 2
-        found["optimizer"] = padded // layout.span(layout.optimizer) * master * kept
+        owned = padded // layout.span(layout.optimizer)
+        found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
     return found
+
+
+def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
+    """Return of how many of the elements that a rank owns of a flat buffer it keeps a second moment, at most.
+
+    `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
+    """
+    return 0 if update == "lion" else min(owned, num_elementwise)
+
+
+def _peak_directions(flats: Sequence[Sequence[FlatSpec]], held: Sequence[int]) -> int:
+    """Return the most elements of layers gathered for Muon at once: each while the one before it is updated."""
+    sizes = [
+        sum(flat.padded for flat in flats[block] if flat.num_orthogonal and flat.layout.span(flat.layout.optimizer) > 1)
+        for block in orthogonalised(flats, held)
+    ]
+    return max(map(sum, zip(sizes, [*sizes, 0][1:], strict=True)), default=0)
 
 
 def _crossed(layout: Layout) -> list[int]:
@@ -157,20 +179,20 @@ def _largest_buffers(
 ) -> int:
     """The largest message of every lane. A message of a block is one after the other for each of its flat buffers."""
     sources: dict[tuple[MessageClass, int | None], bool] = dict.fromkeys(
-        ((message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)), False
+        ((message, None) for message in _OF_TRAINABLE), False
     )
     for stay in stays:
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         sources[message, layout.params if stay.opening else layout.params_backward] = True
-    largest: dict[tuple[tuple[str, ...], bool], FlatSpec] = {}
+    largest: dict[tuple[tuple[str, ...], bool, bool], FlatSpec] = {}
     for flat in chain(*flats):
-        key = (flat.layout.axes, flat.trainable)
+        key = (flat.layout.axes, flat.trainable, flat.num_orthogonal > 0)
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)  # a lane is named after the outermost tier it crosses
     for (message, source), of_frozen in sources.items():
         lane = message_lane(layout, message, source)
         for flat in largest.values():
-            if flat.trainable or of_frozen:
+            if (flat.trainable or of_frozen) and (flat.num_orthogonal or message is not MessageClass.ORTHOGONALISE):
                 reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
                 lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
                 lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))

@@ -36,6 +36,7 @@ class Plan:
     sequence_parallel: bool = True  # norms and residual stream split over tensor rows; no effect without them
     tensor_chunks: int = 1  # parts in which tensor messages travel, each while another part is multiplied
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
+    update: Literal["adamw", "lion", "muon"] = "adamw"  # the optimizer, as `optimizer.name`: its state and messages
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:

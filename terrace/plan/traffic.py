@@ -9,6 +9,7 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     sync                      tiers grads+1 .. optimizer   once a step (reduce-scatter), and
                               tiers optimizer+1 .. last    once a step (all-reduce)
     refresh                   tiers optimizer .. params+1  once a step
+    orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
 
 Frozen parameters are gathered and nothing else. What the tensor axis shares is counted with the ranks that share it;
@@ -68,6 +69,8 @@ def step_bytes(
             add(MessageClass.REDUCE, flat, times=num_units)
             add(MessageClass.SYNC, flat)
             add(MessageClass.REFRESH, flat)
+        if flat.num_orthogonal:
+            add(MessageClass.ORTHOGONALISE, flat)
     for name, degree in zip(layout.tiers, world(cluster, plan).degrees, strict=True):
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES

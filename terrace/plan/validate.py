@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.flats import is_layer
 from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.plan import AXES, TENSOR_AXES, Plan
@@ -29,6 +30,8 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_depth(cluster, plan, layout)
     _check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
+    if plan.update == "muon":
+        _check_muon(cluster, plan, blocks)
     return layout
 
 
@@ -165,6 +168,21 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
         f"optimizer = {plan.optimizer!r} no {message.value} message crosses {tier!r}; "
         + (f"what does is {', '.join(crossing)}" if crossing else "nothing does: leave it out")
     )
+
+
+def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    if any(plan.degree(tier.name, "tensor", tier.size) > 1 for tier in cluster.tiers):
+        raise PlanError(
+            "optimizer 'muon' takes whole matrices, and the tensor axis cuts them: give the tier to the data axis, "
+            "or use 'adamw' or 'lion'"
+        )
+    inner = [param for index, block in enumerate(blocks) if is_layer(index, len(blocks)) for param in block.params]
+    matrices = [param for param in inner if param.trainable and param.decays and param.numel]
+    if not matrices:
+        raise PlanError("optimizer 'muon' has no effect: no layer has a matrix that trains; use 'adamw'")
+    for param in matrices:
+        if len(param.shape) != 2:
+            raise PlanError(f"optimizer 'muon' takes matrices, and {param.name} has shape {param.shape}: use 'adamw'")
 
 
 def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

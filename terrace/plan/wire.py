@@ -32,6 +32,7 @@ class MessageClass(StrEnum):
     REDUCE = "reduce"  # gradients of a unit of micro-batches, up to the grads tier
     SYNC = "sync"  # accumulated gradients, once a step, over the tiers outside
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
+    ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step

@@ -25,7 +25,7 @@ from terrace.probe.grid import (
 )
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.adamw import ShardedAdamW
-from terrace.runtime.executor import squared_norm
+from terrace.runtime.norm import squared_norm
 from terrace.runtime.settings import AdamWConfig
 from terrace.simulate.work import Work
 

@@ -12,6 +12,7 @@
 | TIE             | add the gradient shard that another stage has of the same block, once a step      |
 | SYNC            | finish the accumulated gradient over the tiers outside, once a step               |
 | CLIP            | global gradient norm, loss and token count: one message, one scale                |
+| ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier    |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
 | REFRESH         | bring the new parameters back to the params tier                                  |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
@@ -36,6 +37,7 @@ class Op(StrEnum):
     TIE = "TIE"
     SYNC = "SYNC"
     CLIP = "CLIP"
+    ORTHOGONALISE = "ORTHOGONALISE"
     UPDATE = "UPDATE"
     REFRESH = "REFRESH"
     SEND = "SEND"
@@ -46,7 +48,8 @@ class Op(StrEnum):
 
 _PEER = {Op.SEND: "to", Op.RECV: "from", Op.TIE: "with"}
 PASSES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
-COLLECTIVES = frozenset({Op.GATHER, Op.REDUCE, Op.SYNC, Op.CLIP, Op.REFRESH})
+COLLECTIVES = frozenset({Op.GATHER, Op.REDUCE, Op.SYNC, Op.CLIP, Op.ORTHOGONALISE, Op.REFRESH})
+INWARD = frozenset({Op.GATHER, Op.ORTHOGONALISE, Op.REFRESH})  # of them, those that cross the outermost tier first
 
 
 @dataclass(frozen=True, slots=True)

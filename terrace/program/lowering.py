@@ -13,8 +13,8 @@ Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the o
 A plan without a pipeline is the same with one stage, each of whose chunks is a block: for every unit of micro-batches
 forward through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that
 two stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
-block by block, in forward order, update and refresh: the next step can start on block 0 while later blocks are still
-being refreshed.
+block by block, in forward order, update (under Muon with an ORTHOGONALISE one layer ahead) and refresh: the next step
+can start on block 0 while later blocks are still being refreshed.
 
 Messages between two ranks in one direction arrive in the order in which they were sent, so a RECV stands before that of
 everything sent later.
@@ -23,12 +23,13 @@ everything sent later.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
-from terrace.plan.flats import block_flats
+from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.grid import Grid
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import steady_bytes
@@ -164,8 +165,13 @@ def _end(frame: Program) -> Iterator[Instruction]:
             yield Instruction(Op.TIE, block, peer=peer)
             yield Instruction(Op.SYNC, block)
     yield Instruction(Op.CLIP)
+    whole = orthogonalised(frame.flats, stage.held)  # each is gathered while the one before it is updated
+    following = dict(pairwise(whole))
+    yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])
     for block in stage.held:
         if frame.blocks[block].num_trainable:
+            if block in following:
+                yield Instruction(Op.ORTHOGONALISE, following[block])
             yield Instruction(Op.UPDATE, block)
             yield Instruction(Op.REFRESH, block)
 

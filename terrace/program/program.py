@@ -25,6 +25,7 @@ _MESSAGES = {
     Op.REDUCE: MessageClass.REDUCE,
     Op.SYNC: MessageClass.SYNC,
     Op.CLIP: MessageClass.CONTROL,
+    Op.ORTHOGONALISE: MessageClass.ORTHOGONALISE,
     Op.REFRESH: MessageClass.REFRESH,
     Op.SEND: MessageClass.PIPELINE,
     Op.RECV: MessageClass.PIPELINE,
@@ -176,4 +177,7 @@ class Program:
 
     def _carried(self, instruction: Instruction) -> list[FlatSpec]:
         """Return the flat buffers that a collective of a block carries."""
-        return [flat for flat in self.flats[instruction.block] if flat.trainable or instruction.op is Op.GATHER]
+        flats = self.flats[instruction.block]
+        if instruction.op is Op.ORTHOGONALISE:
+            return [flat for flat in flats if flat.num_orthogonal]
+        return [flat for flat in flats if flat.trainable or instruction.op is Op.GATHER]

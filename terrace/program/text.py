@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from terrace.plan.residency import recomputed
-from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, INWARD, Instruction, Op
 from terrace.program.program import Program
 
 
@@ -32,7 +32,7 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
     if instruction.op not in COLLECTIVES:
         return ""
     crossed = [program.layout.tiers[tier] for tier in program.crossed(instruction)]
-    if instruction.op in (Op.GATHER, Op.REFRESH):
+    if instruction.op in INWARD:
         crossed.reverse()
     if not crossed:
         return "local"

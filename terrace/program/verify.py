@@ -9,8 +9,8 @@ instruction and the rule; terrace.program.verify_ranks compares ranks. The rules
  3. a gather from the secondary copy comes after one from the primary copy;
  4. every gradient is reduced as often as there are units of micro-batches, each time after a unit more of complete
     backwards and before the next one is, the last time after all that add to it; then added to that of the other
-    stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; UPDATE then REFRESH once
-    for each block;
+    stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; ORTHOGONALISE, where the
+    optimizer needs whole matrices, UPDATE, REFRESH once for each block;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
     buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from terrace.base.errors import ProgramError
+from terrace.plan.flats import orthogonalised
 from terrace.plan.layout import DEVICE
 from terrace.plan.stage import units
 from terrace.program.instruction import Instruction, Op
@@ -75,6 +76,7 @@ class _Walker:
     stale: set[int] = field(default_factory=set)  # blocks with something to reduce
     tied: set[int] = field(default_factory=set)
     unused: set[int] = field(default_factory=set)  # gathered and not read yet
+    directions: int = 0  # layers whose matrices are gathered for the optimizer
     peak_resident: int = 0  # most elements of gathered blocks at once
     done: set[Instruction] = field(default_factory=set)
 
@@ -98,6 +100,7 @@ class _Walker:
             Op.REDUCE: self._reduce,
             Op.SYNC: self._sync,
             Op.CLIP: self._clip,
+            Op.ORTHOGONALISE: self._orthogonalise,
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
             Op.SEND: self._send,
@@ -157,6 +160,10 @@ class _Walker:
     @cached_property
     def _trainable(self) -> frozenset[int]:
         return frozenset(index for index, block in enumerate(self.program.blocks) if block.num_trainable)
+
+    @cached_property
+    def _orthogonalised(self) -> frozenset[int]:
+        return frozenset(orthogonalised(self.program.flats, self.program.stage.held))
 
     @cached_property
     def _first_borrower(self) -> dict[int, int]:
@@ -344,11 +351,24 @@ class _Walker:
             if block in self._trainable:
                 self._after(Op.SYNC, block)
 
+    def _orthogonalise(self, now: Instruction) -> None:
+        self._once()
+        if now.block not in self._orthogonalised:
+            self._fail("the block has no matrices that the optimizer updates as wholes")
+        if Instruction(Op.CLIP) not in self.done:
+            self._fail("it needs `CLIP` before it")
+        self.directions += 1
+        if self.directions > 2:
+            self._fail("the whole matrices of two layers are held, and the memory formula counts no more")
+
     def _update(self, now: Instruction) -> None:
         self._once()
         self._trains()
         if Instruction(Op.CLIP) not in self.done:
             self._fail("it needs `CLIP` before it")
+        if now.block in self._orthogonalised:
+            self._after(Op.ORTHOGONALISE, now.block)
+            self.directions -= 1
         if now.block in self.resident:
             self._fail("the block is still gathered: its full parameters would go stale")
 

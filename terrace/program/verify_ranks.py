@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from terrace.base.errors import ProgramError
 from terrace.plan import Layout
 from terrace.plan.grid import rank_at
-from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, INWARD, PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify import verify
 
@@ -88,7 +88,7 @@ def _items(program: Program) -> list[_Item]:
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
             tiers = program.crossed(instruction)
-            inward = instruction.op in (Op.GATHER, Op.REFRESH)
+            inward = instruction.op in INWARD
             items += [_Item(instruction, tier) for tier in (reversed(tiers) if inward else tiers)]
         elif instruction.op is Op.SEND:
             items.append(_Item(instruction, message=instruction))

@@ -5,23 +5,12 @@ weight decay applies to them alone, and keeps the state as whole slices, which i
 stores.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.state_part import StatePart
 from terrace.runtime.states import ADAMW, KINDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatePart:
-    """Elements of a rank's slice whose parameters are of one group, and by kind their state: 1-D views."""
-
-    group: str
-    elements: slice  # of the slice that the optimizer owns
-    values: Mapping[str, Tensor]
 
 
 class ShardedAdamW:
@@ -31,8 +20,9 @@ class ShardedAdamW:
     are 1-D, of one length and dtype.
     """
 
-    def __init__(self, master: Tensor, gradient: Tensor, num_decayed: int, config: AdamWConfig) -> None:
+    def __init__(self, master: Tensor, gradient: Tensor, num_decayed: int, config: OptimizerConfig) -> None:
         self.master = master
+        self._share = config.adamw_share
         self.exp_avg = torch.zeros_like(master)
         self.exp_avg_sq = torch.zeros_like(master)
         cut = min(max(num_decayed, 0), master.numel())
@@ -76,8 +66,8 @@ class ShardedAdamW:
         values = dict(zip(KINDS[ADAMW], (self.master, self.exp_avg, self.exp_avg_sq), strict=True))
         return [StatePart(group=ADAMW, elements=slice(0, self.master.numel()), values=values)]
 
-    def update(self, lr: float) -> None:
-        """One step of AdamW with learning rate `lr`."""
+    def update(self, lr: float, directions: Tensor | None = None) -> None:
+        """One step of AdamW with learning rate `lr`, or under Muon with its share of it."""
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * self._share
         self._optimizer.step()

@@ -14,7 +14,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan
 from terrace.plan.flats import FlatSpec
 from terrace.runtime.flat import Initial
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.shard import Shard
 
 Gradient = list[tuple[Shard, Tensor]]  # gradient buffers on their way to be reduced
@@ -40,8 +40,9 @@ class BlockState:
         members: dict[tuple[str, ...], list[ParamSpec]] = {axes: [] for axes in layouts}
         for flat in flats:
             members[flat.layout.axes] += flat.params
+        whole = {flat.layout.axes: flat.num_orthogonal for flat in flats if flat.trainable}
         self.shards = [
-            Shard(spec.name, layout, members[axes], rank, plan, device, meter, is_copy)
+            Shard(spec.name, layout, members[axes], rank, plan, device, meter, is_copy, whole.get(axes, 0))
             for axes, layout in layouts.items()
         ]
 
@@ -50,7 +51,7 @@ class BlockState:
         """The shards that have something to train."""
         return [shard for shard in self.shards if shard.trainable is not None]
 
-    def initialise(self, initial: Initial, config: AdamWConfig) -> None:
+    def initialise(self, initial: Initial, config: OptimizerConfig) -> None:
         """Set the parameters and make the gradient and the optimizer state."""
         for shard in self.shards:
             shard.initialise(initial, config)
@@ -111,6 +112,16 @@ class BlockState:
         for shard in self.trainable:
             if shard.owned.numel():
                 yield shard.owned, shard.counts
+
+    def prepare_directions(self, scale: Tensor) -> None:
+        """Scale the gradient and make what the optimizer needs of whole matrices, on this rank."""
+        for shard in self.trainable:
+            shard.prepare_directions(scale)
+
+    def gather_directions(self, collectives: Collectives) -> None:
+        """Bring it from the ranks of the optimizer tier."""
+        for shard in self.trainable:
+            shard.gather_directions(collectives)
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient, step the optimizer, round the new parameters into the working copy."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrace.base.errors import ProgramError, TrainingError
+from terrace.base.errors import PlanError, ProgramError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Between, Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
 from terrace.comm.groups import Meeting
@@ -29,7 +29,7 @@ from terrace.runtime.describe import describe, replace_parameters, with_dims
 from terrace.runtime.executor import Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.tensor import Means, make_axis, parallelise, slice_value
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
@@ -82,7 +82,7 @@ class Engine:
         objective: Objective,
         rank: int = 0,
         device: torch.device | str = "cpu",
-        adamw: AdamWConfig | None = None,
+        adamw: OptimizerConfig | None = None,
         initial: InitialValue | None = None,
         freeze: Sequence[str] = (),
         timeout: timedelta = timedelta(minutes=10),
@@ -94,6 +94,7 @@ class Engine:
         compiled: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
+        adamw = self.settings = _settings_for(plan, adamw)
         specs = self.whole = with_dims(describe(blocks, names, freeze), declared)
         self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)
         verify(self.program, rank)
@@ -103,7 +104,6 @@ class Engine:
         self.device = torch.device(device)
         if self.device.type == "cpu":
             return_large_buffers()
-        adamw = self.settings = adamw or AdamWConfig()
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self._compiled = compiled  # then autograd computes the weight gradients
@@ -269,7 +269,7 @@ class Engine:
         blocks: Sequence[nn.Module],
         values: Sequence[dict[str, nn.Parameter]],
         initial: InitialValue | None,
-        adamw: AdamWConfig,
+        adamw: OptimizerConfig,
     ) -> None:
         replacements: dict[int, nn.Parameter] = {}
         for state, block, own in zip(self.states, blocks, values, strict=True):
@@ -289,6 +289,16 @@ class Engine:
             for name, new in state.named_parameters():
                 replacements[id(old[name])] = new
         replace_parameters(blocks, replacements)
+
+
+def _settings_for(plan: Plan, optimizer: OptimizerConfig | None) -> OptimizerConfig:
+    """Return the optimizer's settings, or the default ones; raises `PlanError` for a plan of another optimizer."""
+    optimizer = optimizer or OptimizerConfig()
+    if plan.update != optimizer.name:
+        raise PlanError(
+            f"the plan is for the optimizer {plan.update!r}, the settings are of {optimizer.name!r}: give both the same"
+        )
+    return optimizer
 
 
 def _meetings(program: Program, rank: int) -> Iterator[Meeting]:

@@ -12,6 +12,7 @@ Communication goes to the lane of the outermost tier it crosses; an instruction 
     SYNC                on its lane: the last reduction of its block
     TIE                 every reduction, and the other stage
     CLIP                every SYNC
+    UPDATE              the ORTHOGONALISE of its block, under Muon
 """
 
 from collections import deque
@@ -32,6 +33,7 @@ from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
 from terrace.runtime.head import chunked_head
 from terrace.runtime.linear import WeightGradients, WeightQueue
+from terrace.runtime.norm import squared_norm
 from terrace.runtime.passing import Key, Passing, Pending
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.tensor import TensorAxis
@@ -40,7 +42,6 @@ from terrace.runtime.waiters import Waiters
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 
 IGNORED_LABEL = -100
-_NORM_ROW = 4096
 
 
 class Progress(Protocol):
@@ -121,6 +122,7 @@ class Executor:
             Op.REDUCE: self._reduce,
             Op.SYNC: self._sync,
             Op.CLIP: self._clip,
+            Op.ORTHOGONALISE: self._orthogonalise,
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
         }
@@ -131,6 +133,7 @@ class Executor:
         self._reductions: deque[tuple[Pending, BlockState, Gradient]] = deque()
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs: list[Pending] = []
+        self._directions: dict[int, Pending] = {}
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
@@ -350,24 +353,18 @@ class Executor:
         self._scale = clip / count
         self._clock.mark("clip")
 
+    def _orthogonalise(self, now: Instruction) -> None:
+        state = self._states[now.block]
+        state.prepare_directions(self._scale)
+        self._directions[now.block] = self._submit(lambda: state.gather_directions(self._collectives))
+        self._clock.mark("update")
+
     def _update(self, now: Instruction) -> None:
+        if now.block in self._directions:
+            self._wait(self._directions.pop(now.block), "wait orthogonalise")
         self._states[now.block].update(self._scale, self._lr)
         self._clock.mark("update")
 
     def _refresh(self, now: Instruction) -> None:
         state = self._states[now.block]
         self._refreshes[now.block] = self._submit(lambda: state.refresh(self._collectives))
-
-
-def squared_norm(values: Tensor) -> Tensor:
-    """Return the sum of squares of a 1-D tensor as an fp64 scalar.
-
-    One fp32 sum over a large shard is percents too low on a CPU, and by how much depends on the size of
-    the shard, so on the plan: rows of a few thousand are summed in the tensor's dtype, the rows in fp64.
-    """
-    cut = values.numel() // _NORM_ROW * _NORM_ROW
-    rows, rest = values[:cut].view(-1, _NORM_ROW), values[cut:]
-    total: Tensor = torch.linalg.vector_norm(rest).double().square()
-    if cut:
-        total = total + torch.linalg.vector_norm(rows, dim=1).double().square().sum()
-    return total

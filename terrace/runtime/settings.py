@@ -1,33 +1,63 @@
 """Settings of the runtime that a user writes; pure, so that they are checked before torch is loaded."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from terrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """Hyper-parameters of AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+class OptimizerConfig:
+    """The optimizer and its hyper-parameters.
 
-    `clip` bounds the global gradient norm; 0 turns clipping off. Raises `ConfigError` for values outside
-    their range.
+    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675) or muon (Jordan
+    2024; Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW. `lr` is the
+    peak rate; under muon `adamw_lr` is that of the rest, the same unless given. `clip` bounds the global gradient
+    norm; 0 turns clipping off. Raises `ConfigError` for values outside their range, and for those that have no effect.
     """
 
+    name: Literal["adamw", "lion", "muon"] = "adamw"
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    momentum: float = 0.95  # of muon
+    newton_schulz_steps: int = 5  # of muon
+    adamw_lr: float | None = None  # of what muon leaves to AdamW; none: `lr`
 
     def __post_init__(self) -> None:
         if not self.eps > 0:
             raise ConfigError(f"optimizer.eps = {self.eps} must be positive: it divides where a gradient is zero")
-        for name in ("lr", "eps", "weight_decay", "clip"):
+        for name in ("lr", "eps", "weight_decay", "clip", "adamw_lr"):
             value = getattr(self, name)
+            if name == "adamw_lr" and value is None:
+                continue
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"optimizer.{name} = {value} must be zero or a positive number")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)} must be at least 0 and below 1")
+        if self.newton_schulz_steps < 1:
+            raise ConfigError(f"optimizer.newton_schulz_steps = {self.newton_schulz_steps} must be at least 1")
+        if self.adamw_lr is not None and not self.lr:
+            raise ConfigError(f"optimizer.adamw_lr = {self.adamw_lr}: the schedule is of optimizer.lr, which is 0")
+        for item in fields(self):
+            if item.name in _WITHOUT_EFFECT[self.name] and getattr(self, item.name) != item.default:
+                raise ConfigError(
+                    f"optimizer.{item.name} = {getattr(self, item.name)} has no effect under optimizer.name = "
+                    f"{self.name!r}: leave it out"
+                )
+
+    @property
+    def adamw_share(self) -> float:
+        """What the rate of AdamW is of the rate of the step."""
+        return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
+
+
+_OF_MUON = ("momentum", "newton_schulz_steps", "adamw_lr")
+_WITHOUT_EFFECT = {"adamw": _OF_MUON, "lion": (*_OF_MUON, "eps"), "muon": ()}
+
+AdamWConfig = OptimizerConfig  # the same, where the optimizer is left at its default

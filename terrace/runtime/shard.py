@@ -11,9 +11,10 @@ from terrace.model.spec import ParamSpec
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, keeps_master
-from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.flat import Flat, Initial
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.muon import ShardedMuon
+from terrace.runtime.optimizer import Optimizer, make_optimizer
+from terrace.runtime.settings import OptimizerConfig
 
 
 class Shard:
@@ -34,10 +35,13 @@ class Shard:
         device: torch.device,
         meter: Meter,
         is_copy: bool = False,
+        num_orthogonal: int = 0,
     ) -> None:
         self.name = name
         self.layout = layout
         self.is_copy = is_copy  # of a block that another stage owns
+        self._num_orthogonal = num_orthogonal  # elements of matrices that the optimizer updates as wholes
+        self._directions: Tensor | None = None  # of them, gathered from ORTHOGONALISE to UPDATE
         self._meter = meter
         self._origin = Origin(name, layout, device, meter)
         self._master_dtype = DTYPES[plan.master]
@@ -56,9 +60,9 @@ class Shard:
         self._is_fresh = True  # nothing of this step is in `grads` yet
         self.grads = torch.empty(0)
         self.owned = torch.empty(0)
-        self.optimizer: ShardedAdamW | None = None
+        self.optimizer: Optimizer | None = None
 
-    def initialise(self, initial: Initial, config: AdamWConfig) -> None:
+    def initialise(self, initial: Initial, config: OptimizerConfig) -> None:
         """Set the parameters and make the gradient and the optimizer state."""
         if self.fixed is not None:
             self.fixed.fill(initial)
@@ -159,13 +163,40 @@ class Shard:
             piece(layout.outermost).copy_(total)
         collectives.gather(MessageClass.SYNC, piece, layout.outermost, layout.optimizer, self._origin)
 
+    def prepare_directions(self, scale: Tensor) -> None:
+        """Scale the gradient and put in its place what Muon orthogonalises; make room for whole matrices."""
+        flat, optimizer = self.trainable, self.optimizer
+        if flat is None or not isinstance(optimizer, ShardedMuon):
+            return
+        self.owned.mul_(scale.to(self.owned.dtype))
+        optimizer.prepare()
+        if self.layout.span(self.layout.optimizer) > 1:
+            self._directions = torch.empty_like(flat.full, memory_format=torch.contiguous_format)
+            self._meter.add("buffers", self._directions.nbytes)
+            self._directions[flat.part(self.layout.optimizer)] = self.owned
+
+    def gather_directions(self, collectives: Collectives) -> None:
+        """Bring what the other ranks have prepared."""
+        flat, directions = self.trainable, self._directions
+        if flat is None or directions is None:
+            return
+
+        def piece(tier: int) -> Tensor:
+            return directions[flat.part(tier)]
+
+        collectives.gather(MessageClass.ORTHOGONALISE, piece, self.layout.optimizer, DEVICE, self._origin)
+
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
         flat = self.trainable
         assert flat is not None, f"block {self.name} has nothing to train"
         assert self.optimizer is not None, f"block {self.name} is not initialised"
-        self.owned.mul_(scale.to(self.owned.dtype))
-        self.optimizer.update(lr)
+        if not self._num_orthogonal:
+            self.owned.mul_(scale.to(self.owned.dtype))
+        self.optimizer.update(lr, self._directions)
+        if self._directions is not None:
+            self._meter.add("buffers", -self._directions.nbytes)
+            self._directions = None
         if self._in_place:
             flat.collect_gradients_in(self.grads)  # the next step's
         self._is_fresh = True
@@ -187,7 +218,7 @@ class Shard:
 
         collectives.gather(MessageClass.REFRESH, piece, layout.optimizer, layout.params, self._origin)
 
-    def _make_optimizer(self, flat: Flat, values: Tensor, config: AdamWConfig) -> None:
+    def _make_optimizer(self, flat: Flat, values: Tensor, config: OptimizerConfig) -> None:
         layout = self.layout
         self.grads = torch.zeros(
             flat.padded // layout.span(layout.grads), dtype=self._master_dtype, device=flat.full.device
@@ -197,8 +228,15 @@ class Shard:
             master = values.to(device=flat.full.device, dtype=self._master_dtype)
         else:
             master = flat.shard[flat.part_within(layout.optimizer, layout.params)]
-        num_decayed = flat.num_decayed - flat.part(layout.optimizer).start
-        self.optimizer = ShardedAdamW(master, self.owned, num_decayed, config)
+        self.optimizer = make_optimizer(
+            master,
+            self.owned,
+            flat.part(layout.optimizer).start,
+            [extent for extent in flat.extents() if extent[2] <= self._num_orthogonal],
+            flat.num_decayed,
+            config,
+            flat.full.dtype,
+        )
         self._meter.add("grads", self.grads.nbytes)
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
         if self._in_place:

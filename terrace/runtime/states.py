@@ -7,11 +7,13 @@ says in `group_of` which parameters belong to them, and hands out its tensors by
 """
 
 from terrace.model.spec import ParamSpec
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 
-ADAMW, FROZEN = "adamw", "frozen"
+ADAMW, LION, MUON, FROZEN = "adamw", "lion", "muon", "frozen"
 KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its parameters
     ADAMW: ("master", "exp_avg", "exp_avg_sq"),
+    LION: ("master", "momentum"),
+    MUON: ("master", "momentum"),
     FROZEN: ("frozen",),
 }
 
@@ -21,6 +23,10 @@ def is_trained(spec: ParamSpec) -> bool:
     return spec.trainable and spec.numel > 0
 
 
-def group_of(block: str, spec: ParamSpec, optimizer: AdamWConfig) -> str:
-    """Return the group of a parameter of `block` under an optimizer's settings."""
-    return ADAMW if is_trained(spec) else FROZEN
+def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str:
+    """Return the group of a parameter under an optimizer's settings; `in_layer`: of a layer, not of the ends."""
+    if not is_trained(spec):
+        return FROZEN
+    if optimizer.name == "muon":
+        return MUON if in_layer and spec.decays else ADAMW
+    return LION if optimizer.name == "lion" else ADAMW

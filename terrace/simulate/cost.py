@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from terrace.base.errors import PlanError
 from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
+from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
 from terrace.simulate.inside import waits
-from terrace.simulate.kernels import fresh_s
+from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.links import hop_s, send_s
 from terrace.simulate.work import Work
@@ -154,9 +155,24 @@ def _costs(
 def update_seconds(program: Program) -> tuple[float, ...]:
     """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last held."""
     device = program.cluster.device
-    update = [optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s for parts in program.flats]
+    update = [
+        optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
+        for parts in program.flats
+    ]
     update[program.stage.held[-1]] += device.kernels.optimizer_s  # once a step, on every stage
     return tuple(update)
+
+
+def newton_schulz_s(program: Program, flats: Sequence[FlatSpec]) -> float:
+    """Return the seconds of Muon's products on the matrices that reach into a rank's part of a block; else 0."""
+    device, dtype = program.cluster.device, program.plan.compute
+    return NUM_STEPS * sum(
+        gemm_s(device, m, k, n, 1, dtype)
+        for flat in flats
+        if flat.num_orthogonal
+        for shape in matrices_of_a_rank(flat)
+        for m, k, n in iteration_products(shape)
+    )
 
 
 def _owned(flats: Sequence[FlatSpec]) -> int:
@@ -177,5 +193,7 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
         weight.append(forward[-1] if block.num_trainable else 0.0)
         backward.append(forward[-1] + weight[-1])
         copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
-        update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth)
+        whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
+        products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
+        update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
     return _costs(program, forward, backward, update, weight)

@@ -206,6 +206,7 @@ class Rank:
     __slots__ = (
         "begins_s",
         "busy_s",
+        "directions",
         "gathers",
         "lanes_s",
         "mutual",
@@ -232,6 +233,7 @@ class Rank:
         self.reductions: deque[Moment] = deque()
         self.reduced: dict[int, Moment] = {}
         self.syncs: list[Moment] = []
+        self.directions: dict[int, tuple[Moment, str]] = {}
 
     def nothing(self, event: Event) -> None:
         """FREE, and REDUCE where autograd adds into the accumulated gradient itself."""
@@ -291,8 +293,14 @@ class Rank:
         self.reductions.clear()
         self.syncs.clear()
 
+    def orthogonalise(self, event: Event) -> None:
+        """ORTHOGONALISE starts at once: what it sends is there."""
+        self.directions[event.block] = self.issue(event, _START), event.category
+
     def update(self, event: Event) -> None:
-        """UPDATE reads what CLIP waited for."""
+        """UPDATE reads what CLIP waited for, and the whole matrices of its block."""
+        if event.block in self.directions:
+            self.wait(*self.directions.pop(event.block))
         self.compute(event)
 
     def refresh(self, event: Event) -> None:
@@ -373,5 +381,6 @@ _COLLECTIVE = {
     Op.REDUCE: Rank.reduce,
     Op.SYNC: Rank.sync,
     Op.CLIP: Rank.clip,
+    Op.ORTHOGONALISE: Rank.orthogonalise,
     Op.REFRESH: Rank.refresh,
 }

@@ -29,7 +29,14 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
 from terrace.plan.layout import DEVICE, Layout, message_lane
-from terrace.plan.memory import accumulates_in_place, arena_bytes, gather_buffers, keeps_master, reduce_buffers
+from terrace.plan.memory import (
+    accumulates_in_place,
+    arena_bytes,
+    gather_buffers,
+    keeps_master,
+    num_second_moments,
+    reduce_buffers,
+)
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS, MessageClass
@@ -53,6 +60,7 @@ class Stage:
     layers: range
     lent: int  # what a tied head reads of the embedding of this stage
     shared: tuple[tuple[tuple[str, ...], Sizes], ...] = ()
+    layer_vectors: int = 0  # of a layer's elements, those that are not of matrices, padding included
 
     @property
     def num_blocks(self) -> int:
@@ -118,7 +126,8 @@ def stage_of(
     if not 0 <= stage < num_stages:
         raise PlanError(f"stage = {stage} of a pipeline of {num_stages}: use 0 to {num_stages - 1}")
     degrees = {"columns": columns, "rows": tensor // columns}
-    kinds = [_local_numels(block) for block in kind_blocks(model, degrees)]
+    blocks = kind_blocks(model, degrees)
+    kinds = [_local_numels(block) for block in blocks]
     tied = model.tied_embeddings
     if tied and num_stages > 1:
         kinds[2][()] = kinds[2].get((), 0) + -(-model.vocab_size // tensor) * model.hidden_size
@@ -136,6 +145,7 @@ def stage_of(
         layers=stage_layers(model.num_layers, num_stages, stage) if layers is None else layers,
         lent=embedding if tied and num_stages == 1 else 0,
         shared=tuple((axes, sizes) for axes, sizes in flats.items() if axes),
+        layer_vectors=layer - sum(param.numel for param in blocks[1].params if param.decays),
     )
 
 
@@ -228,7 +238,8 @@ def model_states(
         steady["params"] += total // here.span(here.params) * item
         steady["secondary"] += total // here.span(here.params_backward) * item if here.has_secondary else 0
         steady["grads"] += total // here.span(here.grads) * master
-        steady["optimizer"] += total // here.span(here.optimizer) * master * (3 if keeps_master(plan, here) else 2)
+        kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
+        steady["optimizer"] += (kept - _spared_moments(plan, here, stage, sizes)) * master
         if not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
         alone = replace(stage, embedding=sizes[0], layer=sizes[1], head=sizes[2], shared=())
@@ -244,6 +255,15 @@ def model_states(
         gathered={kind: gathered_numel(stage, plan.prefetch, kind) * item if whole else 0 for kind in kinds},
         gradients={kind: gradient_numel(gradients, kind, again) * item for kind in kinds},
     )
+
+
+def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
+    """Return of how many elements a rank keeps no second moment, where AdamW would (terrace.plan.memory)."""
+    span, spared = layout.span(layout.optimizer), 0
+    for kind, (count, size) in enumerate(zip((1, len(stage.layers), 1), sizes, strict=True)):
+        elementwise = stage.layer_vectors if plan.update == "muon" and kind == 1 else size
+        spared += count * (size // span - num_second_moments(plan.update, size // span, elementwise))
+    return spared
 
 
 @lru_cache(maxsize=16384)

@@ -26,7 +26,7 @@ from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
 from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import lossy_messages
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned
 from terrace.train.sources import (
@@ -157,7 +157,7 @@ class RunConfig:
     plan: Plan
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig
-    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig | None = None  # train adapters alone
 
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -221,15 +221,27 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         if name not in table:
             raise ConfigError(f"section [{name}] is missing")
     cluster = parse_cluster(dict(table["cluster"]))
+    optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
     return RunConfig(
         model=parse_model(table["model"]),
         cluster=cluster,
-        plan=parse_plan(table["plan"], cluster),
+        plan=_plan(table["plan"], cluster, optimizer),
         data=load(DataConfig, table.get("data", {}), "data"),
         train=load(TrainConfig, table["train"], "train"),
-        optimizer=load(AdamWConfig, table.get("optimizer", {}), "optimizer"),
+        optimizer=optimizer,
         lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
     )
+
+
+def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig) -> Plan:
+    """Return the plan for an optimizer; one that was made for another is refused."""
+    update = table.get("update", optimizer.name)
+    if update != optimizer.name:
+        raise ConfigError(
+            f"the plan was made for plan.update = {update!r}, and optimizer.name = {optimizer.name!r}: leave "
+            "plan.update out, or name the same optimizer"
+        )
+    return replace(parse_plan(table, cluster), update=optimizer.name)
 
 
 def run_toml(run: RunConfig) -> str:

@@ -26,7 +26,8 @@ from typing import Any
 
 from terrace.base.errors import CheckpointError
 from terrace.model.spec import BlockSpec
-from terrace.runtime.settings import AdamWConfig
+from terrace.plan.flats import is_layer
+from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of, is_trained
 from terrace.train.checkpoint.boxes import Box, to_text
 
@@ -63,22 +64,27 @@ def latest(run_folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def checkpoint_bytes(blocks: Sequence[BlockSpec], optimizer: AdamWConfig, master_bytes: int, compute_bytes: int) -> int:
+def checkpoint_bytes(
+    blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, master_bytes: int, compute_bytes: int
+) -> int:
     """Return the size of a checkpoint of whole blocks on disk, without headers."""
     return sum(
         param.numel
-        * len(KINDS[group_of(block.name, param, optimizer)])
+        * len(KINDS[group_of(param, optimizer, is_layer(index, len(blocks)))])
         * (master_bytes if is_trained(param) else compute_bytes)
-        for block in blocks
+        for index, block in enumerate(blocks)
         for param in block.params
     )
 
 
-def block_layouts(blocks: Sequence[BlockSpec], optimizer: AdamWConfig) -> dict[str, BlockLayout]:
+def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
     """Return the group and the shape of every parameter of whole blocks."""
     return {
-        block.name: {param.name: (group_of(block.name, param, optimizer), list(param.shape)) for param in block.params}
-        for block in blocks
+        block.name: {
+            param.name: (group_of(param, optimizer, is_layer(index, len(blocks))), list(param.shape))
+            for param in block.params
+        }
+        for index, block in enumerate(blocks)
     }
 
 
@@ -89,7 +95,7 @@ def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
 
 def manifest_of(
     blocks: Sequence[BlockSpec],
-    optimizer: AdamWConfig,
+    optimizer: OptimizerConfig,
     step: int,
     num_updates: int,
     facts: Mapping[str, Any],
@@ -137,7 +143,7 @@ def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
 
 
 def check_model(
-    where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec], optimizer: AdamWConfig
+    where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec], optimizer: OptimizerConfig
 ) -> None:
     """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and whole blocks."""
     here = block_layouts(blocks, optimizer)

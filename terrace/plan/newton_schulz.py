@@ -1,0 +1,39 @@
+"""What Muon's Newton-Schulz iteration is and costs (Jordan 2024, https://kellerjordan.github.io/posts/muon). Pure."""
+
+from functools import lru_cache
+
+from terrace.plan.flats import FlatSpec
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: as steep as can be at zero while it stays near one
+UPDATE_RMS = 0.2  # times sqrt(max(n, m)): the size of AdamW's updates (Liu et al., arXiv 2502.16982, section 2.2)
+NUM_STEPS = 5  # the default of `optimizer.newton_schulz_steps`, by which steps are priced
+
+
+def iteration_products(shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Return the (m, k, n) of the products of one iteration on a matrix: X X^T, its square, and the result times X."""
+    short, long = sorted(shape)
+    return [(short, long, short), (short, short, short), (short, short, long)]
+
+
+@lru_cache(maxsize=4096)
+def matrices_of_a_rank(flat: FlatSpec) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the matrices that reach into a rank's slice of a flat buffer, of the rank with most work."""
+    size = flat.padded // flat.layout.span(flat.layout.optimizer)
+    extents, start = [], 0
+    for param in flat.params:
+        if start >= flat.num_orthogonal:
+            break
+        extents.append((param.shape, start, start + param.numel))
+        start += param.numel
+    # Only a slice in which a matrix begins or ends differs from one that lies inside a matrix.
+    slices = {place // size for _, begin, end in extents for place in (begin, end - 1)}
+    held = [
+        tuple(shape for shape, begin, end in extents if begin < (number + 1) * size and end > number * size)
+        for number in sorted(slices)
+    ]
+    return max(held, key=lambda shapes: sum(map(iteration_flops, shapes)), default=())
+
+
+def iteration_flops(shape: tuple[int, ...]) -> int:
+    """Return the FLOPs of one iteration: 4 s^2 l + 2 s^3 for a matrix with sides s <= l."""
+    return sum(2 * m * k * n for m, k, n in iteration_products(shape))

@@ -1,0 +1,123 @@
+"""Muon on the slice of one flat buffer that this rank owns.
+
+Of every matrix W (n, m) with gradient G (Jordan 2024, https://kellerjordan.github.io/posts/muon; the scale and the
+weight decay are those of Liu et al., arXiv 2502.16982, section 2.2, by which AdamW's learning rates fit):
+
+    M = momentum M + G
+    W = W - lr (0.2 sqrt(max(n, m)) NewtonSchulz(G + momentum M) + weight_decay W)
+
+A slice may begin and end in the middle of a matrix, and Newton-Schulz needs the whole. So `prepare` makes
+G + momentum M of the slice, in the place of the gradient; the ranks of the optimizer tier gather it (ORTHOGONALISE), in
+the compute dtype; and `update` orthogonalises every matrix that reaches into the slice, and keeps its part. The
+iteration runs in the compute dtype too, which is bf16 in Jordan's. What is no matrix of a layer takes AdamW.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terrace.model.spec import ParamSpec
+from terrace.plan.newton_schulz import COEFFICIENTS, UPDATE_RMS
+from terrace.runtime.adamw import ShardedAdamW
+from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.state_part import StatePart
+from terrace.runtime.states import KINDS, MUON
+
+Extent = tuple[ParamSpec, int, int]  # a matrix, and where it begins and ends in the flat buffer
+
+
+class ShardedMuon:
+    """Muon over the matrices of `extents` as far as they are in `master`, AdamW over what lies behind them.
+
+    `master` is the slice of the flat buffer that begins at `start`, `gradient` the memory where the finished gradient
+    of the same elements stands at `prepare`. `compute` is the dtype of Newton-Schulz.
+    """
+
+    def __init__(
+        self,
+        master: Tensor,
+        gradient: Tensor,
+        start: int,
+        extents: Sequence[Extent],
+        config: OptimizerConfig,
+        compute: torch.dtype,
+    ) -> None:
+        self.master = master
+        self.num_steps_made = 0
+        self._gradient, self._start, self._config, self._compute = gradient, start, config, compute
+        self._num_matrix = min(max(extents[-1][2] - start, 0), master.numel())
+        stop = start + self._num_matrix
+        self._extents = [extent for extent in extents if extent[1] < stop and extent[2] > start]
+        self.momentum = torch.zeros_like(master[: self._num_matrix])
+        rest = slice(self._num_matrix, master.numel())
+        self._rest = ShardedAdamW(master[rest], gradient[rest], 0, config) if rest.start < rest.stop else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the momentum, and of AdamW's moments."""
+        return self.momentum.nbytes + (self._rest.nbytes if self._rest is not None else 0)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of updates made."""
+        return self.num_steps_made
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self.num_steps_made = value
+        if self._rest is not None:
+            self._rest.num_steps = value
+
+    @property
+    def parts(self) -> list[StatePart]:
+        """What a checkpoint stores: every element is in one part."""
+        found = []
+        if self._num_matrix:
+            values = dict(zip(KINDS[MUON], (self.master[: self._num_matrix], self.momentum), strict=True))
+            found.append(StatePart(group=MUON, elements=slice(0, self._num_matrix), values=values))
+        for part in self._rest.parts if self._rest is not None else ():
+            elements = slice(self._num_matrix + part.elements.start, self._num_matrix + part.elements.stop)
+            found.append(StatePart(group=part.group, elements=elements, values=part.values))
+        return found
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Take the gradient into the momentum, and put what is to be orthogonalised in its place."""
+        gradient, momentum = self._gradient[: self._num_matrix], self._config.momentum
+        self.momentum.mul_(momentum).add_(gradient)
+        gradient.add_(self.momentum, alpha=momentum)
+
+    @torch.no_grad()
+    def update(self, lr: float, directions: Tensor | None = None) -> None:
+        """One step with learning rate `lr`; `directions` is the gathered flat buffer, None where the slice is whole."""
+        config = self._config
+        source, first = (self._gradient, self._start) if directions is None else (directions, 0)
+        self.master[: self._num_matrix].mul_(1 - lr * config.weight_decay)
+        for spec, start, stop in self._extents:
+            matrix = source[start - first : stop - first].to(self._compute).view(spec.shape)
+            whole = newton_schulz(matrix, config.newton_schulz_steps).reshape(-1)
+            low, high = max(start, self._start), min(stop, self._start + self._num_matrix)
+            scale = UPDATE_RMS * max(spec.shape) ** 0.5
+            part = whole[low - start : high - start].to(self.master.dtype)
+            self.master[low - self._start : high - self._start].add_(part, alpha=-lr * scale)
+        if self._rest is not None:
+            self._rest.update(lr)
+        self.num_steps_made += 1
+
+
+def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
+    """Return U V^T of the singular value decomposition U S V^T of a matrix (n, m), roughly: S becomes about one.
+
+    Jordan's quintic iteration, whose singular values end between 0.7 and 1.2; one of zero stays zero.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.t() if is_tall else matrix
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = x / torch.linalg.vector_norm(x, dtype=wide).clamp(min=torch.finfo(wide).tiny).to(x.dtype)
+    for _ in range(num_steps):
+        square = x @ x.t()
+        x = a * x + torch.addmm(square, square, square, beta=b, alpha=c) @ x
+    result: Tensor = x.t() if is_tall else x
+    return result
