@@ -31,22 +31,23 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 def save_beside(world: World, beside: Path, waiting: Path, tiers: tuple[int, ...], plan: str) -> tuple[int, int]:
     """Save after two steps beside two more, and after the same two in a way that training waits for."""
-    working = snapshot.write_all
+    working, release = snapshot.write_all, threading.Event()
 
-    def slow(file: Any, data: memoryview) -> None:
-        time.sleep(0.2)
+    def held_back(file: Any, data: memoryview) -> None:
+        release.wait(60)
         working(file, data)
 
     engine = make(world, tiers, plan, "bf16")
     saver = Saver(engine, world, beside, {"note": "hello"}, 2)
     train(engine, 0, 2)
     save(engine, waiting, 2, {"note": "hello"}, 2)
-    snapshot.write_all = slow
+    snapshot.write_all = held_back
     try:
         saver.start(2)
         train(engine, 2, 4)
         assert saver.is_under_way, "it goes on beside the steps"
         assert not (beside / "checkpoints" / "step-00000002").exists()
+        release.set()
         saver.finish()
     finally:
         snapshot.write_all = working

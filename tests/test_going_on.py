@@ -26,6 +26,7 @@ from terrace.train.metrics import Silent, StepRecord
 from tests.tiny_runs import metrics, write_run
 
 STEPS, MIDDLE, EVERY, RANKS = 50, 25, 5, 4
+LIMIT_S = 140.0
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -104,7 +105,7 @@ def whole(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run without a stop, whose checkpoint of the middle is kept beside its last."""
     folder = tmp_path_factory.mktemp("whole")
     job = prepare(parse_run(table_of(folder, 2, 2, keep_checkpoints=6)), folder / "run", None)
-    assert pool.run(RANKS, rank_of, job, "") == [None] * RANKS
+    assert pool.run(RANKS, rank_of, job, "", timeout_s=LIMIT_S) == [None] * RANKS
     assert len(losses_of(job.folder)) == STEPS
     return job.folder
 
@@ -126,17 +127,17 @@ def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
     steps = {"steps": MIDDLE} if how == "more steps are asked for" else {}
     job = prepare(parse_run({**table, "train": table["train"] | steps}), tmp_path / "run", None)
     if how == "more steps are asked for":
-        assert pool.run(RANKS, rank_of, job, how) == [None] * RANKS
+        assert pool.run(RANKS, rank_of, job, how, timeout_s=LIMIT_S) == [None] * RANKS
     elif how == "signal":
-        assert pool.run(RANKS, rank_of, job, how) == [MIDDLE] * RANKS
+        assert pool.run(RANKS, rank_of, job, how, timeout_s=LIMIT_S) == [MIDDLE] * RANKS
     elif how == "disk full in a save":
         with pytest.raises(
             CheckpointError, match=r"cannot write a checkpoint in .*/checkpoints \(rank 2: File too large"
         ):
-            pool.run(RANKS, rank_of, job, how)
+            pool.run(RANKS, rank_of, job, how, timeout_s=LIMIT_S)
     else:
         with pytest.raises((RuntimeError, HangError), match=r"killed by SIGKILL|the process is gone"):
-            pool.run(RANKS, rank_of, job, how)
+            pool.run(RANKS, rank_of, job, how, timeout_s=LIMIT_S)
     newest = latest(job.folder)
     assert newest is not None
     late = () if how in ("signal", "more steps are asked for") else (goes_on_from - EVERY,)  # on a very busy machine
@@ -145,7 +146,7 @@ def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
     assert bool(half_written) == (how == "all killed in a save")
     again = prepare(parse_run(table), job.folder, None, going_on=True)
     assert again.resume == newest
-    assert pool.run(RANKS, rank_of, again, "") == [None] * RANKS
+    assert pool.run(RANKS, rank_of, again, "", timeout_s=LIMIT_S) == [None] * RANKS
     assert losses_of(job.folder) == losses_of(whole)
     ours, theirs = values_of(job.folder), values_of(whole)
     assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
@@ -173,7 +174,7 @@ def test_another_world_goes_on_with_the_same_numbers(
     assert bool(changed) == (num_ranks != RANKS)
     config = replace(config, data=parse_run(table_of(whole.parent, 2, 2)).data)
     job = prepare(config, run, None, going_on=True)
-    assert pool.run(num_ranks, rank_of, job, "") == [None] * num_ranks
+    assert pool.run(num_ranks, rank_of, job, "", timeout_s=LIMIT_S) == [None] * num_ranks
     ours, theirs = losses_of(run), losses_of(whole)
     assert ours[:MIDDLE] == theirs[:MIDDLE]
     assert ours != theirs, "another order of sums"

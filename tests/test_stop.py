@@ -170,7 +170,7 @@ def watched(world: World, stopped_s: float) -> str:
     """A rank that is told to stop and takes its time: its watchdog lets it, since no rank is missing."""
     with (
         Asked((signal.SIGTERM,)) as asked,
-        Watchdog(world.store, world.rank, 2, timeout_s=5.0, interval_s=0.05, catch_sigterm=True, stops=True) as dog,
+        Watchdog(world.store, world.rank, 2, timeout_s=20.0, interval_s=0.2, catch_sigterm=True, stops=True) as dog,
     ):
         dog.at(1, 2, "a long kernel")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -180,4 +180,4 @@ def watched(world: World, stopped_s: float) -> str:
 
 
 def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:
-    assert pool.run(2, watched, 1.5) == ["in order"] * 2
+    assert pool.run(2, watched, 2.0) == ["in order"] * 2

@@ -209,7 +209,8 @@ class Watchdog:
 
     def _cause(self) -> _Cause | None:
         if self._told_to_stop and self._state in (None, "dragged"):
-            return "stopped"
+            stands_still = self._stops and self._state is None and self._still_s >= self._timeout_s - self._window_s
+            return "stalled" if stands_still else "stopped"
         if self._state is not None:
             return "error" if self._state == "dragged" and not self._answered.is_set() else None
         if self._place is not self._seen or self._place[3] is None:
