@@ -33,14 +33,14 @@ from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, Saved, Saver, latest, restore
+from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.feeding import Feeder
 from terrace.train.data.prepared import data_facts
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
-from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
+from terrace.train.metrics import MetricsFile, Observer, Outcome, Saved, StepRecord, Summary
 from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded

@@ -10,7 +10,6 @@ from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cluster import Cluster
 from terrace.program import StepReport
-from terrace.train.checkpoint import Saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,16 @@ class StepRecord:
     memory_bytes: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     time: float = 0.0  # when the step ended, in seconds since 1970
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is complete, and what it cost this rank."""
+
+    folder: Path
+    num_bytes: int  # of this rank
+    stalled_s: float  # that training stood still: to wait for the save before, and to copy
+    write_s: float  # until all ranks had written and the folder was renamed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,8 @@ class _Recorder:
         self._observer.stepped(record, seconds_left)
 
     def saved(self, folder: Path) -> None:
-        self.event("saved", step=self._step, folder=folder.name)
+        # A save ends beside the steps: the folder knows after which one it began.
+        self.event("saved", step=int(folder.name.removeprefix("step-")), folder=folder.name)
         self._observer.saved(folder)
 
     def note(self, text: str) -> None:

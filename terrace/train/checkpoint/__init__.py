@@ -2,12 +2,11 @@
 
 from terrace.train.checkpoint.layout import check_model, checkpoint_bytes, latest
 from terrace.train.checkpoint.reading import Checkpoint, newest_whole, restore
-from terrace.train.checkpoint.saving import Saved, Saver
+from terrace.train.checkpoint.saving import Saver
 from terrace.train.checkpoint.writing import save
 
 __all__ = [
     "Checkpoint",
-    "Saved",
     "Saver",
     "check_model",
     "checkpoint_bytes",

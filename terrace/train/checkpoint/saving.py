@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,21 +37,12 @@ from terrace.train.checkpoint.writing import (
     snapshot_of,
     write_part,
 )
+from terrace.train.metrics import Saved
 
 _POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.002, 0.25, 1.2
 _MAX_POLLS_PER_S = 2000  # of all ranks together, so that one store is not asked too often
 _LEAVE_S = 10.0  # for ranks that only read a key
 _DONE = "done"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint that is complete, and what it cost this rank."""
-
-    folder: Path
-    num_bytes: int  # of this rank
-    stalled_s: float  # that training stood still: to wait for the save before, and to copy
-    write_s: float  # until all ranks had written and the folder was renamed
 
 
 class Saver:
