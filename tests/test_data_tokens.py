@@ -1,6 +1,7 @@
 """The token file: what it holds, when it is made again, and what is left when making it fails."""
 
 import errno
+import json
 import multiprocessing
 import os
 import resource
@@ -15,7 +16,6 @@ from terrace.base.errors import DataError
 from terrace.train.data import ByteTokenizer, TokenFile, prepare_tokens
 from terrace.train.data import pieces as pieces_module
 from terrace.train.data import tokens as tokens_module
-from terrace.train.data.pieces import Piece
 
 
 class WideTokenizer:
@@ -75,19 +75,6 @@ def test_documents_begin_where_the_file_says(tmp_path: Path) -> None:
     assert made.open_mask() is None
 
 
-def test_pieces_that_are_not_trained_on_make_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [Piece("ab", False, trains=False), Piece("c", True), Piece("d", True), Piece("e", True, trains=False)]
-    monkeypatch.setattr(tokens_module, "read_pieces", lambda *_: iter(said))
-    tree(tmp_path, {"a.txt": b"any"})
-    made = prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")
-    assert made.open().tolist() == [*b"abc", 256, ord("d"), 256, ord("e"), 256]
-    assert made.open_starts().tolist() == [0, 4, 6]
-    mask = made.open_mask()
-    assert mask is not None
-    assert mask.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
-    assert prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache") == made
-
-
 def test_cache_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = tmp_path / "a.txt", tmp_path / "cache"
     source.write_text("first")
@@ -135,17 +122,18 @@ def fail_with(code: int) -> Callable[..., None]:
     ("target", "code", "message"),
     [
         ("_write_tokens", errno.ENOSPC, "No space left on device; stopped after 0 bytes; free some space"),
-        ("os.fsync", errno.ENOSPC, "No space left on device; stopped after 10 bytes"),
-        ("os.replace", errno.EACCES, "Permission denied; choose a cache folder that you may write to"),
+        ("partial.os.fsync", errno.ENOSPC, "No space left on device; stopped after 10 bytes"),
+        ("partial.os.replace", errno.EACCES, "Permission denied; choose a cache folder that you may write to"),
         ("write_atomic", errno.ENOSPC, "No space left on device"),
-        ("tempfile.mkstemp", errno.EROFS, "Read-only file system; choose a cache folder"),
+        ("Partial", errno.EROFS, "Read-only file system; choose a cache folder"),
     ],
 )
 def test_failed_writes_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, code: int, message: str
 ) -> None:
     tree(tmp_path, {"a.txt": b"text"})
-    monkeypatch.setattr(f"{tokens_module.__name__}.{target}", fail_with(code))
+    module = "terrace.train.data" if target.startswith("partial.") else tokens_module.__name__
+    monkeypatch.setattr(f"{module}.{target}", fail_with(code))
     with pytest.raises(DataError, match=f"cannot write the token file .*: {message}") as error:
         prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")
     assert "\n" not in str(error.value)
@@ -204,3 +192,58 @@ def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
     assert len(set(made)) == 1
     assert made[0].open().size == 500_001
     assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+class Interrupted(WideTokenizer):
+    """Is killed, as by Ctrl-C, while it encodes some text; counts what it has encoded."""
+
+    def __init__(self, end: str = "") -> None:
+        self.end, self.num_encoded = end, 0
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        if self.end and self.end in text:
+            raise KeyboardInterrupt
+        self.num_encoded += len(text)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("damage", ["", "ids", "beyond", "journal"])
+def test_what_a_killed_process_has_left_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr("terrace.train.data.corpus.UNIT_BYTES", 1000)
+    monkeypatch.setattr(tokens_module, "_NOTE_BYTES", 2000)
+    lines = [{"text": f"document {number} " + "x" * 80} for number in range(100)]
+    lines[70]["text"] += " here"
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_tokens(source, Interrupted("here"), tmp_path / "cache")
+    (ids,) = (tmp_path / "cache").glob(".*.tokens.partial")
+    (journal,) = (tmp_path / "cache").glob(".*.journal.json")
+    if damage == "ids":
+        ids.write_bytes(b"\xff" + ids.read_bytes()[1:])
+    if damage == "beyond":
+        ids.write_bytes(ids.read_bytes() + b"half a tok")
+    if damage == "journal":
+        journal.write_text(journal.read_text()[:20])
+    again, said = Interrupted(), list[str]()
+    made = prepare_tokens(source, again, tmp_path / "cache", progress=said.append)
+    fresh = prepare_tokens(source, WideTokenizer(), tmp_path / "fresh")
+    assert made.path.read_bytes() == fresh.path.read_bytes()
+    assert made.starts.read_bytes() == fresh.starts.read_bytes()
+    assert made.digest == fresh.digest
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    total = sum(len(line["text"]) for line in lines)
+    if damage in ("", "beyond"):
+        assert any(text.startswith("going on after ") for text in said)
+        assert again.num_encoded < 0.6 * total
+    else:
+        assert again.num_encoded == total
+
+
+def test_a_tokenizer_without_an_end_of_text_tells_boundaries_apart(tmp_path: Path) -> None:
+    tree(tmp_path, {"a.jsonl": b'{"text": "ab"}\n{"text": "c"}', "b.jsonl": b'{"text": "a"}\n{"text": "bc"}'})
+    made = [prepare_tokens(tmp_path / name, WideTokenizer(), tmp_path / "cache") for name in ("a.jsonl", "b.jsonl")]
+    assert made[0].path.read_bytes() == made[1].path.read_bytes()
+    assert made[0].digest != made[1].digest

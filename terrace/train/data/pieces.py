@@ -21,7 +21,6 @@ class Piece:
 
     text: str  # empty only for an empty document
     ends_document: bool
-    trains: bool = True  # whether a model learns to say it; False for a prompt
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,12 @@
 
 `<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document followed by the tokenizer's
 end of text. Beside it, `.starts` holds where each document begins (little-endian int64, in tokens, rising
-from 0), `.mask`, only where some pieces are not trained on, one byte a token (1: trained on), and `.json`
-describes them. The key is a hash of the tokenizer and of the
-path, size and modification time of every source file, so another source or tokenizer is another file and
-one that somebody has mapped never changes. Old ones are not removed: nobody here knows who still reads
-them. They may be deleted by hand at any time no run uses them.
+from 0), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and modification time of
+every source file, so another source or tokenizer is another file and one that somebody has mapped never changes. Old
+ones are not removed: nobody here knows who still reads them. They may be deleted by hand at any time no run uses them.
 
-All are written whole to a temporary name and renamed, the description last: a description means a complete
-cache. Processes that prepare the same corpus at once write equal bytes, and the last rename
-wins. It is safe but repeats the work: let one process of a machine prepare, then the others.
+While it is made it has other names (terrace.train.data.partial), and the description comes last: a description means a
+complete cache.
 """
 
 import errno
@@ -18,15 +15,14 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,16 +30,18 @@ import numpy.typing as npt
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.base.schema import load, read_table
-from terrace.train.data.corpus import read_pieces
+from terrace.train.data.corpus import corpus_units, read_unit
 from terrace.train.data.files import find_documents
 from terrace.train.data.indexed import is_indexed, open_indexed
-from terrace.train.data.pieces import Piece
+from terrace.train.data.partial import Noted, Partial, alone
+from terrace.train.data.pieces import Piece, Unit
 from terrace.train.data.token_file import TokenFile
 from terrace.train.data.tokenizer import Tokenizer
 
 _FORMAT = "terrace-tokens-3"  # part of the key: raise it when the same corpus would give other bytes
 
 _TELL_S = 1.0
+_NOTE_BYTES = 16 << 20  # of a corpus, between two notes of how far it is
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 21, 1 << 14  # a tokenizer needs some hundred bytes a character
 
 Progress = Callable[[str], None]
@@ -62,7 +60,6 @@ class _Description:
     max_token: int
     digest: str
     num_documents: int
-    masked: bool
 
 
 def prepare_tokens(
@@ -75,8 +72,9 @@ def prepare_tokens(
 ) -> TokenFile:
     """Return the token file of the corpus `path`, made in `cache_dir` unless it is there already.
 
-    `progress` is told in words how far it is, about once a second. Raises `DataError` for a corpus that cannot be read
-    (see `corpus`), one that changes meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no
+    `progress` is told in words how far it is, about once a second. What another process makes is waited for, and what a
+    process that was killed has left is gone on with. Raises `DataError` for a corpus that cannot be read (see
+    `corpus`), one that changes meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no
     file behind.
     """
     if is_indexed(path):
@@ -89,135 +87,101 @@ def prepare_tokens(
     ready = _load_ready(target)
     if ready is not None:
         return ready
-    tally = _Tally(dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32")
-    made: dict[Path, str] = {}  # file -> temporary
+    num_bytes = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            pieces = read_pieces(path, column, split)
-            _make(made, target, pieces, tokenizer, tally, progress)
-            if _source_fingerprint(path, split) != source:
-                raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
-            for file, temporary in made.items():
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, file)
-        except BaseException:
-            for temporary in made.values():
-                Path(temporary).unlink(missing_ok=True)
-            raise
-        description = _Description(
-            format=_FORMAT,
-            corpus=os.fspath(path),
-            tokenizer=tokenizer.fingerprint,
-            source=source,
-            dtype=tally.dtype,
-            num_tokens=tally.num_tokens,
-            max_token=tally.max_token,
-            digest=tally.name(),
-            num_documents=len(tally.starts),
-            masked=target.with_suffix(".mask") in made,
-        )
-        _describe(target, description)
+        with alone(target):
+            ready = _load_ready(target)
+            if ready is not None:
+                return ready
+            partial = Partial(target)
+            try:
+                _write_tokens(partial, corpus_units(path, column, split), tokenizer, progress)
+                if _source_fingerprint(path, split) != source:
+                    raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
+                _check_text(partial.noted, path)
+                partial.finish()
+            except Exception:
+                num_bytes = partial.noted.num_bytes
+                partial.remove()
+                raise
+            except BaseException:  # killed or interrupted: the next one goes on
+                partial.close()
+                raise
+            description = _Description(
+                format=_FORMAT,
+                corpus=os.fspath(path),
+                tokenizer=tokenizer.fingerprint,
+                source=source,
+                dtype=_stored(tokenizer),
+                num_tokens=partial.noted.num_tokens,
+                max_token=partial.noted.max_token,
+                digest=_digest(partial, tokenizer),
+                num_documents=partial.noted.num_documents,
+            )
+            _describe(target, description)
     except OSError as error:
-        raise _unwritable(target, tally.num_bytes, error) from error
+        raise _unwritable(target, num_bytes, error) from error
     return _token_file(target, description)
 
 
-class _Tally:
-    """What is known of the ids written so far."""
-
-    def __init__(self, dtype: Literal["uint16", "uint32"]) -> None:
-        self.dtype = dtype
-        self.num_tokens = 0
-        self.num_bytes = 0
-        self.num_empty = 0  # documents without text
-        self.max_token = -1
-        self.digest = hashlib.blake2b(digest_size=16)
-        self.starts: list[int] = []
-        self.masked: list[tuple[int, int]] = []  # first token, one past the last
-        self.begins = True  # whether the next piece begins a document
-
-    def add(self, piece: Piece, ids: npt.NDArray[np.int64], raw: bytes) -> None:
-        """Take in a piece, its ids and these as they are stored."""
-        if ids.size:
-            self.starts += [self.num_tokens] * self.begins
-            self.masked += [(self.num_tokens, self.num_tokens + ids.size)] * (not piece.trains)
-            self.num_tokens += ids.size
-            self.num_bytes += len(raw)
-            self.max_token = max(self.max_token, int(ids.max()))
-            self.digest.update(raw)
-        self.begins = piece.ends_document or (self.begins and not ids.size)
-
-    def name(self) -> str:
-        if self.masked:
-            self.digest.update(json.dumps(self.masked).encode())
-        return self.digest.hexdigest()
-
-
-def _make(
-    made: dict[Path, str],
-    target: Path,
-    pieces: Iterable[Piece],
-    tokenizer: Tokenizer,
-    tally: _Tally,
-    progress: Progress,
-) -> None:
-    with _temporary(made, target) as file:
-        _write_tokens(file, pieces, tokenizer, tally, progress)
-    with _temporary(made, target.with_suffix(".starts")) as file:
-        file.write(np.array(tally.starts, dtype="<i8").tobytes())
-    if tally.masked:
-        mask = np.ones(tally.num_tokens, dtype=np.uint8)
-        for first, end in tally.masked:
-            mask[first:end] = 0
-        with _temporary(made, target.with_suffix(".mask")) as file:
-            file.write(mask.tobytes())
-
-
-@contextmanager
-def _temporary(made: dict[Path, str], target: Path) -> Iterator[IO[bytes]]:
-    handle, made[target] = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    with os.fdopen(handle, "wb", buffering=1 << 20) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_tokens(
-    file: IO[bytes], pieces: Iterable[Piece], tokenizer: Tokenizer, tally: _Tally, progress: Progress
-) -> None:
-    stored = np.dtype(tally.dtype).newbyteorder("<")
+def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
+    """Append the ids of all units but those that are done, noting from time to time how far it is."""
+    noted = partial.noted
+    stored = np.dtype(_stored(tokenizer)).newbyteorder("<")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
-    began = told = time.monotonic()
-    for piece, ids in _encoded(pieces, tokenizer, tally):
-        whole = np.concatenate([ids, end]) if piece.ends_document else ids
-        if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
-            raise DataError(
-                f"the tokenizer gave ids from {whole.min()} to {whole.max()}, outside its vocabulary of "
-                f"{tokenizer.vocab_size}; use a tokenizer whose files belong together"
-            )
-        raw = whole.astype(stored).tobytes()
-        file.write(raw)
-        tally.add(piece, whole, raw)
-        now = time.monotonic()
-        if now - told > _TELL_S:
-            told = now
-            progress(
-                f"tokenising: {tally.num_tokens / 1e6:.1f} M tokens, {tally.num_tokens / (now - began):,.0f} a second"
-            )
-    if tally.num_empty:
-        progress(f"{tally.num_empty} empty documents were left out")
-    if tally.num_tokens == 0:
+    began, first = time.monotonic(), noted.num_tokens
+    told = began
+    if first:
+        progress(f"going on after {first / 1e6:.1f} M tokens that are there")
+    for num_done, group in _groups(units, noted.num_units):
+        for piece, ids in _encoded(chain.from_iterable(map(read_unit, group)), tokenizer, noted):
+            whole = np.concatenate([ids, end]) if piece.ends_document else ids
+            if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
+                raise DataError(
+                    f"the tokenizer gave ids from {whole.min()} to {whole.max()}, outside its vocabulary of "
+                    f"{tokenizer.vocab_size}; use a tokenizer whose files belong together"
+                )
+            partial.add(whole, whole.astype(stored).tobytes(), piece.ends_document)
+            now = time.monotonic()
+            if now - told > _TELL_S:
+                told = now
+                rate = (noted.num_tokens - first) / (now - began)
+                progress(f"tokenising: {noted.num_tokens / 1e6:.1f} M tokens, {rate:,.0f} a second")
+        if sum(unit.num_bytes for unit in group) >= _NOTE_BYTES:
+            partial.note(num_done)
+    if noted.num_empty:
+        progress(f"{noted.num_empty} empty documents were left out")
+
+
+def _check_text(noted: Noted, path: str | Path) -> None:
+    if not noted.has_text:
+        raise DataError(f"data {path} holds no text, only white space or empty documents; give it some text")
+    if noted.num_tokens == 0:
         raise DataError("the tokenizer turned all of the text into no tokens; use another tokenizer")
 
 
+def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:
+    """Yield units of some megabytes together, after the first `num_done`, with how many are done after them."""
+    held: list[Unit] = []
+    for number, unit in enumerate(units, start=1):
+        if number <= num_done:
+            continue
+        held.append(unit)
+        if sum(each.num_bytes for each in held) >= _NOTE_BYTES:
+            yield number, held
+            held = []
+    if held:
+        yield number, held
+
+
 def _encoded(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, tally: _Tally
+    pieces: Iterable[Piece], tokenizer: Tokenizer, noted: Noted
 ) -> Iterator[tuple[Piece, npt.NDArray[np.int64]]]:
     """Yield pieces with their ids; the next batch is encoded while the caller works on this one."""
     with ThreadPoolExecutor(1) as ahead:
         waiting: deque[tuple[list[Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
-        for batch in _batched(pieces, tally):
+        for batch in _batched(pieces, noted):
             waiting.append((batch, ahead.submit(tokenizer.encode_batch, [piece.text for piece in batch])))
             if len(waiting) > 1:
                 done, ids = waiting.popleft()
@@ -226,16 +190,17 @@ def _encoded(
             yield from zip(done, ids.result(), strict=True)
 
 
-def _batched(pieces: Iterable[Piece], tally: _Tally) -> Iterator[list[Piece]]:
+def _batched(pieces: Iterable[Piece], noted: Noted) -> Iterator[list[Piece]]:
     """Yield the pieces in lists of some million characters, without documents that are empty."""
     held: list[Piece] = []
-    size, begins = 0, True
+    size, begins = 0, noted.begins
     for piece in pieces:
         is_empty = begins and piece.ends_document and not piece.text
         begins = piece.ends_document
         if is_empty:
-            tally.num_empty += 1
+            noted.num_empty += 1
             continue
+        noted.has_text = noted.has_text or not piece.text.isspace()
         held.append(piece)
         size += len(piece.text)
         if size >= _BATCH_CHARACTERS or len(held) >= _BATCH_PIECES:
@@ -245,13 +210,24 @@ def _batched(pieces: Iterable[Piece], tally: _Tally) -> Iterator[list[Piece]]:
         yield held
 
 
+def _stored(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
+    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def _digest(partial: Partial, tokenizer: Tokenizer) -> str:
+    """Return the digest of the ids and, where no id ends a document, of where documents begin."""
+    if tokenizer.end_of_text is None:
+        partial.digest.update(partial.target.with_suffix(".starts").read_bytes())
+    return partial.digest.hexdigest()
+
+
 def _describe(target: Path, description: _Description) -> None:
     try:
         write_atomic(target.with_suffix(".json"), json.dumps(asdict(description), indent=2) + "\n")
         sync_folder(target.parent)
     except BaseException:
         if not target.with_suffix(".json").exists():
-            for suffix in (".tokens", ".starts", ".mask"):
+            for suffix in (".tokens", ".starts"):
                 target.with_suffix(suffix).unlink(missing_ok=True)
         raise
 
@@ -271,9 +247,9 @@ def _load_ready(target: Path) -> TokenFile | None:
     except ConfigError as error:
         raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
     ready = _token_file(target, description)
-    if not ready.starts.exists() or (ready.mask is not None and not ready.mask.exists()):
+    if not ready.starts.exists():
         return None
-    for check in (ready.open, ready.open_starts, ready.open_mask):
+    for check in (ready.open, ready.open_starts):
         check()  # the size
     return ready
 
@@ -287,7 +263,7 @@ def _token_file(target: Path, description: _Description) -> TokenFile:
         digest=description.digest,
         num_documents=description.num_documents,
         starts=target.with_suffix(".starts"),
-        mask=target.with_suffix(".mask") if description.masked else None,
+        mask=None,
     )
 
 
