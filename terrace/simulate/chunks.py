@@ -1,7 +1,7 @@
 """How many logits are there at a time: the loss takes its tokens in chunks (terrace.runtime.head)."""
 
-# On a CPU a chunk of 2^22 was the fastest of 2^20 to 2^24 at hidden size 256, 32,000 words and 256 or 2,048 tokens:
-# smaller ones read and write the weight gradient more often, larger ones leave the cache and are new memory each time.
+# On a CPU, from 2^22 on it makes no difference beyond noise (python -m bench.head): smaller chunks read and write the
+# weight gradient more often. Smaller is less memory, so it is the least of those.
 # On a GPU the figure is a guess: 1,024 tokens of a vocabulary of 128,000, which is 256 MB in bf16.
 CHUNK_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 27}
 
