@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.cluster import Cluster
+from terrace.cluster import Cluster, load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, MessageClass, Plan, preset
 from terrace.plan.hops import coding_bytes
@@ -59,3 +59,20 @@ def test_a_slow_codec_lengthens_the_step_and_a_dtype_does_not_care() -> None:
 
     assert step_s("int8", 0.01) > step_s("int8", 1.0)
     assert step_s("bf16", 0.01) == step_s("bf16", 1.0)
+
+
+def test_only_what_trains_has_weight_gradients_to_pay_for() -> None:
+    """Of a block whose matrices are half frozen, half of the weight gradients are priced; of a frozen one none."""
+    cluster = load_cluster("local")
+    half = BlockSpec(
+        name="half", params=(ParamSpec(name="a", shape=(8, 8)), ParamSpec(name="b", shape=(8, 8), trainable=False))
+    )
+    whole = BlockSpec(name="whole", params=(ParamSpec(name="a", shape=(16, 8)),))
+    frozen = BlockSpec(name="frozen", params=(ParamSpec(name="a", shape=(16, 8), trainable=False),))
+    head = BlockSpec(name="head", params=(ParamSpec(name="a", shape=(8, 8)),))
+    program = build(cluster, preset("ddp", cluster), (whole, half, frozen, head), 1)
+    costs = step_costs(program, [1e9] * 4)
+    assert costs.weight_s[0] == pytest.approx(costs.forward_s[0])
+    assert costs.weight_s[1] == pytest.approx(costs.weight_s[0] / 2)
+    assert costs.weight_s[2] == 0
+    assert costs.backward_s[1] == pytest.approx(1.5 * costs.forward_s[1])

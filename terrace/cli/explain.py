@@ -92,7 +92,7 @@ def _csv_file(options: argparse.Namespace) -> Path | None:
 def _print_step(config: RunConfig, program: Program) -> None:
     """Print what a rank of a plan without a pipeline keeps, sends and takes."""
     console = Terminal()
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
+    work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
     report = simulate(program, step_costs(program, work))
     console.print(plan_table(config.cluster, config.plan))
     console.print(memory_table(report.memory_bytes, config.cluster.device.memory_bytes))
@@ -106,7 +106,7 @@ def _print_step(config: RunConfig, program: Program) -> None:
 def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, csv: Path | None) -> None:
     """Print the stages and their schedule, as the programs of all stages play it; write the schedule."""
     console, device = Terminal(), config.cluster.device
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
+    work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
     kept = [kept_activations(config, program) for program in programs]
     step = simulate_stages(programs, [step_costs(program, work) for program in programs])
     orders = run_orders(config, len(programs))

@@ -25,7 +25,7 @@ def checked_programs(config: RunConfig) -> list[Program]:
 
 def kept_activations(config: RunConfig, program: Program) -> int:
     """Return the most bytes of activations that a rank of a stage keeps."""
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence)
+    work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
     return activation_bytes(
         program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)
     )

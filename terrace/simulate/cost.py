@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
@@ -127,7 +128,7 @@ def _from_work(program: Program, work: Work) -> Costs:
     for index, block in enumerate(program.blocks):
         seconds = block_seconds(device, work, index, accumulate=accumulate)
         forward.append(seconds.forward_s)
-        weight.append(seconds.weight_s if block.num_trainable or block.borrows else 0.0)
+        weight.append(seconds.weight_s * _trained_part(block))
         backward.append(seconds.input_s + weight[-1])
     return _costs(program, forward, backward, update_seconds(program), weight)
 
@@ -150,6 +151,15 @@ def _costs(
         program=program,
         weight_s=tuple(weight),
     )
+
+
+def _trained_part(block: BlockSpec) -> float:
+    """Return the part of a block's matrices whose gradients are computed; a block that borrows has the lender's."""
+    sizes = [(param.numel, param.trainable) for param in block.params if len(param.shape) >= 2]
+    total = sum(numel for numel, _ in sizes)
+    if not total or block.borrows:
+        return 1.0 if block.num_trainable or block.borrows else 0.0
+    return sum(numel for numel, trainable in sizes if trainable) / total
 
 
 def update_seconds(program: Program) -> tuple[float, ...]:
@@ -190,7 +200,7 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
         flops = whole_flops / program.tensor.degree
         weights = (block.num_trainable + block.num_frozen) * item
         forward.append(max(flops / peak, weights / bandwidth))
-        weight.append(forward[-1] if block.num_trainable else 0.0)
+        weight.append(forward[-1] * _trained_part(block))
         backward.append(forward[-1] + weight[-1])
         copied = item if any(keeps_master(plan, flat.layout) for flat in parts) else 0
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]

@@ -165,6 +165,11 @@ class RunConfig:
         specs = block_specs(self.model)
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether a sequence may hold several documents that attend to themselves alone."""
+        return any(source.documents != "join" for source in self.data.sources())
+
     def num_micros(self) -> int:
         """Return the micro-batches per rank and step."""
         return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.train.batch)

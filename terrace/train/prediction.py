@@ -19,7 +19,9 @@ def priced_programs(run: RunConfig, cluster: Cluster) -> tuple[list[Program], li
     """
     programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
     sizes = (run.plan.micro_batch, run.train.sequence)
-    work: Work | Sequence[float] = work_of(cluster, run.plan, run.model, run.train.sequence)
+    work: Work | Sequence[float] = work_of(
+        cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents
+    )
     if cluster is not run.cluster:
         work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
     return programs, [step_costs(program, work) for program in programs]
