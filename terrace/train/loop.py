@@ -298,8 +298,7 @@ class _Run:
         self._tell()
 
     def _tell(self) -> None:
-        saved = self.saver.news()
-        if saved is not None:
+        while (saved := self.saver.news()) is not None:
             self.saves.append(saved)
             self.observer.saved(saved.folder)
 
