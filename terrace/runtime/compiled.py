@@ -52,7 +52,7 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
     for owner, name in ((attention.PerMicroBatch, "get"), (attention, "attend_in_pieces")):
         function = getattr(owner, name)
         if not hasattr(function, "_torchdynamo_disable"):
-            setattr(owner, name, torch.compiler.disable(function))
+            setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
     for module in modules:
         module.compile(backend=backend)
 
