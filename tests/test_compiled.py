@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster import Cluster
+from terrace.model import attention
 from terrace.program import build_stages
 from terrace.runtime import compiled
 from terrace.runtime.launch import LocalPool
@@ -44,6 +47,26 @@ def test_compiled_blocks_equal_one_process(pool: LocalPool) -> None:
         outcomes = [outcomes[index] for outcomes in of_ranks]
         found = deviation(outcomes, serial(MODEL, 2 * case.num_micros))
         assert max(found.values()) < 1e-10, (case.plan.name, found)
+
+
+def test_documents_of_another_batch_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.PerMicroBatch, "get", attention.PerMicroBatch.get)  # as before, in the end
+    monkeypatch.setattr(attention, "attend_in_pieces", attention.attend_in_pieces)
+    torch.compiler.reset()
+    embedding, layer, *_ = MODELS[MODEL].blocks(torch.float64)
+    tokens, graphs = torch.arange(16).view(2, 8) % 7, []
+    starts = ([0, 3, 8], [0, 8], [0, 1, 6, 8], [0, 5, 6, 7, 8], [0, 2, 8])
+    rows = [torch.cat([torch.arange(end - begin) for begin, end in pairwise(each)]) for each in starts]
+    of_batches = [torch.stack([rows[index], rows[index // 2]]) for index in range(5)]
+    with torch.no_grad():
+        expected = [layer(embedding(tokens), positions) for positions in of_batches]
+        compiled.compile_blocks([layer], backend="aot_eager")
+        for positions, whole in zip(of_batches, expected, strict=True):
+            torch.testing.assert_close(layer(embedding(tokens), positions), whole)
+            graphs.append(counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    assert graphs[0] > 0
+    assert graphs[1:] == graphs[:-1]
 
 
 def test_parts_of_a_backward_are_not_compiled() -> None:

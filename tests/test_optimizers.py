@@ -220,6 +220,9 @@ def test_newton_schulz_makes_singular_values_about_one(shape: tuple[int, int]) -
     assert values.min() > 0.6
     assert values.max() < 1.3
     assert newton_schulz(torch.zeros(shape), 5).abs().max() == 0
+    for dtype in (torch.float32, torch.bfloat16):  # whose squares are zero
+        tiny = (1e-30 * matrix).to(dtype)
+        assert (newton_schulz(tiny, 5).double() - found).norm() / found.norm() < 0.1, dtype
     assert (newton_schulz(matrix.bfloat16(), 5).double() - found).norm() / found.norm() < 0.1
 
 

@@ -200,6 +200,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
         return _core(query, key, value, None)
     if isinstance(plan, Tensor):
         return _core(query, key, value, plan)
+    return attend_in_pieces(query, key, value, plan)
+
+
+def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: Pieces) -> Tensor:
+    """Attend piece by piece; shapes are those of `attend`."""
     batch, heads, sequence, size = query.shape
     parts = (part.transpose(1, 2) for part in (query, key, value))  # (B, S, ., D), as they lie in memory
     if plan.joined:

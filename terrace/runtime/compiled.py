@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.model import attention
 from terrace.program import Op, Program
 
 
@@ -43,10 +44,17 @@ def check_compiler(device: torch.device) -> None:
         ) from error
 
 
-def compile_blocks(modules: Iterable[nn.Module]) -> None:
-    """Have each block compiled when it is first run."""
+def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> None:
+    """Have each block compiled when it is first run.
+
+    What depends on where documents begin stays as it is: it differs from batch to batch, and would be compiled anew.
+    """
+    for owner, name in ((attention.PerMicroBatch, "get"), (attention, "attend_in_pieces")):
+        function = getattr(owner, name)
+        if not hasattr(function, "_torchdynamo_disable"):
+            setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
     for module in modules:
-        module.compile()
+        module.compile(backend=backend)
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:

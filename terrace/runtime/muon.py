@@ -115,7 +115,9 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if is_tall else matrix
     wide = torch.promote_types(x.dtype, torch.float32)
-    x = x / torch.linalg.vector_norm(x, dtype=wide).clamp(min=torch.finfo(wide).tiny).to(x.dtype)
+    # First by the largest element: squares of what is below 1e-19, as a momentum without gradients becomes, are zero.
+    x = x / x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
+    x = x / torch.linalg.vector_norm(x, dtype=wide).clamp(min=1.0).to(x.dtype)
     for _ in range(num_steps):
         square = x @ x.t()
         x = a * x + torch.addmm(square, square, square, beta=b, alpha=c) @ x

@@ -6,8 +6,8 @@ Everything a user may have got wrong was checked before; what can still fail her
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -198,7 +198,7 @@ class _Run:
             data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
-            with self.profiler.around(self.step):
+            with self._saved_first(), self.profiler.around(self.step):
                 result = self.engine.step(micros, rate)
             self.compiling = False
             record = self._record(result, rate, data_s, time.perf_counter() - started)
@@ -224,10 +224,16 @@ class _Run:
         return summary, stop
 
     def _check(self, result: StepResult) -> None:
-        try:
+        with self._saved_first():
             _check_finite(result, self.step)
             _check_rounding(result, self.step, self.run.train.error_budget)
-        except TrainingError:  # on every rank, so that a save under way can end
+
+    @contextmanager
+    def _saved_first(self) -> Iterator[None]:
+        """Before what ends the run here, which every rank raises, let a save under way end."""
+        try:
+            yield
+        except TrainingError:
             self._finish_saving()
             raise
 
@@ -298,8 +304,7 @@ class _Run:
         self._tell()
 
     def _tell(self) -> None:
-        saved = self.saver.news()
-        if saved is not None:
+        while (saved := self.saver.news()) is not None:
             self.saves.append(saved)
             self.observer.saved(saved.folder)
 

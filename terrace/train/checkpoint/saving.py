@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -74,7 +75,7 @@ class Saver:
         self._folder, self._stalled_s = run_folder, 0.0
         self._outcome: str | None = None  # of the save under way, once it has ended
         self._error: BaseException | None = None
-        self._told: Saved | None = None
+        self._told = deque[Saved]()  # what the thread adds, no other may overwrite
         self._life = self._agree_on_life()
 
     @property
@@ -117,9 +118,8 @@ class Saver:
         return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
 
     def news(self) -> Saved | None:
-        """Return the checkpoint that has been completed since this was last asked."""
-        told, self._told = self._told, None
-        return told
+        """Return the next checkpoint that has been completed and was not returned yet."""
+        return self._told.popleft() if self._told else None
 
     def close(self) -> None:
         """Wait for a save under way, and for the other ranks to have heard of it: the store may be in this process.
@@ -151,11 +151,9 @@ class Saver:
         try:
             outcome = self._write(step, folder, number)
             if outcome == _DONE:
-                self._told = Saved(
-                    folder=folder,
-                    num_bytes=self.staging_bytes,
-                    stalled_s=self._stalled_s,
-                    write_s=time.perf_counter() - begin_s,
+                write_s = time.perf_counter() - begin_s
+                self._told.append(
+                    Saved(folder=folder, num_bytes=self.staging_bytes, stalled_s=self._stalled_s, write_s=write_s)
                 )
             self._outcome = outcome
         except BaseException as error:
