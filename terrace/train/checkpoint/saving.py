@@ -184,7 +184,7 @@ class Saver:
     def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
         """Rank 0: wait for all parts, and commit them unless one is missing."""
         count = self._world.world_size
-        if not self._wait(lambda: self._store.add(f"{number}/written", 0) == count, self._limit_s):
+        if not self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s):
             absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
             problem: str | None = f"{in_words(absent)} had not written {self._limit_s:g} s after rank 0"
         elif self._store.check([f"{number}/problem"]):

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_LEAVE_S = 5.0
 _POLL_S = 0.1  # how long a closed feeder's thread may linger when its queue is full
 
 
@@ -38,9 +39,9 @@ class Feeder(Generic[T]):
         return value  # type: ignore[return-value]  # it is there unless there is an error
 
     def close(self) -> None:
-        """End the thread; steps made ahead are dropped. May be called twice."""
+        """End the thread; steps made ahead are dropped. May be called twice. A read that hangs is not waited for."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_LEAVE_S)
 
     def _run(self, first: int, end: int) -> None:
         for step in range(first, end):
