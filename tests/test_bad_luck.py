@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from terrace.base.errors import CheckpointError, ConfigError, DataError
+import terrace
+from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
 from terrace.base.schema import parse_override
 from terrace.cli.main import main
 from terrace.train.data import load_tokenizer
@@ -68,3 +71,29 @@ def test_the_encoding_to_convert_from_is_that_of_the_file(tmp_path: Path, encodi
     unit = Unit(file, "text", 0, file.stat().st_size, True, file.stat().st_size)
     with pytest.raises(DataError, match=named):
         list(read_text(unit))
+
+
+def _trainer(blocks: list[torch.nn.Module], **given: Any) -> terrace.Trainer:
+    loss = torch.nn.CrossEntropyLoss(reduction="sum")
+    return terrace.Trainer(blocks, plan="zero3", cluster="local", loss=loss, lr=1e-2, **given)
+
+
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_a_preset_is_for_the_optimizer_that_the_trainer_is_given(name: str) -> None:
+    trainer = _trainer([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)], optimizer={"name": name})
+    assert trainer.plan.update == name
+    inputs, labels = torch.randn(8, 4), torch.arange(8) % 3
+    assert trainer.step(inputs, labels).num_tokens == 8
+    with pytest.raises(ConfigError, match="lr = nan"):
+        trainer.step(inputs, labels, lr=float("nan"))
+
+
+def test_a_module_that_stands_twice_is_refused() -> None:
+    layer = torch.nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=r"block\.0 and block\.1 are the same module"):
+        _trainer([layer, layer, torch.nn.Linear(4, 3)])
+
+
+def test_a_prompt_that_is_no_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(tmp_path), "--prompt", "caf\udce9"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err

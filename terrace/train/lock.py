@@ -1,4 +1,4 @@
-"""One run at a time writes a folder: a lock that the operating system takes away when its process ends, however it does.
+"""One run at a time writes a folder: by a lock that ends with the process that holds it, however that ends.
 
 A job that is started again while the one before still runs would else remove its half-written checkpoints, count its
 own among the other's, and write into the same metrics.
