@@ -99,6 +99,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_override(dotted: str, text: str) -> dict[str, Any]:
     """Turn `a.b.c` and a TOML value into nested tables; what is not one TOML value counts as a string."""
+    check_text(f"--{dotted}", text)
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -180,3 +181,11 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where} = {value!r} must be of type {hint.__name__}")
     return value
+
+
+def check_text(flag: str, text: str) -> None:
+    """Raise `ConfigError` for bytes of a shell that are no text: no file of a run could hold them."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{flag} {text!r} is not UTF-8 text: write it, or rename the file, in UTF-8") from error

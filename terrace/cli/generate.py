@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
+from terrace.base.schema import check_text
 
 _PROMPT = "def "
 
@@ -88,8 +89,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.train.generate import generate_texts
     from terrace.train.sampling import Sampling
 
-    model = load_model_of(options)
     prompts = options.prompt or [_PROMPT]
+    for prompt in prompts:
+        check_text("--prompt", prompt)
+    model = load_model_of(options)
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
     texts = generate_texts(model, prompts, options.tokens, sampling)
     print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.base.schema import merge, parse_override
+from terrace.base.schema import check_text, merge, parse_override
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.plan import PRESETS
@@ -50,6 +50,9 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     """Return the table of the options and the dotted overrides in `rest`, not checked yet."""
     flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
+    for name, value in flags.items():
+        if value is not None:
+            check_text(f"--{name}", value)
     return resolve_table(options.config, flags, parse_overrides(rest))
 
 

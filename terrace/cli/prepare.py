@@ -24,6 +24,7 @@ from terrace.train.config import RunConfig, run_toml
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.prepared import compare_facts, prepare_sources
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
+from terrace.train.lock import folder_lock
 from terrace.train.loop import Job
 from terrace.train.trackers import check_installed
 
@@ -42,6 +43,9 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     """
     if going_on and folder is not None and complete(folder / "checkpoints"):
         resume = folder
+    if resume is not None:
+        with folder_lock(resume):  # whether another run writes there; rank 0 holds it from its start to its end
+            pass
     check_installed(config.train.metrics)
     programs = checked_programs(config)
     if config.train.compile:

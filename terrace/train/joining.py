@@ -71,8 +71,12 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) ->
     return found
 
 
-def read_plan(plan: Plan | Mapping[str, Any] | str, cluster: Cluster, dtypes: set[torch.dtype]) -> Plan:
+def read_plan(
+    plan: Plan | Mapping[str, Any] | str, cluster: Cluster, dtypes: set[torch.dtype], optimizer: str = "adamw"
+) -> Plan:
     """Return the plan of a value, table, file or preset; where no dtype is said, blocks compute in their own.
+
+    A table, file or preset that names no optimizer is for the one that is given.
 
     `dtypes` are those of the parameters. Raises `ConfigError` or `PlanError`.
     """
@@ -80,6 +84,8 @@ def read_plan(plan: Plan | Mapping[str, Any] | str, cluster: Cluster, dtypes: se
         return plan
     table = dict(section("plan", plan))
     found = parse_plan(table, cluster)
+    if "update" not in table:
+        found = replace(found, update=optimizer)  # type: ignore[arg-type]
     if "compute" in table:
         return found
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():

@@ -33,13 +33,15 @@ from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, Saver, latest, restore
+from terrace.train.checkpoint import Checkpoint, Saver, restore
+from terrace.train.checkpoint.layout import folder_of
 from terrace.train.config import RunConfig
 from terrace.train.data import Batches, Source, load_tokenizer
 from terrace.train.data.feeding import Feeder
 from terrace.train.data.prepared import data_facts
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
+from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, Saved, StepRecord, Summary
 from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
@@ -72,11 +74,13 @@ def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
     loss is not a number any more.
     """
     following = recorded(observer, job.run, job.folder) if world.rank == 0 else nullcontext(observer)
+    holding = folder_lock(job.folder) if world.rank == 0 else nullcontext()
     # The process that started local ranks is asked in their place, and asks them through the store.
     with (
         Asked(SIGNALS if world.supervised else SIGNALS[:1]) as asked,
         watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
         dog.guard(),
+        holding,
         following as followed,
     ):
         return _Run(world, job, followed, dog, asked).outcome()
@@ -156,8 +160,7 @@ class _Run:
             return stop
         measured = self.engine.report(summary.mean_time_s)
         stages = self._stages(of_stages, measured)  # before the sample, which one rank makes and all would wait for
-        folder = latest(self.job.folder)
-        assert folder is not None, "a run ends with a checkpoint"
+        folder = folder_of(self.job.folder, self.run.train.steps)  # a newer one may be there, damaged
         result = Outcome(
             final_loss=summary.final_loss,
             num_steps=self.run.train.steps,

@@ -4,6 +4,7 @@ The command line's `terrace train` has its data, loop and models; this has none 
 after the other, a loss, a plan and a cluster, and does a step when told to.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ class Trainer:
         self._joined = find_world(timeout_s, say)
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size)
-            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()))
+            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._adamw.name)
             validate(self.cluster, self.plan, specs)
             if broadcast and self._joined.world_size > 1:
                 spread(self._blocks, specs, self._joined.device)
@@ -245,7 +246,10 @@ class Trainer:
             self.close()
 
     def _step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
-        result = self.engine.step(self._micro_batches(tensors), self.lr if lr is None else lr)
+        rate = self.lr if lr is None else lr
+        if not 0 <= rate < math.inf:
+            raise ConfigError(f"lr = {rate} must be zero or a positive number")
+        result = self.engine.step(self._micro_batches(tensors), rate)
         self._num_timed += 1
         for category, seconds in result.time_s.items():
             self._time_s[category] += seconds

@@ -33,6 +33,13 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
         for key, tensor in module.named_parameters():
             if tensor.device.type == "meta":
                 raise ModelError(f"{name}.{key} is on the meta device: give the blocks values first (to_empty, load)")
+    first = {id(module): name for name, module in zip(reversed(names), reversed(modules), strict=True)}
+    for name, module in zip(names, modules, strict=True):
+        if first[id(module)] != name and any(True for _ in module.parameters()):
+            raise ModelError(
+                f"blocks {first[id(module)]} and {name} are the same module: give each its own (copy.deepcopy); two "
+                "modules may hold the same parameter"
+            )
     if len(set(names)) < len(names):
         raise ModelError(f"two blocks have the same name: {names}; give each its own")
     return names, modules

@@ -80,9 +80,11 @@ def read_lines(unit: Unit) -> Iterator[Piece]:
 def not_utf8(file: Path, offset: int, error: UnicodeDecodeError, where: str = "") -> DataError:
     """Return the error of a file whose byte at `offset` is not UTF-8."""
     value = error.object[error.start]
+    with file.open("rb") as stream:
+        marked = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return DataError(
         f"data {where or file} is not UTF-8: byte 0x{value:02x} at offset {offset}; convert it, for example "
-        f"iconv -f latin1 -t utf-8 {file.name} > {file.stem}-utf8{file.suffix}"
+        f"iconv -f {'utf-16' if marked else 'latin1'} -t utf-8 {file.name} > {file.stem}-utf8{file.suffix}"
     )
 
 

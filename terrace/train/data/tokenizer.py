@@ -93,11 +93,21 @@ class FileTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Return the ids of `text`, shape (num_tokens,), without any special token."""
-        return np.array(self._encoder.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the ids of every text, as `encode` does; the package works on as many cores as there are."""
-        encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Return the ids of every text, as `encode` does; the package works on as many cores as there are.
+
+        Raises `DataError` for a text that the tokenizer cannot write in its words, as one without an unknown word.
+        """
+        try:
+            encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package raises bare Exception
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"the tokenizer cannot encode the text ({reason}): give it an unknown word, or name another with "
+                "--data.tokenizer"
+            ) from error
         return [np.array(each.ids, dtype=np.int64) for each in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
