@@ -100,5 +100,8 @@ def test_the_command_prints_what_was_found(tmp_path: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert f"loss           {evaluate(model, TEXTS[1:3], context=5).loss:.4f} nats per token" in said
     assert "2 documents, 12 bytes" in said
+    data.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS[1:]))
+    assert main([*words, "--documents", "2", "--data.column", "body"]) == 0
+    assert "2 documents, 12 bytes" in capsys.readouterr().out
     assert main([*words, "--context", "0"]) == 2
     assert "--context 0 must be at least 1" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
 from terrace.model.cache import KVCache, run_cached
-from terrace.model.config import ModelConfig, parse_model, to_table
+from terrace.model.config import ModelConfig, load_model, parse_model, to_table
 from terrace.model.decoder import build_blocks, run_blocks
 from terrace.model.init import initialise
 from terrace.model.pretrained import write_pretrained
@@ -195,6 +195,19 @@ def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: 
     assert generate_texts(model, [prompt, ""], 3, GREEDY)[0] == model.tokenizer.decode(made[0][:3])
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json: name one with --tokenizer"):
         load_trained(folder)
+
+
+def test_dropout_is_for_training_alone(tmp_path: Path) -> None:
+    held = named(make(_MODELS["gpt2"]))
+    folder = tmp_path / "model"
+    write_pretrained(folder, _MODELS["gpt2"], lambda block, key: held[block, key].detach(), "fp32")
+    table = json.loads((folder / "config.json").read_text())
+    left_out = {key: value for key, value in table.items() if not key.endswith("_pdrop")}
+    for published in ({**table, "resid_pdrop": 0.1}, left_out):
+        (folder / "config.json").write_text(json.dumps(published))
+        assert load_trained(folder, tokenizer="bytes").config == _MODELS["gpt2"]
+        with pytest.raises(ModelError, match=r"resid_pdrop = 0\.1"):
+            load_model(str(folder))
 
 
 def test_what_ends_a_text_is_what_the_folder_says(tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{where} = {value!r} must be a list")
+            names = isinstance(value, str) and not dataclasses.is_dataclass(get_args(hint)[0])
+            example = f", such as [{json.dumps(value)}]" if names else ""
+            raise ConfigError(f"{where} = {value!r} must be a list{example}")
         inners = get_args(hint)
         if inners[-1] is Ellipsis:
             inners = inners[:1] * len(value)

@@ -30,6 +30,10 @@ def add_parser(commands: Any) -> None:
         "--data", metavar="PATH", required=True, help="text or JSONL file, or a folder of them: the text to predict"
     )
     parser.add_argument(
+        "--data.column", dest="column", default="text", metavar="NAME", help="the key or column of the text in a record"
+    )
+    parser.add_argument("--data.split", dest="split", default="", metavar="NAME", help="the split of a data set")
+    parser.add_argument(
         "--context",
         type=int,
         metavar="N",
@@ -52,9 +56,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.train.data import find_documents, read_documents
     from terrace.train.evaluate import evaluate
 
-    find_documents(options.data)  # before the weights, which may take a while
+    find_documents(options.data, options.split)  # before the weights, which may take a while
     model = load_model_of(options)
-    texts = islice(read_documents(options.data), options.documents)
+    texts = islice(read_documents(options.data, options.column, options.split), options.documents)
     found = evaluate(model, texts, context=options.context, progress=_progress())
     figures = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
     counts = {"tokens": found.num_tokens, "documents": found.num_documents, "bytes": found.num_bytes}

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.model.families import ACTIVATIONS, FAMILIES
-from terrace.model.hf_config import read_fields, write_table
+from terrace.model.hf_config import read_fields, without_dropout, write_table
 from terrace.model.rope import RopeScaling
 from terrace.model.spec import BlockSpec, ParamSpec
 
@@ -132,8 +132,8 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**read_fields(table))
 
 
-def load_model(path: str) -> ModelConfig:
-    """Read a `config.json`, or the one in a folder.
+def load_model(path: str, *, training: bool = True) -> ModelConfig:
+    """Read a `config.json`, or the one in a folder; without `training` its dropout does not count.
 
     Raises `ModelError` as `parse_model` does, and for a file that is missing or is not JSON.
     """
@@ -142,7 +142,8 @@ def load_model(path: str) -> ModelConfig:
     if file.suffix != ".json":
         raise ModelError(f"{path} is not a model: give a config.json or a folder that holds one")
     try:
-        return parse_model(read_table(file))
+        table = read_table(file)
+        return parse_model(table if training else without_dropout(table))
     except ConfigError as error:
         raise ModelError(str(error)) from error
     except ModelError as error:

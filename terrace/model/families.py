@@ -83,14 +83,17 @@ HARMLESS = frozenset(
 
 # Keys that change the mathematics, with the values Terrace implements. `None` is JSON's null.
 _NO_DROPOUT = (0.0, None)
+DROPOUTS = (
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_probs_dropout_prob",
+    "hidden_dropout_prob",
+)
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "resid_pdrop": _NO_DROPOUT,
-    "embd_pdrop": _NO_DROPOUT,
-    "attn_pdrop": _NO_DROPOUT,
-    "attention_dropout": _NO_DROPOUT,
-    "hidden_dropout": _NO_DROPOUT,
-    "attention_probs_dropout_prob": _NO_DROPOUT,
-    "hidden_dropout_prob": _NO_DROPOUT,
+    **dict.fromkeys(DROPOUTS, _NO_DROPOUT),
     "quantization_config": (None,),
     "use_mrope": (False,),
     "cross_attention_hidden_size": (None,),

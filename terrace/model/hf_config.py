@@ -13,7 +13,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
-from terrace.model.families import ACTIVATIONS, FAMILIES, HARMLESS, ONLY, Family
+from terrace.model.families import ACTIVATIONS, DROPOUTS, FAMILIES, HARMLESS, ONLY, Family
 from terrace.model.rope import RopeScaling, scaling_keys
 
 _ENDLESS = 1e30  # beyond, it is no number that anyone means
@@ -86,6 +86,13 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
         scaled = {key: rope[key] for key in ("rope_type", *scaling_keys(rope["rope_type"]))}
         published["rope_scaling"] = None if rope["rope_type"] == "default" else scaled
     return published
+
+
+def without_dropout(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table with every dropout at 0: what a model computes when it is not trained."""
+    family = FAMILIES.get(table.get("model_type", ""))
+    given = {**(family.implied if family else {}), **table}
+    return {**table, **{key: 0.0 for key in given if key in DROPOUTS}}
 
 
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:

@@ -16,6 +16,7 @@ from terrace.base.schema import read_table
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -25,7 +26,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
 )
 GENERATION = "generation_config.json"

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import DataError
-from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, TOKENIZER_FILES, holds_weights, read_files
+from terrace.model.hf_folder import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    holds_weights,
+    read_files,
+)
 
 if TYPE_CHECKING:
     from terrace.train.config import RunConfig
@@ -70,8 +78,12 @@ def source_files(run: "RunConfig") -> dict[str, bytes]:
         path = Path(run.data.tokenizer)
         path = path / TOKENIZER if path.is_dir() else path
         if path.name == TOKENIZER:
-            return found | read_files(path.parent, TOKENIZER_FILES)
-        found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]
+            found |= read_files(path.parent, TOKENIZER_FILES)
+        else:
+            found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]
+        if run.data.chat_template:  # what transformers prefers to one in tokenizer_config.json
+            template = Path(run.data.chat_template)
+            found[CHAT_TEMPLATE] = read_files(template.parent, (template.name,))[template.name]
     return found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, did_you_mean
 from terrace.base.schema import read_table
-from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, holds_weights
 from terrace.model.pretrained import Pretrained
@@ -107,7 +107,7 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
     if tokenizer is None and not (folder / TOKENIZER).is_file():
         raise CheckpointError(f"{folder} has no {TOKENIZER}: name one with --tokenizer")
     own = load_tokenizer(tokenizer or folder / TOKENIZER)
-    weights = Pretrained(folder)
+    weights = Pretrained(folder, load_model(str(folder), training=False))
     weights.check()
     config = weights.config
     names = ((spec.name, param.name) for spec in block_specs(config) for param in spec.params)

@@ -53,7 +53,10 @@ def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:
     """Return the error of a record, or a file of records, without `column`."""
     keys = list(there)
     shown = ", ".join(repr(key) for key in keys[:_NAMED_KEYS]) + ", ..." * (len(keys) > _NAMED_KEYS)
-    return DataError(f"{where} has no key {column!r} (keys: {shown or 'none'}); name the key with --data.column NAME")
+    return DataError(
+        f"{where} has no key {column!r} (keys: {shown or 'none'}); name the key with --data.column NAME, or, of one "
+        "source of a data.mixture, with a column of its own"
+    )
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
