@@ -102,6 +102,11 @@ def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) ->
         yield replace(param, trainable=False)
         if param.name in weights:
             (out_size, in_size), (down, up) = param.shape, adapter_names(param.name)
+            if rank > min(out_size, in_size):
+                raise ModelError(
+                    f"lora.rank = {rank} is more than {param.name}, of {out_size} x {in_size}, can have: use at most "
+                    f"{min(out_size, in_size)}, or leave the matrix out of lora.targets"
+                )
             out_dim, in_dim = param.dims or (("", out_size), ("", in_size))
             pending = [
                 ParamSpec(name=down, shape=(rank, in_size), dims=(("rank", rank), in_dim)),

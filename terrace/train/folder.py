@@ -54,7 +54,7 @@ def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
         raise DataError(
             f"the largest id of the tokenizer {run.data.tokenizer} is {tokenizer.vocab_size - 1}, but the model's "
             f"vocab_size is {run.model.vocab_size}: name the model's own with --data.tokenizer, or give the model a "
-            f"vocab_size of at least {tokenizer.vocab_size}"
+            f"vocab_size of at least {tokenizer.vocab_size}, for example --model.vocab_size {tokenizer.vocab_size}"
         )
 
 

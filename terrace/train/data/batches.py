@@ -55,7 +55,7 @@ class Source:
         return Windows(self._opened(), sequence, separate=self.documents == "separate")
 
     def _opened(self) -> Documents:
-        return open_documents(self.tokens)
+        return open_documents(self.tokens, self.name)
 
     def facts(self) -> dict[str, Any]:
         """Return what of this source decides which tokens a step sees, as a checkpoint keeps it."""

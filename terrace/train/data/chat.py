@@ -208,7 +208,7 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise DataError(f"{here}, of the {role}, has no 'content'; say what is said or drop it")
-        if content is not None and not isinstance(content, (str, list)):
+        if content is not None and not isinstance(content, str):
             raise DataError(f"{here}: 'content' must be a string, not {_kind(content)}; convert it")
         if "weight" in message:
             raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")

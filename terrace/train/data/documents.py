@@ -25,12 +25,12 @@ class Documents:
         return len(self.starts)
 
 
-def open_documents(tokens: TokenFile) -> Documents:
-    """Open the arrays of `tokens`. Raises `DataError` for a file that is missing or damaged."""
+def open_documents(tokens: TokenFile, name: str = "") -> Documents:
+    """Open the arrays of `tokens`, of the source `name`. Raises `DataError` for a file that is missing or damaged."""
     # Plain views: indexing a memmap object costs Python time for its subclass on every call.
     mask = tokens.open_mask()
     return Documents(
-        str(tokens.path),
+        name or str(tokens.path),
         np.asarray(tokens.open()),
         np.asarray(tokens.open_starts()),
         None if mask is None else np.asarray(mask),
