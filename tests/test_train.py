@@ -66,6 +66,7 @@ def test_a_run_says_what_it_does(trained: tuple[Path, str]) -> None:
 def test_a_run_leaves_its_folder(trained: tuple[Path, str]) -> None:
     run, _ = trained
     assert sorted(os.listdir(run)) == [
+        ".lock",
         "checkpoints",
         "config.toml",
         "events.jsonl",

@@ -30,9 +30,15 @@ def add_parser(commands: Any) -> None:
         "--data", metavar="PATH", required=True, help="text or JSONL file, or a folder of them: the text to predict"
     )
     parser.add_argument(
-        "--data.column", dest="column", default="text", metavar="NAME", help="the key or column of the text in a record"
+        "--data.column",
+        dest="column",
+        default="text",
+        metavar="NAME",
+        help="the key or column of the text in a record (default: %(default)s)",
     )
-    parser.add_argument("--data.split", dest="split", default="", metavar="NAME", help="the split of a data set")
+    parser.add_argument(
+        "--data.split", dest="split", default="", metavar="NAME", help="the split of a data set (default: train)"
+    )
     parser.add_argument(
         "--context",
         type=int,
