@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terrace.base.errors import DataError
+from terrace.base.errors import ConfigError, DataError
 from terrace.train.data import ByteTokenizer, TokenFile, prepare_tokens, read_documents
 from terrace.train.data import text as text_module
 from terrace.train.data.corpus import read_pieces
+from terrace.train.sources import sources_of
 
 TEXTS = ["one", "", "zwei ä", "three\nlines"]
 
@@ -186,3 +187,15 @@ def test_what_is_wrong_with_indexed_files_is_named(tmp_path: Path) -> None:
     tmp_path.joinpath("data.bin").unlink()
     with pytest.raises(DataError, match=r"cannot read data .*data.bin: No such file"):
         prepare_tokens(tmp_path / "data.idx", ByteTokenizer(), tmp_path / "cache")
+
+
+def test_a_column_or_a_split_without_effect_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match=r"data.column = 'body' has no effect"):
+        list(read_documents(tmp_path / "a.txt", "body"))
+    prefix = indexed(tmp_path / "data", [[1, 2]], [0, 1])
+    for column, split in (("body", ""), ("text", "test")):
+        with pytest.raises(DataError, match="has no effect on the indexed data set"):
+            prepare_tokens(prefix, ByteTokenizer(), tmp_path / "cache", column, split)
+        with pytest.raises(ConfigError, match="has no effect on 'chats', whose format is"):
+            sources_of("chats", (), "chat", None, None, column, split)

@@ -79,6 +79,16 @@ def sources_of(
         kept = each.documents or documents or _DEFAULT_DOCUMENTS[chosen]
         if each.too_long is not None and kept != "whole":
             raise _no_effect(f"data.mixture: too_long = {each.too_long!r} of {each.path!r}", kept)
+        if chosen == "chat":
+            # What is said of all sources may be for the others.
+            of_all = (column, split) if not mixture else ("text", "")
+            for key, value, general, plain in zip(
+                ("column", "split"), (each.column, each.split), of_all, ("text", ""), strict=True
+            ):
+                if (general if value is None else value) != plain:
+                    raise ConfigError(
+                        f'data.{key} has no effect on {each.path!r}, whose format is "chat": leave it out'
+                    )
         spec = SourceSpec(
             path=each.path,
             name=each.name or each.path,

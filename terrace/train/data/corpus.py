@@ -51,7 +51,10 @@ def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Ite
 
     Raises `DataError` for a damaged table, one without the column, and a line that is too long.
     """
-    for file in find_documents(path, split):
+    files = find_documents(path, split)
+    if column != "text" and not any(file.suffix.lower() in JSON_LINES_SUFFIXES | TABLE_SUFFIXES for file in files):
+        raise DataError(f"data.column = {column!r} has no effect: {path} holds text and no records; leave it out")
+    for file in files:
         if path != STDLIB or _is_utf8(file):
             yield from _units(file, column)
 

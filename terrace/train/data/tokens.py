@@ -78,6 +78,9 @@ def prepare_tokens(
     file behind.
     """
     if is_indexed(path):
+        for key, value, plain in (("column", column, "text"), ("split", split, "")):
+            if value != plain:
+                raise DataError(f"data.{key} = {value!r} has no effect on the indexed data set {path}: leave it out")
         return open_indexed(path, cache_dir)
     source = _source_fingerprint(path, split)
     identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text, column, source)
