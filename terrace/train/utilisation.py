@@ -74,7 +74,7 @@ def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batc
         rerun += 2 * tokens * forward if index in again else 0
     layers = range(1, model.num_blocks - 1)
     each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
-    window: int = getattr(model, "sliding_window", 0)
+    window: int = model.sliding_window
     square = each * sequence**2
     rerun += square * sum(index in again for index in layers)
     return StepFlops(
