@@ -1,7 +1,8 @@
 """Which place a rank has on every axis of every tier.
 
 On a tier, the axes of the mapping table divide the members in a fixed order, the first one fastest: columns and rows of
-the tensor axis, context, data (depth included), pipeline. So ranks that talk most are neighbours.
+the tensor axis, Ulysses and ring of the context axis, data (depth included), pipeline. So ranks that talk most are
+neighbours.
 """
 
 import math
@@ -12,8 +13,9 @@ from functools import lru_cache
 from terrace.cluster import Cluster
 from terrace.plan.plan import Plan
 
-ORDER = ("columns", "rows", "context", "data", "pipeline")
+ORDER = ("columns", "rows", "ulysses", "ring", "data", "pipeline")
 TENSOR = ("columns", "rows")
+CONTEXT = ("ulysses", "ring")
 PIPELINE = ("pipeline",)
 
 

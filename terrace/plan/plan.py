@@ -8,6 +8,7 @@ from terrace.plan.wire import MessageClass, WireFormat, parse_format
 
 AXES = ("data", "tensor", "context", "pipeline")
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
+CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Plan:
     recompute: tuple[str, ...] = ()  # patterns of block names, such as "layers.*"
     unit: int = 1  # micro-batches that pass a block one after the other: one gather, one reduction
     prefetch: int = 1  # how many visits ahead a block is gathered
+    balance: Literal["tokens", "cost"] = "tokens"  # what attention is shared by among ranks (terrace.plan.context)
     sequence_parallel: bool = True  # norms and residual stream split over tensor rows; no effect without them
     tensor_chunks: int = 1  # parts in which tensor messages travel, each while another part is multiplied
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
@@ -46,17 +48,24 @@ class Plan:
     def degree(self, tier: str, axis: str, tier_size: int) -> int:
         """Return the degree of `axis` on `tier`, whose size in the cluster is `tier_size`.
 
-        Depth shards weights and splits the batch as the data axis does, so it counts there; "tensor" is rows x columns.
+        Depth shards weights and splits the batch as the data axis does, so it counts there; "tensor" is rows x columns,
+        "context" is ulysses x ring.
         """
         row = self.mapping.get(tier)
         if row is None:
             return tier_size if axis == "data" else 1
         tensor = row.get("tensor", 1)
         factors = tensor if isinstance(tensor, Mapping) else {"rows": tensor}
+        context = row.get("context", 1)
+        forms = context if isinstance(context, Mapping) else {"ring": context}
         if axis in TENSOR_AXES:
             return factors.get(axis, 1)
         if axis == "tensor":
             return factors.get("rows", 1) * factors.get("columns", 1)
+        if axis in CONTEXT_AXES:
+            return forms.get(axis, 1)
+        if axis == "context":
+            return forms.get("ulysses", 1) * forms.get("ring", 1)
         degree = row.get(axis, 1)
-        assert isinstance(degree, int), f"only the tensor axis is factored, not {axis}"
+        assert isinstance(degree, int), f"only the tensor and the context axis are factored, not {axis}"
         return degree * (factors.get("depth", 1) if axis == "data" else 1)

@@ -1,0 +1,90 @@
+"""The context axis: which ranks attend to the tokens of a micro-batch together, and how many tokens each holds.
+
+The axis has two forms, each with a degree of its own on every tier (unified sequence parallelism, Fang and Zhao,
+2405.07719):
+
+    ulysses   its ranks exchange tokens for heads, so that each attends with a part of the heads (2309.14509)
+    ring      its ranks keep their queries and pass keys and values on (2310.01889)
+
+A *place* is a set of ulysses ranks, its *parts*: it attends to its tokens with all heads. The places of a pool differ
+on the ring, and with `balance = "cost"` on the data axis too. Between attention, every rank holds the same number of
+tokens, padding included:
+
+    balance = "tokens"   every row of S tokens is cut into 2r chunks of c = ceil(S / 2r), padding at its end; place k
+                         has chunks k and 2r-1-k, so that causal work is even (one place: the whole row); of these
+                         B 2c tokens every part holds ceil(B 2c / u)
+    balance = "cost"     the rows of all data ranks are one set of documents; a rank holds ceil(B S / (r u)) tokens
+
+Shape legend: B rows of a micro-batch, S tokens of a row, r ring and u ulysses ranks over all tiers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrace.plan.grid import CONTEXT, Grid
+from terrace.plan.plan import Plan
+
+CHUNKS_A_PLACE = 2  # of a causal ring: an early and a late one
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The ranks that attend together; member `place * ulysses + part` is the rank `members[...]`.
+
+    Places are numbered over the tiers, the innermost fastest, so those of a unit of a tier are neighbours.
+    `place_degrees` says how many places each tier joins, `sizes` how many units of the tier inside.
+    """
+
+    members: tuple[int, ...]
+    ulysses: int
+    place_degrees: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the cluster's tiers
+
+    @property
+    def num_places(self) -> int:
+        """How many places there are."""
+        return len(self.members) // self.ulysses
+
+    def tier(self, member: int, other: int) -> int:
+        """Return the index of the outermost tier that a message between two members crosses."""
+        return tier_between(self.sizes, self.members[member], self.members[other])
+
+
+def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
+    """Return the index of the outermost tier on which two different ranks differ."""
+    assert rank != other, f"rank {rank} needs no link to itself"
+    crossed = 0
+    for tier, size in enumerate(sizes):
+        (rank, here), (other, there) = divmod(rank, size), divmod(other, size)
+        crossed = tier if here != there else crossed
+    return crossed
+
+
+def pool_axes(plan: Plan) -> tuple[str, ...]:
+    """Return the axes on which the places of a pool differ."""
+    return ("ring", "data") if plan.balance == "cost" else ("ring",)
+
+
+def is_spread(grid: Grid, plan: Plan) -> bool:
+    """Whether attention goes over several ranks, so that a rank's tokens are no whole rows."""
+    return math.prod(grid.combined((*CONTEXT, *pool_axes(plan)))) > 1
+
+
+def chunk_tokens(sequence: int, ring: int) -> int:
+    """Return the tokens of a chunk of a row, padding included."""
+    return sequence if ring == 1 else -(-sequence // (CHUNKS_A_PLACE * ring))
+
+
+def place_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
+    """Return the tokens of a micro-batch that a place attends to under `balance = "tokens"`, padding included."""
+    ring = grid.total("ring")
+    return plan.micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_A_PLACE)
+
+
+def local_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
+    """Return the tokens of a micro-batch that every rank holds between attention, padding included."""
+    ulysses = grid.total("ulysses")
+    if plan.balance == "cost":
+        return -(-plan.micro_batch * sequence // (ulysses * grid.total("ring")))
+    return -(-place_tokens(plan, grid, sequence) // ulysses)
