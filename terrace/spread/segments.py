@@ -1,6 +1,9 @@
 """Segments: which places attend to which tokens. What a balancer says, and what a static ring is."""
 
+import math
 from dataclasses import dataclass
+
+from terrace.spread.view import Run
 
 
 @dataclass(frozen=True)
@@ -9,10 +12,11 @@ class Segment:
 
     One place attends to all of it. G places are a ring of the degrees `shape`, innermost first, whose product is G:
     the segment is cut into 2G chunks of `chunk` tokens, the last ones shorter or empty; the place at index k of
-    `places`, which go with the innermost degree fastest, has chunks k and 2G-1-k. In step s = 1 ... G-1 each passes
-    the keys that it has on over the outermost degree l such that s is a multiple of shape[0] ... shape[l-1]: so keys
-    cross a slow tier as seldom as can be, and all its ranks share that (Gu et al. 2401.09149, section 4, of
-    two degrees). `chunk` 0: ceil(length / 2G).
+    `places`, which go with the innermost degree fastest, has chunks k and 2G-1-k, its *shard*. In step s = 1 ... G-1
+    each passes the keys that it has on over the outermost degree l such that s is a multiple of shape[0] ...
+    shape[l-1]: so keys cross a slow tier as seldom as can be, and all its ranks share that (Gu et al. 2401.09149,
+    section 4, of two degrees). `chunk` 0: ceil(length / 2G); any other has what a shard lacks in tokens made up by
+    padding, so that all its shards have as many rows.
     """
 
     start: int
@@ -20,3 +24,62 @@ class Segment:
     places: tuple[int, ...]
     shape: tuple[int, ...] = (1,)
     chunk: int = 0
+
+    def __post_init__(self) -> None:
+        assert math.prod(self.shape) == len(self.places), f"a ring {self.shape} of places {self.places}"
+        assert self.num_chunks * self.chunk_tokens >= self.stop - self.start, f"{self} leaves tokens over"
+
+    @property
+    def num_chunks(self) -> int:
+        """Into how many chunks it is cut."""
+        return 1 if len(self.places) == 1 else 2 * len(self.places)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk that is not one of the last."""
+        return self.chunk or -(-(self.stop - self.start) // self.num_chunks)
+
+    def shard(self, index: int) -> tuple[Run, ...]:
+        """Return the runs of tokens, rising, of the place at an index; one where its chunks are neighbours."""
+        chunks = (0,) if len(self.places) == 1 else (index, self.num_chunks - 1 - index)
+        runs: list[Run] = []
+        for chunk in chunks:
+            start = self.start + chunk * self.chunk_tokens
+            stop = min(start + self.chunk_tokens, self.stop)
+            if start < stop and runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop)
+            elif start < stop:
+                runs.append((start, stop))
+        return tuple(runs)
+
+    def padding(self, index: int) -> int:
+        """Return how many rows of padding the shard at `index` has."""
+        if not self.chunk:
+            return 0
+        rows = self.chunk * (1 if len(self.places) == 1 else 2)
+        return rows - sum(stop - start for start, stop in self.shard(index))
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """Return the index whose shard has a token of the segment, and where the token's chunk ends."""
+        chunk = (token - self.start) // self.chunk_tokens
+        end = min(self.start + (chunk + 1) * self.chunk_tokens, self.stop)
+        return min(chunk, self.num_chunks - 1 - chunk), end
+
+    def source(self, index: int, step: int) -> int:
+        """Return the index whose shard the place at `index` has after a step; step 0: its own."""
+        return self._moved(index, step, -1)
+
+    def keeper(self, index: int, step: int) -> int:
+        """Return the index that has the shard of `index` after a step."""
+        return self._moved(index, step, 1)
+
+    def _moved(self, index: int, step: int, sign: int) -> int:
+        """Return the index as far from `index`, degree by degree, as a shard has come in so many steps."""
+        moved, stride = 0, 1
+        for degree in self.shape:
+            index, digit = divmod(index, degree)
+            passed = step - step // degree  # of the multiples of `stride`, those of none further out
+            moved += (digit + sign * passed) % degree * stride
+            step //= degree
+            stride *= degree
+        return moved

@@ -16,8 +16,12 @@ the place that owns them, those of queries, keys and values `back`.
 *Held rows* are the rank's tokens in the order of `tokens`, then padding up to `num_held`. *Attended rows* are those of
 its place: queries of all rounds, keys of round 0. Rows of a later round are what its exchange brought. All runs are
 half-open ranges (start, stop) of such rows; peers are members of the pool (terrace.plan.context.Pool).
+
+Attended rows that nothing comes to, and queries in no pair, are padding: zero, and without gradient. Every attended row
+comes home once, over all rounds: in round 0 to itself where its keys go nowhere.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -94,3 +98,15 @@ class Spread:
 def num_rows(runs: tuple[Run, ...]) -> int:
     """Return how many rows runs have together."""
     return sum(stop - start for start, stop in runs)
+
+
+def cut_runs(runs: Iterable[Run], start: int, stop: int) -> tuple[Run, ...]:
+    """Return rows `start` ... `stop` - 1 of what runs have together, fewer if they end before."""
+    cut = []
+    for first, last in runs:
+        size = last - first
+        low, high = max(start, 0), min(stop, size)
+        if low < high:
+            cut.append((first + low, first + high))
+        start, stop = start - size, stop - size
+    return tuple(cut)
