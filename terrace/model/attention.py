@@ -11,7 +11,8 @@ The ranges of a micro-batch are put into a *plan* once, which all layers and eve
   the squares of documents, not of rows. A document is a piece, its kernel causal. Neighbours that have at most 64
   tokens together are one piece under a mask, for a call of the kernel costs as much as so many. A document longer
   than a window is cut into pieces of a window's length, each of which sees the piece before, too, under a band;
-- elsewhere one mask over whole rows: pieces would have the host wait for the device that has the positions.
+- elsewhere one mask over whole rows: pieces would have the host wait for the device that has the positions;
+- or what was put in the place of `Attention.plans` from outside says it: a `Declared` plan, which attends itself.
 
 Masks are what is added to the scores, in the dtype of the query, since torch makes just that of a boolean one, once a
 layer, and keeps it.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +84,23 @@ class Pieces:
     pieces: tuple[Piece, ...]
 
 
-Plan = Pieces | Tensor | None  # the tensor is a mask (B or 1, 1, S, S)
+class Declared(Protocol):
+    """A plan that was made elsewhere, say for tokens whose keys other ranks have."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what a query (B, N, S, D) makes of keys and values (B, K, S, D), in its shape; differentiable."""
+        ...
+
+
+Plan = Pieces | Tensor | Declared | None  # the tensor is a mask (B or 1, 1, S, S)
+
+
+class Plans(Protocol):
+    """What layers ask for their plan."""
+
+    def plan(self, positions: Tensor | None, query: Tensor) -> Plan:
+        """Return what the tokens of query (B, N, S, D) see; `positions` (B, S) are what the layer was given, if any."""
+        ...
 
 
 class AttentionPlans:
@@ -132,7 +149,7 @@ def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
     """Return the mask (B, 1, S, S) of rows whose documents begin where `begins` (B, S) says."""
     places = torch.arange(begins.shape[1], device=begins.device)
     first = torch.where(begins, places, 0).cummax(1).values  # (B, S)
-    return _mask(first, places, places, window, dtype).unsqueeze(1)
+    return additive_mask(first, places, places, window, dtype).unsqueeze(1)
 
 
 def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
@@ -164,7 +181,7 @@ def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> Piece:
     ends = torch.tensor(sizes).cumsum(0)
     first = torch.repeat_interleave(ends - torch.tensor(sizes), torch.tensor(sizes))
     places = torch.arange(len(first))
-    return Piece(len(first), False, _mask(first, places, places, window, dtype))
+    return Piece(len(first), False, additive_mask(first, places, places, window, dtype))
 
 
 def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int, int], Tensor]) -> list[Piece]:
@@ -180,13 +197,16 @@ def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int,
             continue
         if (num, before) not in bands:
             keys = torch.arange(before + num)
-            bands[num, before] = _mask(torch.zeros(num).long(), keys[before:], keys, window, dtype)
+            bands[num, before] = additive_mask(torch.zeros(num).long(), keys[before:], keys, window, dtype)
         pieces.append(Piece(num, before > 0, bands[num, before]))
     return pieces
 
 
-def _mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype) -> Tensor:
-    """Return (..., L, keys): zero where a query sees a key, else -inf; `first` (..., L) begins its document."""
+def additive_mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype) -> Tensor:
+    """Return (..., L, keys): zero where a query at place `queries` (L) sees a key at place `keys`, else -inf.
+
+    It sees those from `first` (..., L), where its document begins, up to its own, and of a `window` the last so many.
+    """
     queries = queries.unsqueeze(-1)
     sees = (keys >= first.unsqueeze(-1)) & (keys <= queries)
     if window:
@@ -200,7 +220,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
         return _core(query, key, value, None)
     if isinstance(plan, Tensor):
         return _core(query, key, value, plan)
-    return attend_in_pieces(query, key, value, plan)
+    if isinstance(plan, Pieces):
+        return attend_in_pieces(query, key, value, plan)
+    return plan.attend(query, key, value)
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: Pieces) -> Tensor:
@@ -226,7 +248,7 @@ def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Ten
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1 and not _takes_groups_under_a_mask(query):
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
-    with sdpa_kernel(SDPBackend.MATH) if _suits_plain_products(query) else nullcontext():
+    with sdpa_kernel(SDPBackend.MATH) if suits_plain_products(query) else nullcontext():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1]
         )
@@ -237,6 +259,6 @@ def _takes_groups_under_a_mask(query: Tensor) -> bool:
     return query.device.type == "cpu"
 
 
-def _suits_plain_products(query: Tensor) -> bool:
+def suits_plain_products(query: Tensor) -> bool:
     """Whether attention of `query` (B, N, L, D) is fastest as two products and a softmax."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_SEQUENCE

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import AttentionPlans, PerMicroBatch, attend
+from terrace.model.attention import AttentionPlans, PerMicroBatch, Plans, attend
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.rope import RopeScaling
@@ -110,15 +110,13 @@ class Rotary:
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads; (B, S, H) to (B, S, H)."""
 
-    def __init__(
-        self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans | None = None, **where: Any
-    ) -> None:
+    def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: Plans | None = None, **where: Any) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias or config.qkv_bias
         query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
         self.rotary = rotary
-        self.plans = plans or AttentionPlans(config.sliding_window)
+        self.plans: Plans = plans or AttentionPlans(config.sliding_window)
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)

@@ -1,0 +1,239 @@
+"""Attention over a declared list of pairs: runs of queries and runs of keys, one after the other, merged exactly.
+
+Softmax over the keys of several pairs is had from softmax over those of each. With scores s_k = q k^T / sqrt(D), a pair
+p gives its queries
+
+    lse_p = log sum_{k in p} exp(s_k)        out_p = sum_{k in p} exp(s_k - lse_p) v_k
+
+and two pairs together (Milakov and Gimelshein 1805.02867; Liu et al. 2310.01889)
+
+    lse = log(exp(lse_a) + exp(lse_b))       out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+The backward needs no partial results. With the lse and out over *all* keys a key has the weight p_k = exp(s_k - lse),
+whichever pair it is in, and with the gradient g of out and delta = g . out = sum_k p_k (g . v_k), a sum over all keys,
+
+    dv_k = p_k g        ds_k = p_k (g . v_k - delta)        dq = sum_k ds_k k / sqrt(D)        dk_k = ds_k q / sqrt(D)
+
+where dk_k and dv_k are summed over queries. So what a pair adds to the gradients depends on its own keys, out and lse:
+a flash backward (Dao 2307.08691, algorithm 2) that is given those over all keys computes just that.
+
+Single-device code: where queries and keys come from is nothing that is known here.
+
+Shape legend: B batch, N query heads, K key-value heads (dividing N: query head n has the keys of head n K // N), D
+head_dim, S rows, L queries of a pair, M its keys. What is made of shape (B, N, S, D) lies as (B, S, N, D) in memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from terrace.model.attention import additive_mask
+from terrace.model.pair_kernels import KINDS, PLAIN, Kernel, kernel_for, precise, side_by_side
+
+Run = tuple[int, int]  # rows start ... stop - 1
+
+
+@dataclass(frozen=True)
+class DensePair:
+    """Rows of queries that see rows of keys: all, causally (as many of each), or as `mask` (L, M) says."""
+
+    queries: Run
+    keys: Run
+    kind: str = "full"
+    mask: Tensor | None = None
+
+
+def dense_mask(
+    num_queries: int,
+    num_keys: int,
+    shift: int,
+    begins: Sequence[int],
+    window: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return the mask (L, M) that is added to scores: zero where a query sees a key, else -inf.
+
+    Query i stands at i + `shift` of the keys, which may be before or after all of them, and sees the keys up to there,
+    of its document and among the last `window` (0: any number). Documents begin at the keys `begins`, rising.
+    """
+    queries = torch.arange(shift, shift + num_queries, device=device)
+    starts = torch.tensor([0, *begins], device=device)
+    first = starts[torch.bucketize(queries, starts[1:], right=True)]
+    return additive_mask(first, queries, torch.arange(num_keys, device=device), window, dtype)
+
+
+def pair_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the output (B, N, L, D) and the lse (B, N, L), of fp32 or fp64, of queries over the keys of a pair.
+
+    query (B, N, L, D), key and value (B, K, M, D); mask (L, M) in the dtype of the query, of kind "mask" alone. A query
+    that sees none of the keys has output 0 and lse -inf.
+    """
+    return _kernel(query, key, kind, mask).forward(query, key, value, kind, mask)
+
+
+def pair_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a pair adds to the gradients of its queries, keys and values.
+
+    `out` and `lse` are those over all keys of the queries, not of the pair (the algebra is at the top of this file);
+    `grad_out` (B, N, L, D) is the gradient of that `out`. Other shapes are those of `pair_forward`.
+    """
+    return _kernel(query, key, kind, mask).backward(grad_out, query, key, value, out, lse, kind, mask)
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Have `out` (B, N, L, D) and `lse` (B, N, L) become those over their keys and new ones together.
+
+    Rows with lse -inf have seen nothing; of `out` these must be finite, say zero. The dtype of `lse` is that in which
+    weights are computed; `out` is rounded to its own each time, so an `out` that is merged often should be fp32.
+    """
+    # The sigmoid is the part of the new keys, and never overflows; -inf of both sides would be no number.
+    part = torch.sigmoid(new_lse - lse).masked_fill_(new_lse == -torch.inf, 0.0)
+    out.lerp_(new_out.to(out.dtype), part.to(out.dtype).unsqueeze(-1))
+    torch.logaddexp(lse, new_lse, out=lse)
+
+
+class Attended:
+    """What queries have made of keys so far, over the pairs that are added one after the other.
+
+    `runs` are the runs of all pairs that will be added. The only pair of all rows is taken as it is; rows of one pair
+    each are written where they belong; else rows are merged, in fp32 at least.
+    """
+
+    def __init__(self, query: Tensor, runs: Sequence[Run]) -> None:
+        self._query = query
+        self._merges = _overlap(runs)
+        self._whole = list(runs) == [(0, query.shape[2])]
+        if not self._whole:
+            self._out = side_by_side(query, precise(query.dtype) if self._merges else query.dtype)
+            if self._merges or _num_rows(runs) < query.shape[2]:
+                self._out.zero_()
+            self._lse = query.new_full(query.shape[:3], -torch.inf, dtype=precise(query.dtype))
+
+    def add(self, run: Run, out: Tensor, lse: Tensor) -> None:
+        """Add what `pair_forward` returned for the queries of a run."""
+        if self._whole:
+            self._out, self._lse = out, lse
+            return
+        own_out, own_lse = rows(self._out, run), rows(self._lse, run)
+        if self._merges:
+            merge_(own_out, own_lse, out, lse)
+        else:
+            own_out.copy_(out)
+            own_lse.copy_(lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return the output (B, N, S, D) in the dtype of the query and the lse (B, N, S); 0 and -inf without a pair."""
+        return self._out.to(self._query.dtype), self._lse
+
+
+class Sums:
+    """Gradients of rows, summed over the pairs that are added; `like` (B, N, S, D), `runs` as in `Attended`."""
+
+    def __init__(self, like: Tensor, runs: Sequence[Run]) -> None:
+        self._like = like
+        self._adds = _overlap(runs)
+        self._whole = list(runs) == [(0, like.shape[2])]
+        if not self._whole:
+            self._sum = side_by_side(like, precise(like.dtype) if self._adds else like.dtype)
+            if self._adds or _num_rows(runs) < like.shape[2]:
+                self._sum.zero_()
+
+    def add(self, run: Run, grad: Tensor) -> None:
+        """Add the gradient of a run."""
+        if self._whole:
+            self._sum = grad
+        elif self._adds:
+            rows(self._sum, run).add_(grad)
+        else:
+            rows(self._sum, run).copy_(grad)
+
+    def result(self) -> Tensor:
+        """Return the sum, in the dtype of `like`."""
+        return self._sum.to(self._like.dtype)
+
+
+def rows(part: Tensor, run: Run) -> Tensor:
+    """Return rows of part (B, N, S, ...), a view."""
+    start, stop = run
+    return part if (start, stop) == (0, part.shape[2]) else part[:, :, start:stop]
+
+
+def attend_pairs(query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
+    """Return softmax(Q K^T / sqrt(D)) V, (B, N, S, D), over the keys that the pairs of a query have; 0 without any.
+
+    key and value (B, K, S', D). Keeps its inputs, its output and an lse (B, N, S) for the backward, no scores.
+    """
+    attended: Tensor = _AttendPairs.apply(query, key, value, pairs)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _AttendPairs(torch.autograd.Function):
+    """`attend_pairs`, pair by pair in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
+        attended = Attended(query, [pair.queries for pair in pairs])
+        for pair in pairs:
+            own = (rows(query, pair.queries), rows(key, pair.keys), rows(value, pair.keys))
+            attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
+        out, lse = attended.result()
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.pairs = pairs
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        of_queries, of_keys = ([getattr(pair, name) for pair in ctx.pairs] for name in ("queries", "keys"))
+        sums = (Sums(query, of_queries), Sums(key, of_keys), Sums(value, of_keys))
+        for pair in ctx.pairs:
+            grads = pair_backward(
+                rows(grad_out, pair.queries),
+                rows(query, pair.queries),
+                rows(key, pair.keys),
+                rows(value, pair.keys),
+                rows(out, pair.queries),
+                rows(lse, pair.queries),
+                pair.kind,
+                pair.mask,
+            )
+            for total, run, grad in zip(sums, (pair.queries, pair.keys, pair.keys), grads, strict=True):
+                total.add(run, grad)
+        grad_query, grad_key, grad_value = (total.result() for total in sums)
+        return grad_query, grad_key, grad_value, None
+
+
+def _kernel(query: Tensor, key: Tensor, kind: str, mask: Tensor | None) -> Kernel:
+    """Return the kernel of a pair, whose kind, mask and shapes must fit."""
+    assert kind in KINDS, f"a pair is of kind {kind!r}, not one of {KINDS}"
+    assert (kind == "mask") == (mask is not None), (
+        f"mask {mask if mask is None else tuple(mask.shape)} of a {kind} pair"
+    )
+    assert kind != "causal" or query.shape[2] == key.shape[2], f"causal: {query.shape[2]} queries, {key.shape[2]} keys"
+    kernel = kernel_for(query.device, query.dtype)
+    return kernel if kernel.takes(query, kind) else PLAIN
+
+
+def _overlap(runs: Sequence[Run]) -> bool:
+    """Whether some row is in several runs."""
+    return any(before[1] > after[0] for before, after in pairwise(sorted(runs)))
+
+
+def _num_rows(runs: Sequence[Run]) -> int:
+    return sum(stop - start for start, stop in runs)

@@ -1,0 +1,277 @@
+"""Kernels that attend queries to some of their keys, and what softmax over those alone divides by.
+
+A kernel has a forward, which returns the output and the log of the sum of exponentials of the scores, and a backward,
+which is given those of *all* keys of its queries (terrace.model.blockwise has the algebra). There are two:
+
+    plain    products of torch, a few queries at a time, computed in fp32 (fp64 for fp64): the reference
+    flash    the flash attention that torch's own attention calls, on a CPU or on CUDA, by operators that are not public
+
+So a flash kernel is used on a device in a dtype after it agreed with the reference there, which is tried once
+(`kernel_for`); where it does not, a warning says so and plain products take its place. `describe` says which it is.
+
+Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, L queries, M keys, R queries at a time.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.model.attention import suits_plain_products
+
+KINDS = ("full", "causal", "mask")
+
+# Plain products have this many scores at a time: 4 MB in fp32, about a core's part of the caches.
+_MAX_SCORES = 1 << 20
+
+# Of the largest element. Half precision: what rounds the weights to 8 bits differs from what keeps 24 by a few 2^-8.
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+Forward = Callable[[Tensor, Tensor, Tensor, str, Tensor | None], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, str, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute `terrace.model.blockwise.pair_forward` and `pair_backward`, which have the shapes."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+    takes: Callable[[Tensor, str], bool]  # whether queries of this shape and kind are for it; else plain products
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over keys: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def without_infinity(lse: Tensor) -> Tensor:
+    """Return `lse` with zeros for the -inf of queries that see nothing, whose weights exp(-inf - 0) are zeros then."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def side_by_side(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory of the shape of `like` (B, N, L, D) with the heads of a token side by side."""
+    batch, heads, length, size = like.shape
+    return torch.empty(batch, length, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
+
+
+def _spans(query: Tensor, num_keys: int) -> Iterator[slice]:
+    """Yield the queries (B, N, L, D) that plain products take at a time."""
+    length = query.shape[2]
+    step = max(1, _MAX_SCORES // max(1, query.shape[0] * query.shape[1] * num_keys))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def _grouped(part: Tensor, span: slice, num_kv_heads: int) -> Tensor:
+    """Return rows of part (B, N, L, D) by what they share keys with, (B, K, G R, D), in a precise dtype."""
+    rows = part[:, :, span].to(precise(part.dtype))
+    return rows.reshape(rows.shape[0], num_kv_heads, -1, rows.shape[3])
+
+
+def _scores(query: Tensor, key: Tensor, kind: str, mask: Tensor | None, span: slice) -> Tensor:
+    """Return (B, K, G, R, seen) of scaled queries (B, K, G R, D) at `span` and the keys that may be seen."""
+    num = span.stop - span.start
+    scores = query @ key.transpose(2, 3)
+    scores = scores.view(*scores.shape[:2], -1, num, scores.shape[3])
+    if kind == "causal":
+        beyond = torch.full((num, key.shape[2]), -torch.inf, dtype=scores.dtype, device=scores.device)
+        scores += beyond.triu_(span.start + 1)
+    elif mask is not None:
+        scores += mask[span]
+    return scores
+
+
+def plain_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `terrace.model.blockwise.pair_forward`."""
+    dtype = precise(query.dtype)
+    keys, values = key.to(dtype), value.to(dtype)
+    out = side_by_side(query, query.dtype)
+    lse = query.new_empty(query.shape[:3], dtype=dtype)
+    scale = 1.0 / math.sqrt(query.shape[3])
+    for span in _spans(query, key.shape[2]):
+        seen = span.stop if kind == "causal" else key.shape[2]
+        queries = _grouped(query, span, key.shape[1]) * scale
+        scores = _scores(queries, keys[:, :, :seen], kind, mask, span)
+        sums = scores.logsumexp(-1, keepdim=True)  # (B, K, G, R, 1)
+        weights = scores.sub_(without_infinity(sums)).exp_().flatten(2, 3)  # (B, K, G R, seen)
+        out[:, :, span] = (weights @ values[:, :, :seen]).view(out[:, :, span].shape)
+        lse[:, :, span] = sums.flatten(1, 2).squeeze(-1)
+    return out, lse
+
+
+def plain_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `terrace.model.blockwise.pair_backward`."""
+    dtype, heads = precise(query.dtype), key.shape[1]
+    keys, values = key.to(dtype), value.to(dtype)
+    delta = (grad_out.to(dtype) * out).sum(-1, keepdim=True)  # (B, N, L, 1)
+    sums = without_infinity(lse).unsqueeze(-1)
+    grad_query = side_by_side(query, query.dtype)
+    grad_key, grad_value = (side_by_side(key, dtype).zero_() for _ in range(2))
+    scale = 1.0 / math.sqrt(query.shape[3])
+    for span in _spans(query, key.shape[2]):
+        seen = span.stop if kind == "causal" else key.shape[2]
+        queries = _grouped(query, span, heads) * scale
+        grads = _grouped(grad_out, span, heads)
+        scores = _scores(queries, keys[:, :, :seen], kind, mask, span).flatten(2, 3)  # (B, K, G R, seen)
+        weights = scores.sub_(_grouped(sums, span, heads)).exp_()
+        grad_value[:, :, :seen] += weights.transpose(2, 3) @ grads
+        of_scores = grads @ values[:, :, :seen].transpose(2, 3)
+        of_scores.sub_(_grouped(delta, span, heads)).mul_(weights)
+        grad_key[:, :, :seen] += of_scores.transpose(2, 3) @ queries
+        grad_query[:, :, span] = (of_scores @ keys[:, :, :seen]).mul_(scale).view(grad_query[:, :, span].shape)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(query, key, value, 0.0, kind == "causal", attn_mask=mask)
+    if mask is not None:  # of a query that sees nothing it says zero, which is the log of one
+        lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
+    return out, lse
+
+
+def _cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if mask is not None:
+        lse = without_infinity(lse)
+    grads: tuple[Tensor, Tensor, Tensor]
+    grads = flash(grad_out, query, key, value, out, lse, 0.0, kind == "causal", attn_mask=mask)
+    return grads
+
+
+def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert mask is None, "flash attention on CUDA has no masks"
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse = flash(query, key, value, 0.0, kind == "causal", False)[:2]
+    return out, lse
+
+
+def _cuda_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert mask is None, "flash attention on CUDA has no masks"
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # the state of dropout
+    sums = lse.contiguous()  # the kernel does not look at its strides
+    sizes = (None, None, query.shape[2], key.shape[2])
+    grads: tuple[Tensor, Tensor, Tensor]
+    grads = flash(grad_out, query, key, value, out, sums, *sizes, 0.0, kind == "causal", unused, unused)
+    return grads
+
+
+PLAIN = Kernel("plain products of torch", plain_forward, plain_backward, lambda query, kind: True)
+CPU_FLASH = Kernel(
+    "flash kernel of torch", _cpu_forward, _cpu_backward, lambda query, kind: not suits_plain_products(query)
+)
+CUDA_FLASH = Kernel(
+    "flash kernel of torch, plain products under a mask",
+    _cuda_forward,
+    _cuda_backward,
+    lambda query, kind: kind != "mask" and query.shape[3] % 8 == 0 and query.shape[3] <= 256,
+)
+
+
+def _candidate(device_type: str, dtype: torch.dtype) -> Kernel:
+    """Return the fastest kernel that should be there."""
+    if device_type == "cpu" and dtype in _TOLERANCE:
+        return CPU_FLASH
+    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return CUDA_FLASH
+    return PLAIN
+
+
+@cache
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return the fastest kernel that agrees with the reference on a device, in a dtype; tried once.
+
+    Warns if one that should be there is not, or is wrong.
+    """
+    kernel = _candidate(device.type, dtype)
+    if kernel is not PLAIN:
+        wrong = disagreement(kernel, device, dtype)
+        if wrong:
+            warnings.warn(f"attention uses slower {PLAIN.name} ({device}, {dtype}): {wrong}", stacklevel=2)
+            return PLAIN
+    return kernel
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the line that says which kernel attends on a device."""
+    name = str(dtype).removeprefix("torch.")
+    return f"attention pairs: {kernel_for(device, dtype).name} ({device}, {name})"
+
+
+@torch.no_grad()
+def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
+    """Return what is wrong with a kernel, in words, or nothing: tiny pairs of every kind, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(length: int, heads: int) -> Tensor:
+        return torch.randn(1, length, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
+
+    hidden = torch.zeros(5, 7).masked_fill_(torch.ones(5, 7).tril(1) == 0, -torch.inf)
+    hidden[2] = -torch.inf  # a query that sees nothing
+    hidden = hidden.to(device, dtype)
+    for kind, num_queries, num_keys in (("full", 5, 7), ("causal", 6, 6), ("mask", 5, 7)):
+        query, key, value = normal(num_queries, 4), normal(num_keys, 2), normal(num_keys, 2)
+        if kind == "mask" and not kernel.takes(query, kind):
+            continue
+        mask = hidden if kind == "mask" else None
+        grad, out = normal(num_queries, 4), normal(num_queries, 4)
+        sums = plain_forward(query, key, value, kind, mask)[1] + 0.5  # as if there were other keys
+        try:
+            found = [
+                *kernel.forward(query, key, value, kind, mask),
+                *kernel.backward(grad, query, key, value, out, sums, kind, mask),
+            ]
+        except (AttributeError, TypeError, RuntimeError) as error:
+            return f"{kernel.name} failed: {str(error).splitlines()[0]}"
+        wanted = [
+            *plain_forward(query, key, value, kind, mask),
+            *plain_backward(grad, query, key, value, out, sums, kind, mask),
+        ]
+        for name, one, other in zip(("output", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+            if not _equal(one, other, _TOLERANCE[dtype]):
+                return f"{kernel.name} differs from the reference ({name} of a {kind} pair)"
+    return ""
+
+
+def _equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether tensors have the same -inf, and else differ by at most `tolerance` of the largest element."""
+    if one.shape != other.shape or not torch.equal(one == -torch.inf, other == -torch.inf):
+        return False
+    one, other = (part.double().masked_fill(part == -torch.inf, 0.0) for part in (one, other))
+    return bool((one - other).abs().max() <= tolerance * other.abs().max())
