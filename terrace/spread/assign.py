@@ -1,0 +1,257 @@
+"""Which places attend to which sequence: `balance = "cost"`. Pure, deterministic, the same on every rank.
+
+Longest first, under a limit on the seconds of a place (Zeppelin, 2509.21841, section 4, has two levels of buckets; here
+there are as many as tiers that join places):
+
+    one place     the least full one whose seconds stay below the limit, else the one with the least seconds
+    a ring        of as few places of one unit as stay below the limit, the least full ones, in the least full unit
+    whole units   as few as stay below the limit, the least full ones, of the innermost tier where some do
+
+and where nothing stays below it, the group that ends first, and that is the limit from then on. A place is as full as
+its part of the limit, or of an even share of the tokens, whichever is more: so long sequences even out the seconds,
+and what short ones there are fill up places with few tokens, so that little has to be moved for the linear layers. The
+limit begins a little above what a perfect cut would take and is raised while the outcome is beyond it.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from terrace.base.errors import PlanError
+from terrace.spread.cost import WorkCost, ring_tokens
+from terrace.spread.groups import Groups
+from terrace.spread.segments import Segment
+
+_SLACK = (1.004, 1.015, 1.03)  # limits tried, over what a perfect cut takes
+_ENOUGH = 1.01  # of the perfect cut: no further limit is tried
+_ROUNDS = 3  # in which the perfect cut is approached
+_NEIGHBOURS = 3  # units of a tier that are looked at for a ring, the least full ones
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Segments in the order of the lengths, whose tokens are numbered one sequence after the other."""
+
+    segments: tuple[Segment, ...]
+    seconds: tuple[float, ...]  # of attention of each place, one layer, forward and backward
+    tokens: tuple[int, ...]  # that each place attends to, at most
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds until the last place is done."""
+        return max(self.seconds)
+
+
+def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
+    """Return which of the places attend to the sequences, none to more than `capacity` tokens.
+
+    `place_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit.
+    """
+    assert all(length > 0 for length in lengths)
+    groups = Groups(tuple(place_degrees), cost, capacity)
+    _check_room(lengths, groups)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    whole_s = [cost.whole_s(length) for length in lengths]
+    perfect = _perfect_s(lengths, whole_s, order, groups)
+    best = _round_robin(lengths, whole_s, groups)
+    for slack in _SLACK:
+        found = _Filling(groups, sum(lengths), perfect * slack).fill(lengths, whole_s, order)
+        if found and (best is None or found.makespan_s < best.makespan_s):
+            best = found
+        if best and best.makespan_s <= perfect * _ENOUGH:
+            break
+    if best is None:
+        raise PlanError(
+            f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {groups.num_places} places of "
+            f"{capacity} tokens: lower the tokens of a micro-batch or give a place more"
+        )
+    return best
+
+
+def _check_room(lengths: Sequence[int], groups: Groups) -> None:
+    longest = max(lengths, default=0)
+    needed = min(ring_tokens(longest, shape.num_places) for shape in groups.shapes)
+    if needed > groups.capacity or sum(lengths) > groups.capacity * groups.num_places:
+        raise PlanError(
+            f"{sum(lengths)} tokens, the longest document {longest}, do not fit on {groups.num_places} places of "
+            f"{groups.capacity} tokens: shorten documents, add ranks to the context axis or give a place more tokens"
+        )
+
+
+def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups) -> float:
+    """Return about the least possible makespan: sequences that take longer alone are on rings, and cost those."""
+    total = sum(whole_s)
+    limit = total / groups.num_places
+    for _ in range(_ROUNDS):
+        extra, least = 0.0, 0.0
+        for index in order:
+            alone = whole_s[index]
+            if alone <= limit and lengths[index] <= groups.capacity:
+                break
+            shape, seconds = _narrowest(lengths[index], alone, groups, limit)
+            extra += max(0.0, seconds * groups.shapes[shape].num_places - alone)
+            least = max(least, seconds)
+        wanted = max(least, (total + extra) / groups.num_places)
+        if wanted <= limit * 1.001:
+            break
+        limit = wanted
+    return limit
+
+
+def _narrowest(length: int, alone_s: float, groups: Groups, limit: float) -> tuple[int, float]:
+    """Return the first group on which a sequence ends before the limit, else the one on which it ends first."""
+    best, best_s = len(groups.shapes) - 1, float("inf")
+    for index in groups.wide(max(alone_s / limit, length / groups.capacity)):
+        if groups.fits(length, index):
+            seconds = groups.seconds(length, index)
+            if seconds <= limit:
+                return index, seconds
+            if seconds < best_s:
+                best, best_s = index, seconds
+    return best, best_s
+
+
+def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], groups: Groups) -> Assignment | None:
+    """Return the sequences dealt out to one place after the other; None where a place has no room for its own."""
+    seconds, tokens, segments, start = [0.0] * groups.num_places, [0] * groups.num_places, [], 0
+    for index, length in enumerate(lengths):
+        place = index % groups.num_places
+        seconds[place] += whole_s[index]
+        tokens[place] += length
+        segments.append(Segment(start, start + length, (place,)))
+        start += length
+    return Assignment(tuple(segments), tuple(seconds), tuple(tokens)) if max(tokens) <= groups.capacity else None
+
+
+@dataclass
+class _Units:
+    """The units of a tier: sums of how full their places are, most seconds and most tokens of a place."""
+
+    size: int
+    full: list[float]
+    seconds: list[float]
+    tokens: list[int]
+
+    @staticmethod
+    def empty(size: int, num_places: int) -> "_Units":
+        number = num_places // size
+        return _Units(size, [0.0] * number, [0.0] * number, [0] * number)
+
+
+class _Filling:
+    """Places as they fill up under a limit."""
+
+    def __init__(self, groups: Groups, num_tokens: int, limit: float) -> None:
+        self.groups, self.limit, self.capacity = groups, limit, groups.capacity
+        num_places = groups.num_places
+        self.units = [_Units.empty(size, num_places) for size in (1, *groups.sizes)]  # children of tier i: units[i]
+        places = self.units[0]
+        self.seconds, self.tokens, self.full = places.seconds, places.tokens, places.full
+        self.per_second = 1 / limit if limit else 0.0
+        self.per_token = num_places / num_tokens
+        self.by_full = [(0.0, place) for place in range(num_places)]  # heaps, whose entries may be of the past
+        self.by_seconds = list(self.by_full)
+
+    def fill(self, lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int]) -> Assignment | None:
+        """Return the sequences dealt out in this order; None when one has no room left."""
+        chosen: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())] * len(lengths)
+        for index in order:
+            length, alone_s = lengths[index], whole_s[index]
+            place = self._one_place(length, alone_s)
+            if place >= 0:
+                self._add(place, length, alone_s)
+                chosen[index] = (place,), (1,)
+                continue
+            found = self._several(length, alone_s)
+            if found is None:
+                return None
+            number, places = found
+            shape = self.groups.shapes[number]
+            seconds, part = self.groups.seconds(length, number), ring_tokens(length, shape.num_places)
+            for place in places:
+                self._add(place, part, seconds)
+            chosen[index] = places, shape.ring
+        starts = accumulate(lengths, initial=0)
+        segments = tuple(
+            Segment(start, start + length, places, ring)
+            for start, length, (places, ring) in zip(starts, lengths, chosen, strict=False)
+        )
+        return Assignment(segments, tuple(self.seconds), tuple(self.tokens))
+
+    def _one_place(self, length: int, alone_s: float) -> int:
+        """Return the place for a sequence that fits on one below the limit, or -1."""
+        room_s, room = self.limit - alone_s, self.capacity - length
+        if room_s < 0 or room < 0:
+            return -1
+        for heap, values in ((self.by_full, self.full), (self.by_seconds, self.seconds)):
+            while heap[0][0] != values[heap[0][1]]:
+                heapq.heappop(heap)
+            place = heap[0][1]
+            if self.seconds[place] <= room_s and self.tokens[place] <= room:
+                return place
+        return -1
+
+    def _add(self, place: int, num_tokens: int, seconds: float) -> None:
+        self.seconds[place] = seconds = self.seconds[place] + seconds
+        self.tokens[place] = num_tokens = self.tokens[place] + num_tokens
+        full = max(seconds * self.per_second, num_tokens * self.per_token)
+        more = full - self.full[place]
+        self.full[place] = full
+        for units in self.units[1:]:
+            unit = place // units.size
+            units.full[unit] += more
+            if seconds > units.seconds[unit]:
+                units.seconds[unit] = seconds
+            if num_tokens > units.tokens[unit]:
+                units.tokens[unit] = num_tokens
+        heapq.heappush(self.by_full, (full, place))
+        heapq.heappush(self.by_seconds, (seconds, place))
+
+    def _several(self, length: int, alone_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """Return the shape and the places of the first group below the limit, else of the one that ends first."""
+        least = max(alone_s / self.limit if self.limit else 1.0, length / self.capacity)
+        by_tier: dict[int, list[int]] = {}
+        for index in self.groups.wide(least):
+            by_tier.setdefault(self.groups.shapes[index].tier, []).append(index)
+        best: _Found | None = None
+        for tier, indices in by_tier.items():
+            for unit in _smallest(self.units[tier + 1].full, _NEIGHBOURS):
+                found = self._in_unit(length, indices, tier, unit)
+                if found and (best is None or found[0] < best[0]):
+                    best = found
+                if best and best[0] <= self.limit:
+                    return best[1:]
+        if best is None:
+            return None
+        self.limit = best[0]  # staying below the old one has no more use
+        return best[1:]
+
+    def _in_unit(self, length: int, indices: Sequence[int], tier: int, unit: int) -> "_Found | None":
+        """Return the end, the shape and the places of the same among the children of one unit, least seconds first."""
+        children, number = self.units[tier], self.groups.place_degrees[tier]
+        order = sorted(range(unit * number, (unit + 1) * number), key=children.seconds.__getitem__)
+        most = max(children.tokens[unit * number : (unit + 1) * number])
+        best: tuple[float, int, list[int]] | None = None
+        for index in indices:
+            shape = self.groups.shapes[index]
+            room = self.capacity - ring_tokens(length, shape.num_places)
+            open_ = order if most <= room else [child for child in order if children.tokens[child] <= room]
+            if len(open_) < shape.num_children:
+                continue
+            ends = children.seconds[open_[shape.num_children - 1]] + self.groups.seconds(length, index)
+            if best is None or ends < best[0]:
+                best = ends, index, open_[: shape.num_children]
+            if ends <= self.limit:
+                break
+        if best is None:
+            return None
+        places = (range(child * children.size, (child + 1) * children.size) for child in sorted(best[2]))
+        return best[0], best[1], tuple(place for run in places for place in run)
+
+
+_Found = tuple[float, int, tuple[int, ...]]  # when a sequence ends, the index of its shape, its places
+
+
+def _smallest(values: Sequence[float], number: int) -> list[int]:
+    return heapq.nsmallest(number, range(len(values)), key=values.__getitem__)

@@ -1,0 +1,62 @@
+"""Lengths of documents as they come: a published histogram and two plain cases, sampled by rule and not by chance.
+
+The rule: sample i of n is the quantile (j + 1/2) / n, where j is i's place in a fixed order that scatters neighbours;
+inside a bin documents are spread evenly. So n samples have the shape of the distribution, not an accident of a seed.
+"""
+
+import math
+from collections.abc import Sequence
+
+Bin = tuple[int, int, int]  # shortest and longest length, documents
+
+# Documents of a long-context training corpus: the histogram that MagiAttention's benchmark samples from (SandAI-org/
+# MagiAttention, exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv).
+PUBLISHED: tuple[Bin, ...] = (
+    (1, 10, 30254),
+    (11, 50, 391188),
+    (51, 100, 699596),
+    (101, 200, 1377757),
+    (201, 500, 3794735),
+    (501, 1024, 3316785),
+    (1025, 2048, 2106566),
+    (2049, 4096, 988525),
+    (4097, 8192, 410002),
+    (8193, 16384, 173574),
+    (16385, 32768, 115007),
+    (32769, 65536, 18428),
+    (65537, 131072, 22513),
+    (131073, 196608, 18284),
+)
+
+
+def sample(num_documents: int, bins: Sequence[Bin] = PUBLISHED) -> tuple[int, ...]:
+    """Return the lengths of so many documents of a histogram."""
+    total = sum(count for *_, count in bins)
+    lengths, index, below = [], 0, 0
+    for number in range(num_documents):
+        wanted = (2 * number + 1) * total / (2 * num_documents)
+        while wanted >= below + bins[index][2]:
+            below += bins[index][2]
+            index += 1
+        shortest, longest, count = bins[index]
+        lengths.append(shortest + int((wanted - below) / count * (longest - shortest + 1)))
+    return scattered(lengths)
+
+
+def bimodal(num_documents: int, short: int = 512, long: int = 16384, one_in: int = 8) -> tuple[int, ...]:
+    """Return short documents, and every `one_in`-th a long one."""
+    return tuple(long if number % one_in == one_in - 1 else short for number in range(num_documents))
+
+
+def one_huge(num_documents: int, huge: int, short: int = 1024) -> tuple[int, ...]:
+    """Return short documents, and one huge one in the middle."""
+    return tuple(huge if number == num_documents // 2 else short for number in range(num_documents))
+
+
+def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return them in an order in which any run of neighbours is a fair sample: by multiples of the golden section."""
+    number = len(lengths)
+    step = max(1, round(number * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, number) > 1:
+        step += 1
+    return tuple(lengths[index * step % number] for index in range(number))

@@ -1,0 +1,103 @@
+"""`balance = "cost"`: every token once, capacities kept, near the bound, never worse than dealing out."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import PlanError
+from terrace.spread.assign import assign
+from terrace.spread.cost import Link, WorkCost, hidden_from, ring_tokens
+from terrace.spread.micro import micro_steps
+
+SOME = settings(max_examples=60, deadline=None)
+
+
+def cost_on(num_tiers: int, *, rate: float = 1e11, pair_s: float = 1e-10, window: int = 0) -> WorkCost:
+    """A cost whose tiers are each ten times slower than the one inside."""
+    links = tuple(Link(bytes_per_s=rate / 10**tier, latency_s=1e-6 * 3**tier) for tier in range(num_tiers))
+    return WorkCost(links=links, pair_s=pair_s, key_bytes=4096.0, query_bytes=8192.0, window=window)
+
+
+pools = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+documents = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 20000)), min_size=1, max_size=60)
+
+
+@given(pools, documents, st.sampled_from([0, 64, 1000]), st.sampled_from([1e9, 1e11, 1e14]))
+@SOME
+def test_every_token_once_within_capacity_and_never_worse_than_dealing_out(
+    degrees: tuple[int, ...], lengths: list[int], window: int, rate: float
+) -> None:
+    num_places, cost = math.prod(degrees), cost_on(len(degrees), rate=rate, window=window)
+    capacity = 2 * -(-sum(lengths) // num_places) + 2
+    try:
+        found = assign(lengths, degrees, cost, capacity)
+    except PlanError:
+        assert max(lengths) > capacity / 2  # what is short fits somewhere: places are half full
+        return
+    assert found == assign(lengths, degrees, cost, capacity)
+    seconds, tokens, start = [0.0] * num_places, [0] * num_places, 0
+    for segment, length in zip(found.segments, lengths, strict=True):
+        assert (segment.start, segment.stop) == (start, start + length)
+        assert len(set(segment.places)) == len(segment.places) == math.prod(segment.shape)
+        places_of_a_ring_are_whole_units(segment.places, segment.shape, degrees)
+        start += length
+        shape = on_all_tiers(segment.places, degrees)
+        for place in segment.places:
+            seconds[place] += cost.ring_s(length, shape)
+            tokens[place] += ring_tokens(length, len(segment.places))
+    assert found.seconds == pytest.approx(seconds)
+    assert found.tokens == tuple(tokens)
+    assert max(tokens) <= capacity
+    dealt = [0.0] * num_places
+    for index, length in enumerate(lengths):
+        dealt[index % num_places] += cost.whole_s(length)
+    fits = max(sum(lengths[place::num_places]) for place in range(num_places)) <= capacity
+    assert not fits or found.makespan_s <= max(dealt) * (1 + 1e-12)
+
+
+def on_all_tiers(places: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """How many members a group has on each tier, which is how far its places differ there."""
+    found = []
+    for degree in degrees:
+        found.append(len({place % degree for place in places}))
+        places = tuple(sorted({place // degree for place in places}))
+    return tuple(found)
+
+
+def places_of_a_ring_are_whole_units(places: tuple[int, ...], shape: tuple[int, ...], degrees: tuple[int, ...]) -> None:
+    """A group is one place, or some of a unit's children, whole; in the order of a segment, the innermost fastest."""
+    wanted = on_all_tiers(places, degrees)
+    assert math.prod(wanted) == len(places)
+    assert shape == (tuple(degree for degree in wanted if degree > 1) or (1,))
+    assert list(places) == sorted(places)
+    crossed = [tier for tier, degree in enumerate(wanted) if degree > 1]
+    assert all(wanted[tier] == degrees[tier] for tier in range(crossed[-1] if crossed else 0))
+
+
+def test_a_document_that_no_place_has_room_for_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"100 tokens, the longest document 100, do not fit on 4 places of 10 tokens"):
+        assign([100], (2, 2), cost_on(2), 10)
+
+
+def test_zones_begin_where_a_round_hides_its_exchange() -> None:
+    cost = cost_on(3)
+    starts = [hidden_from(cost, tier) for tier in range(3)]
+    assert starts == sorted(starts)
+    for tier, tokens in enumerate(starts):
+        for some, hidden in ((tokens, True), (tokens - 2, False)):
+            round_s, key_s = cost.pair_s * some**2 / 2, cost.links[tier].seconds(some * cost.key_bytes)
+            both_s = cost.links[tier].seconds(2 * some * cost.key_bytes)
+            assert (round_s >= key_s and cost.backward * round_s >= both_s) == hidden
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.integers(1, 4))
+@SOME
+def test_rows_are_dealt_to_micro_steps_in_equal_numbers(few: list[float], num_micros: int) -> None:
+    costs = few * num_micros
+    steps = micro_steps(costs, num_micros)
+    assert sorted(row for rows in steps for row in rows) == list(range(len(costs)))
+    assert {len(rows) for rows in steps} == {len(few)}
+    totals = [sum(costs[row] for row in rows) for rows in steps]
+    assert max(totals) - min(totals) <= max(costs) * (1 + 1e-9)
