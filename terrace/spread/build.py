@@ -7,10 +7,9 @@ A place's attended rows are in that order too: the tokens of its shards, then th
 `num_attended` leaves over. Padding travels, to itself or with the shard, and no pair reads it: a row of queries that is
 in no pair has output zero and gets no gradient. Rows of a later round are peer after peer, within each in that order.
 
-A shard goes round the ring of its segment (`Segment.source`), the parts of a place each to the same part of the next;
-rings of several degrees and sizes share the rounds, each as long as it has steps. Where the last step left a shard it
-goes `home` from; that of a place alone in round 0, to itself, as does what `num_attended` leaves over. So every
-attended row comes home once.
+A shard goes round the ring of its segment, the parts of a place each to the same part of the next; rings of several
+degrees and sizes share the rounds, each as long as it has steps. Where the last step left a shard it goes `home` from;
+that of a place alone in round 0, to itself, as does what `num_attended` leaves over.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,17 +18,17 @@ from typing import NamedTuple
 
 from terrace.spread.layout import Layout
 from terrace.spread.pairs import Stretch, pairs_across, pairs_within
-from terrace.spread.segments import Segment
+from terrace.spread.segments import Segment, Step, route
 from terrace.spread.view import NOTHING, Exchange, Round, Run, Spread, num_rows
 
 Messages = tuple[tuple[int, tuple[Run, ...]], ...]
 
 
 class _Ring(NamedTuple):
-    """A segment that the place attends to, and where in its `places`."""
+    """A segment that the place attends to, and its steps."""
 
     segment: Segment
-    position: int
+    steps: tuple[Step, ...]
 
 
 class _Shard(NamedTuple):
@@ -43,12 +42,12 @@ class _Shard(NamedTuple):
 def spread(layout: Layout, member: int) -> Spread:
     """Return what a member of the pool does."""
     place = member // layout.ulysses
-    rings = [_Ring(segment, segment.places.index(place)) for segment in layout.segments if place in segment.places]
-    own = _laid((ring, ring.position) for ring in rings)
+    rings = [_ring(segment, place) for segment in layout.segments if place in segment.places]
+    own = _laid(rings)
     num_attended = num_rows(_rows(own))
     if num_attended < layout.num_attended:
         rest = Segment(0, 0, (place,), chunk=layout.num_attended - num_attended)  # padding alone
-        own = _laid((ring, ring.position) for ring in [*rings, _Ring(rest, 0)])
+        own = _laid([*rings, _ring(rest, place)])
         num_attended = layout.num_attended
     tokens = [stretch for shard in own for stretch in shard.stretches]
     padding = (sum(stop - start for start, stop, _ in tokens), num_attended)
@@ -64,15 +63,19 @@ def spread(layout: Layout, member: int) -> Spread:
     )
 
 
-def _laid(shards: Iterable[tuple[_Ring, int]], first: int = 0) -> list[_Shard]:
-    """Return shards (ring, index) in rows from `first` on: all their tokens, then all their padding."""
+def _ring(segment: Segment, place: int) -> _Ring:
+    return _Ring(segment, route(segment.shape, segment.places.index(place)))
+
+
+def _laid(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]:
+    """Return the shards of a step in rows from `first` on: all their tokens, then all their padding."""
     laid = []
-    for ring, index in shards:
-        stretches = []
-        for start, stop in ring.segment.shard(index):
+    for ring in rings:
+        stretches, source = [], ring.steps[step].source
+        for start, stop in ring.segment.shard(source):
             stretches.append(Stretch(start, stop, first))
             first += stop - start
-        laid.append((ring, tuple(stretches), ring.segment.padding(index)))
+        laid.append((ring, tuple(stretches), ring.segment.padding(source)))
     ends = accumulate((padding for _, _, padding in laid), initial=first)
     return [
         _Shard(ring, stretches, (start, start + padding))
@@ -151,51 +154,49 @@ def _receives(layout: Layout, member: int, tokens: Iterable[Stretch], padding: R
 
 def _rounds(layout: Layout, part: int, own: list[_Shard]) -> Iterator[Round]:
     """Yield the rounds of such a part of a place that has the shards `own`."""
-    shards, exchange, size, step = own, NOTHING, num_rows(_rows(own)), 0
-    pairs = list(
-        pairs_within([stretch for shard in own for stretch in shard.stretches], layout.documents, layout.window)
-    )
+    shards, exchange, size, step = own, NOTHING, own[-1].padding[1] if own else 0, 0
+    tokens = [stretch for shard in own for stretch in shard.stretches]
+    pairs = list(pairs_within(tokens, layout.documents, layout.window))
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
             pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, layout.window)
-        yield Round(size, exchange, tuple(pairs), _home(layout.ulysses, part, own, shards, step))
         step += 1
         goes = [len(shard.ring.segment.places) > step for shard in own]
+        stays = [not goes_on for goes_on in goes]
+        home = _home(layout.ulysses, part, list(compress(own, stays)), list(compress(shards, stays)))
+        yield Round(size, exchange, tuple(pairs), home)
         own = list(compress(own, goes))
         shards, exchange = _passed(layout.ulysses, part, list(compress(shards, goes)), step)
-        size, pairs = num_rows(_rows(shards)), []
+        size, pairs = max((shard.padding[1] for shard in shards), default=0), []
 
 
-def _home(ulysses: int, part: int, own: Sequence[_Shard], shards: Sequence[_Shard], step: int) -> Exchange:
-    """Return how the shards that came no further than to this step go home, in return for those of `own`."""
+def _home(ulysses: int, part: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
+    """Return how shards go home after their last step, in return for those of `own`."""
     sends: dict[int, list[_Shard]] = {}
     receives: dict[int, list[_Shard]] = {}
     for mine, shard in zip(own, shards, strict=True):
-        (segment, index), places = shard.ring, shard.ring.segment.places
-        if len(places) == step + 1:
-            sends.setdefault(places[segment.source(index, step)], []).append(shard)
-            receives.setdefault(places[segment.keeper(index, step)], []).append(mine)
+        places, last = shard.ring.segment.places, shard.ring.steps[-1]
+        sends.setdefault(places[last.to], []).append(shard)
+        receives.setdefault(places[last.by], []).append(mine)
     return Exchange(_between(ulysses, part, sends), _between(ulysses, part, receives))
 
 
 def _passed(ulysses: int, part: int, shards: Sequence[_Shard], step: int) -> tuple[list[_Shard], Exchange]:
     """Return the shards of a step, in the order of those of the step before, and the exchange between the two."""
     sends: dict[int, list[_Shard]] = {}
-    comes: dict[int, list[tuple[int, _Ring, int]]] = {}  # by place: (which, ring, index)
-    for at, shard in enumerate(shards):
-        (segment, index), places = shard.ring, shard.ring.segment.places
-        sends.setdefault(places[segment.keeper(segment.source(index, step - 1), step)], []).append(shard)
-        source = segment.source(index, step)
-        comes.setdefault(places[segment.keeper(source, step - 1)], []).append((at, shard.ring, source))
+    rings: dict[int, list[_Ring]] = {}  # by the place that their shards come from
+    for shard in shards:
+        ring, places, now = shard.ring, shard.ring.segment.places, shard.ring.steps[step]
+        sends.setdefault(places[now.to], []).append(shard)
+        rings.setdefault(places[now.by], []).append(ring)
     receives: dict[int, list[_Shard]] = {}
-    come: dict[int, _Shard] = {}
     first = 0
-    for place in sorted(comes):
-        receives[place] = _laid(((ring, source) for _, ring, source in comes[place]), first)
-        come.update(zip((at for at, _, _ in comes[place]), receives[place], strict=True))
+    for place in sorted(rings):
+        receives[place] = _laid(rings[place], step, first)
         first = receives[place][-1].padding[1]
-    laid = [come[at] for at in range(len(shards))]
-    return laid, Exchange(_between(ulysses, part, sends), _between(ulysses, part, receives))
+    come = {place: iter(laid) for place, laid in receives.items()}
+    passed = [next(come[shard.ring.segment.places[shard.ring.steps[step].by]]) for shard in shards]
+    return passed, Exchange(_between(ulysses, part, sends), _between(ulysses, part, receives))
 
 
 def _between(ulysses: int, part: int, shards: Mapping[int, Iterable[_Shard]]) -> Messages:

@@ -43,11 +43,12 @@ class Layout:
     @cached_property
     def _segments(self) -> tuple[list[int], list[int]]:
         """Where segments start, rising, and which these are."""
-        order = sorted(range(len(self.segments)), key=lambda at: self.segments[at].start)
+        filled = (at for at, segment in enumerate(self.segments) if segment.start < segment.stop)
+        order = sorted(filled, key=lambda at: self.segments[at].start)
         return [self.segments[at].start for at in order], order
 
     @cached_property
     def _holdings(self) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Where runs that are held start, rising, and (start, stop, member) of each."""
-        runs = sorted((*run, member) for member, runs in enumerate(self.held) for run in runs)
+        runs = sorted((*run, member) for member, runs in enumerate(self.held) for run in runs if run[0] < run[1])
         return [start for start, _, _ in runs], runs

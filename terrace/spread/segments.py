@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from terrace.spread.view import Run
 
@@ -29,12 +31,12 @@ class Segment:
         assert math.prod(self.shape) == len(self.places), f"a ring {self.shape} of places {self.places}"
         assert self.num_chunks * self.chunk_tokens >= self.stop - self.start, f"{self} leaves tokens over"
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Into how many chunks it is cut."""
         return 1 if len(self.places) == 1 else 2 * len(self.places)
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         """Tokens of a chunk that is not one of the last."""
         return self.chunk or -(-(self.stop - self.start) // self.num_chunks)
@@ -65,21 +67,34 @@ class Segment:
         end = min(self.start + (chunk + 1) * self.chunk_tokens, self.stop)
         return min(chunk, self.num_chunks - 1 - chunk), end
 
-    def source(self, index: int, step: int) -> int:
-        """Return the index whose shard the place at `index` has after a step; step 0: its own."""
-        return self._moved(index, step, -1)
 
-    def keeper(self, index: int, step: int) -> int:
-        """Return the index that has the shard of `index` after a step."""
-        return self._moved(index, step, 1)
+class Step(NamedTuple):
+    """What a place of a ring does in a step; all are indices of `Segment.places`."""
 
-    def _moved(self, index: int, step: int, sign: int) -> int:
-        """Return the index as far from `index`, degree by degree, as a shard has come in so many steps."""
-        moved, stride = 0, 1
-        for degree in self.shape:
-            index, digit = divmod(index, degree)
-            passed = step - step // degree  # of the multiples of `stride`, those of none further out
-            moved += (digit + sign * passed) % degree * stride
-            step //= degree
-            stride *= degree
-        return moved
+    source: int  # whose shard it has then
+    to: int  # who gets the one that it had before
+    by: int  # who had the one that it gets
+
+
+@lru_cache(maxsize=1024)
+def route(shape: tuple[int, ...], index: int) -> tuple[Step, ...]:
+    """Return steps 0 ... G of the place at an index: 0 is the start, G, after the last, brings every shard home."""
+    num_places = math.prod(shape)
+    steps = [Step(index, index, index)]
+    for step in range(1, num_places):
+        source = _moved(shape, index, step, -1)
+        to, by = _moved(shape, steps[-1].source, step, 1), _moved(shape, source, step - 1, 1)
+        steps.append(Step(source, to, by))
+    return (*steps, Step(index, steps[-1].source, _moved(shape, index, num_places - 1, 1)))
+
+
+def _moved(shape: tuple[int, ...], index: int, step: int, sign: int) -> int:
+    """Return the index as far from `index`, degree by degree, as a shard has come in so many steps."""
+    moved, stride = 0, 1
+    for degree in shape:
+        index, digit = divmod(index, degree)
+        passed = step - step // degree  # of the multiples of `stride`, those of none further out
+        moved += (digit + sign * passed) % degree * stride
+        step //= degree
+        stride *= degree
+    return moved
