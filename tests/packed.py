@@ -77,7 +77,7 @@ def _train(world: World, cluster: Cluster, case: Case, masked: bool) -> Outcome:
         whole = make_rows(case.model, step, MICRO_BATCH * layout.data_degree * case.num_micros)
         batches = []
         for micro in range(case.num_micros):
-            first = MICRO_BATCH * (micro * layout.data_degree + layout.position(world.rank))
+            first = MICRO_BATCH * (micro * layout.data_degree + layout.data_place(world.rank))
             tokens, labels, positions = (part[first : first + MICRO_BATCH] for part in whole)
             batches.append((tokens, labels, positions) if masked else (tokens, labels))
         result = engine.step(batches, ADAMW.lr)

@@ -92,7 +92,7 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
     for step in range(case.num_steps):
         layout = engine.program.layout
         tokens, labels = make_batch(step, layout.data_degree * case.num_micros)
-        rows = [micro * layout.data_degree + layout.position(world.rank) for micro in range(case.num_micros)]
+        rows = [micro * layout.data_degree + layout.data_place(world.rank) for micro in range(case.num_micros)]
         result = engine.step([(tokens[row : row + 1], labels[row : row + 1]) for row in rows], case.optimizer.lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -172,7 +172,7 @@ def batches_of(engine: Engine, world: World, step: int) -> list[tuple[torch.Tens
     """The micro-batches of this rank, one sequence each."""
     layout, num_micros = engine.program.layout, engine.program.num_micros
     tokens, labels = make_batch(step, layout.data_degree * num_micros)
-    rows = [micro * layout.data_degree + layout.position(world.rank) for micro in range(num_micros)]
+    rows = [micro * layout.data_degree + layout.data_place(world.rank) for micro in range(num_micros)]
     return [(tokens[row : row + 1], labels[row : row + 1]) for row in rows]
 
 

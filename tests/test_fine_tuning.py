@@ -95,7 +95,7 @@ def fine_tune(
         declared=block_specs(config()),
         sequence=SEQUENCE,
     )
-    place, degree = engine.program.layout.position(world.rank), engine.program.layout.data_degree
+    place, degree = engine.program.layout.data_place(world.rank), engine.program.layout.data_degree
     results = []
     for step in range(NUM_STEPS):
         micros = []

@@ -77,7 +77,7 @@ REFUSED: list[tuple[Plan, tuple[str, ...]]] = [
     (zero3(mapping={"node": {}}), ("multiply to 1", "leave the row out")),
     (
         zero3(mapping={"node": {"context": 3}}),
-        ("mapping.node.context = 3", "data, tensor, pipeline only", "{data = 3}"),
+        ("the context axis of the mapping", "no block of this model declares its heads", "give the tier to the data"),
     ),
     (zero3(grads="node"), ("params = 'system' lies outside grads = 'node'", "device <= package <= node <= system")),
     (zero3(params="device", grads="system", optimizer="node"), ("grads = 'system' lies outside optimizer = 'node'",)),
@@ -193,9 +193,9 @@ def test_slices_nest_and_partition(degrees: list[int], numel: int) -> None:
     cluster: Cluster = cluster_of(*degrees)
     layout = Layout.of(cluster, preset("ddp", cluster))
     padded = layout.padded(numel)
-    assert numel <= padded < numel + layout.data_degree
-    assert padded % layout.data_degree == 0
-    assert layout.data_degree == math.prod(degrees)
+    assert numel <= padded < numel + layout.degree
+    assert padded % layout.degree == 0
+    assert layout.degree == math.prod(degrees)
     cuts = {
         rank: [layout.slice(tier, cluster.coordinates(rank), padded) for tier in range(-1, len(degrees))]
         for rank in range(cluster.world_size)

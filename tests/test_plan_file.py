@@ -17,14 +17,11 @@ from tests.test_cli_plan import Here, here
 __all__ = ["here"]
 
 
-def test_plan_of_other_axes_is_written_to_be_looked_at(here: Here) -> None:
+def test_plan_with_a_context_axis_is_written_to_be_trained(here: Here) -> None:
     code, out, _ = here.say("plan", "--nodes", "1", "--axes", "context", "--pin", "context=2")
     assert code == 0
     assert "context 2" in out
-    assert "wrote plan.toml, to be looked at: this version does not train the context axis" in out
-    assert "to train" not in out
-    assert main(["train", "--plan", "plan.toml"]) == 2
-    assert "runs the axes data, tensor, pipeline only" in here.error()
+    assert "to train: terrace train --plan plan.toml" in out
 
 
 def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(here: Here) -> None:

@@ -33,7 +33,7 @@ SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
 
 def closed_form(plan: Plan, sizes: tuple[int, ...], model: ModelConfig, num_micros: int) -> dict[str, int]:
     layout = state_layout(cluster_of(*sizes), plan)
-    states = model_states(layout, plan, stage_of(model, 1, 1, 0, layout.data_degree), num_micros)
+    states = model_states(layout, plan, stage_of(model, 1, 1, 0, layout.degree), num_micros)
     return states.steady | {"gathered": max(states.gathered.values()), "grads_full": max(states.gradients.values())}
 
 

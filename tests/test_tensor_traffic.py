@@ -166,7 +166,7 @@ REFUSED = [
     ),
     ({"package": {"tensor": {"height": 4}}}, {}, ("height", "rows")),
     ({"package": {"tensor": {"rows": 0}}}, {}, ("rows = 0", "at least 1")),
-    ({"package": {"data": {"rows": 4}}}, {}, ("only the tensor axis is factored",)),
+    ({"package": {"data": {"rows": 4}}}, {}, ("only the tensor and the context axis are factored",)),
     ({}, {"tensor_chunks": 2}, ("tensor_chunks = 2 has no effect",)),
     ({}, {"wire": {"tensor": {"package": "bf16"}}}, ("wire.tensor.package", "has no effect")),
     (

@@ -22,9 +22,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrace.plan.grid import CONTEXT, Grid
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.grid import Grid
 from terrace.plan.plan import Plan
 
+ULYSSES = ("ulysses",)
 CHUNKS_A_PLACE = 2  # of a causal ring: an early and a late one
 
 
@@ -40,6 +43,23 @@ class Pool:
     ulysses: int
     place_degrees: tuple[int, ...]
     sizes: tuple[int, ...]  # of the cluster's tiers
+
+    @staticmethod
+    def of(cluster: Cluster, plan: Plan, rank: int) -> "Pool":
+        """Return the pool of `rank`, the same for all its members.
+
+        They are the ranks that differ from it on `pool_axes` and on Ulysses alone.
+        """
+        grid = Grid.of(cluster, plan)
+        first = grid.members(rank, ULYSSES)[0]
+        return Pool(
+            members=tuple(
+                part for place in grid.members(first, pool_axes(plan)) for part in grid.members(place, ULYSSES)
+            ),
+            ulysses=grid.total("ulysses"),
+            place_degrees=grid.combined(pool_axes(plan)),
+            sizes=tuple(tier.size for tier in cluster.tiers),
+        )
 
     @property
     def num_places(self) -> int:
@@ -68,7 +88,12 @@ def pool_axes(plan: Plan) -> tuple[str, ...]:
 
 def is_spread(grid: Grid, plan: Plan) -> bool:
     """Whether attention goes over several ranks, so that a rank's tokens are no whole rows."""
-    return math.prod(grid.combined((*CONTEXT, *pool_axes(plan)))) > 1
+    return grid.total("ulysses") * places_degree(grid, plan) > 1
+
+
+def places_degree(grid: Grid, plan: Plan) -> int:
+    """Return how many places a pool has."""
+    return math.prod(grid.combined(pool_axes(plan)))
 
 
 def chunk_tokens(sequence: int, ring: int) -> int:
@@ -88,3 +113,43 @@ def local_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
     if plan.balance == "cost":
         return -(-plan.micro_batch * sequence // (ulysses * grid.total("ring")))
     return -(-place_tokens(plan, grid, sequence) // ulysses)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of a block's attention on a tensor rank, each of `size` features."""
+
+    queries: int
+    keys: int
+    size: int
+
+    def can_split(self, ulysses: int) -> bool:
+        """Whether as many ranks can share the heads: each with as many, and with whole key-value heads or one."""
+        return self.queries % ulysses == 0 and (self.keys % ulysses == 0 or ulysses % self.keys == 0)
+
+
+def attention_heads(block: BlockSpec, rows: int) -> Heads | None:
+    """Return the heads that each of `rows` tensor rows has of a block; None for one that declares none.
+
+    With more rows than key-value heads each uses one of them (terrace.plan.slices).
+    """
+    queries, keys = _declared(block, "heads"), _declared(block, "kv_heads")
+    if queries is None:
+        return None
+    num_keys = queries[0] if keys is None else keys[0]
+    return Heads(queries[0] // rows, max(1, num_keys // rows), queries[1])
+
+
+def _declared(block: BlockSpec, name: str) -> tuple[int, int] | None:
+    """Return (units, elements of a unit) of the first dim of that name."""
+
+    def elements(param: ParamSpec, dim: int) -> int:
+        return (param.whole or param.shape)[dim]
+
+    dims = (
+        (units, elements(param, dim) // units)
+        for param in block.params
+        for dim, (counted, units) in enumerate(param.dims)
+        if counted == name and units
+    )
+    return next(dims, None)

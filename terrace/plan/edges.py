@@ -39,7 +39,7 @@ def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec], sequence: int) -> Edge:
     """Return what crosses every edge of a pipeline; raises `PlanError` where its size is not known."""
     if sequence < 1:
         raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
-    rows, features = tensor.rows.data_degree, hidden_size(blocks) // tensor.columns.data_degree
+    rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
     if tensor.splits_tokens:
         shape: tuple[int, ...] = (tensor.padded_tokens // rows, features)
         return Edge(shape=shape, numel=shape[0] * shape[1], gathers=None)

@@ -52,6 +52,22 @@ class Grid:
             places.append(place)
         return tuple(places)
 
+    def place(self, rank: int, axes: Collection[str]) -> int:
+        """Return the number of `rank` among the ranks that differ on `axes` alone, the innermost tier fastest."""
+        index = 0
+        degrees = self.combined(axes)
+        for degree, here in reversed(list(zip(degrees, self.coordinates(rank, axes), strict=True))):
+            index = index * degree + here
+        return index
+
+    def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` on `axes` alone, itself included, in the order of their places."""
+        found: tuple[int, ...] = (rank,)
+        for tier, degree in enumerate(self.combined(axes)):
+            peers = [self.peers(other, tier, axes) for other in found]
+            found = tuple(ranks[place] for place in range(degree) for ranks in peers)
+        return found
+
     def peers(self, rank: int, tier: int, axes: Collection[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on `tier` and on `axes` alone, itself included, in their order."""
         inside = math.prod(math.prod(row) for row in self.degrees[:tier])
@@ -68,10 +84,7 @@ class Grid:
 
 def stage_of(grid: Grid, rank: int) -> int:
     """Return the pipeline stage of a rank: stages are numbered over the tiers, the innermost one fastest."""
-    index = 0
-    for degree, here in reversed(list(zip(grid.combined(PIPELINE), grid.coordinates(rank, PIPELINE), strict=True))):
-        index = index * degree + here
-    return index
+    return grid.place(rank, PIPELINE)
 
 
 @lru_cache(maxsize=4096)

@@ -15,17 +15,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from terrace.cluster import Cluster
-from terrace.plan.grid import ORDER, Grid
+from terrace.plan.grid import CONTEXT, ORDER, Grid
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 
+HOLDERS = (*CONTEXT, "data")  # the axes whose ranks hold the same slice of a block, and so share its states
 INSIDE = -1  # the lane of messages inside a block: they are part of computing
 DEVICE = -1  # the index of the implicit innermost tier
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Data degrees per tier and the tier index of each state (`DEVICE` = replicated).
+    """The degrees per tier over which states are cut, and the tier index of each state (`DEVICE` = replicated).
 
     The degrees are those of the ranks that hold the same slice of a block: they differ on `axes` alone.
     """
@@ -36,7 +37,7 @@ class Layout:
     params_backward: int  # equals `params` when there is no secondary copy
     grads: int
     optimizer: int
-    axes: tuple[str, ...] = ("data",)
+    axes: tuple[str, ...] = HOLDERS
     grid: Grid | None = None  # None: nobody asks which ranks these are
     orthogonalises: bool = False  # whether the optimizer needs whole matrices
 
@@ -48,7 +49,7 @@ class Layout:
         """
         params = cluster.index(plan.params)
         grid = Grid.of(cluster, plan)
-        axes = tuple(axis for axis in ORDER if axis == "data" or axis in shared)
+        axes = tuple(axis for axis in ORDER if axis in HOLDERS or axis in shared)
         return Layout(
             tiers=tuple(tier.name for tier in cluster.tiers),
             degrees=grid.combined(axes),
@@ -72,9 +73,20 @@ class Layout:
         return len(self.tiers) - 1
 
     @property
-    def data_degree(self) -> int:
-        """Number of ranks that work on different samples."""
+    def degree(self) -> int:
+        """Number of ranks that the layout joins: those that hold the same slice of a block."""
         return self.span(self.outermost)
+
+    @property
+    def data_degree(self) -> int:
+        """Number of ranks that work on different samples; those of a context axis share theirs."""
+        assert self.grid is not None, "only a layout of a plan knows its ranks"
+        return self.grid.total("data")
+
+    def data_place(self, rank: int) -> int:
+        """Return which of the `data_degree` shares of a batch `rank` works on, the innermost tier fastest."""
+        assert self.grid is not None, "only a layout of a plan knows its ranks"
+        return self.grid.place(rank, ("data",))
 
     def span(self, index: int) -> int:
         """Return over how many ranks a state placed on tier `index` is sharded."""
@@ -91,25 +103,19 @@ class Layout:
             MessageClass.ORTHOGONALISE: range(self.optimizer + 1 if self.orthogonalises else 0),
             MessageClass.CONTROL: range(self.outermost + 1),
             MessageClass.TENSOR: range(0),  # inside a block, among ranks of the tensor axis
+            MessageClass.CONTEXT: range(0),  # inside a block too, among ranks that attend together
             MessageClass.PIPELINE: range(0),  # between stages, from one rank to another
             MessageClass.TIE: range(0),
         }[message]
 
     def padded(self, numel: int) -> int:
         """Return `numel` rounded up so that every tier divides it; padding is part of the format."""
-        return -(-numel // self.data_degree) * self.data_degree
+        return -(-numel // self.degree) * self.degree
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return the place of `rank` on each tier among the ranks that hold the same slice of a block."""
         assert self.grid is not None, "only a layout of a plan knows its ranks"
         return self.grid.coordinates(rank, self.axes)
-
-    def position(self, rank: int) -> int:
-        """Return the number of `rank` among all ranks that hold the same slice, the innermost tier fastest."""
-        index = 0
-        for degree, here in reversed(list(zip(self.degrees, self.coordinates(rank), strict=True))):
-            index = index * degree + here
-        return index
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on `tier` and in what they hold of a state, in tier order."""

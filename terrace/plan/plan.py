@@ -9,6 +9,7 @@ from terrace.plan.wire import MessageClass, WireFormat, parse_format
 AXES = ("data", "tensor", "context", "pipeline")
 TENSOR_AXES = ("rows", "columns", "depth")  # how a tensor degree is factored; a number alone is its rows
 CONTEXT_AXES = ("ulysses", "ring")  # how a context degree is factored; a number alone is its ring
+FACTORS = {"tensor": TENSOR_AXES, "context": CONTEXT_AXES}  # of the axes that a mapping may factor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,17 +82,17 @@ class Tensor:
     @property
     def splits_tokens(self) -> bool:
         """Whether norms and residual stream are split over the rows."""
-        return self.plan.sequence_parallel and self.rows.data_degree > 1
+        return self.plan.sequence_parallel and self.rows.degree > 1
 
     @property
     def degree(self) -> int:
         """Number of tensor ranks."""
-        return self.both.data_degree
+        return self.both.degree
 
     @property
     def degrees(self) -> dict[str, int]:
         """Number of ranks on each of the axes."""
-        return {"columns": self.columns.data_degree, "rows": self.rows.data_degree}
+        return {"columns": self.columns.degree, "rows": self.rows.degree}
 
     def places(self, rank: int) -> dict[str, int]:
         """Return the place of `rank` on each of the axes: which part of a cut dim it holds."""
@@ -107,7 +107,7 @@ class Tensor:
     @property
     def token_chunks(self) -> list[int]:
         """Padded tokens of each part in which the messages of a region travel."""
-        rows = self.rows.data_degree
+        rows = self.rows.degree
         return [
             rows * (stop - start) for start, stop in chunk_bounds(self.padded_tokens // rows, self.plan.tensor_chunks)
         ]
@@ -160,7 +160,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     block = blocks[index]
     forward_norms = _norm_messages(tensor, block)
     whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * hidden_size(blocks)
-    cut = tensor.rows.padded(whole // tensor.columns.data_degree)
+    cut = tensor.rows.padded(whole // tensor.columns.degree)
     rows, columns, both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
     one_sided = not tensor.splits_tokens
     regathers = tensor.splits_tokens and not any(fnmatchcase(block.name, each) for each in tensor.plan.recompute)
@@ -201,7 +201,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
 
 
 def _crossing(tensor: Tensor, messages: list[TensorMessage]) -> list[TensorMessage]:
-    return [message for message in messages if tensor.line(message.axes).data_degree > 1 and message.numel]
+    return [message for message in messages if tensor.line(message.axes).degree > 1 and message.numel]
 
 
 def _inner(tensor: Tensor, size: int) -> int:
@@ -211,7 +211,7 @@ def _inner(tensor: Tensor, size: int) -> int:
 
 def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
     """One sum of a number a token for each parameter of a norm: a layer norm has two of both."""
-    tokens = tensor.padded_tokens // tensor.rows.data_degree if tensor.splits_tokens else tensor.tokens
+    tokens = tensor.padded_tokens // tensor.rows.degree if tensor.splits_tokens else tensor.tokens
     norms = [param for param in block.params if _is_norm(param)]
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 

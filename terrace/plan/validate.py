@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.context import attention_heads, is_spread, places_degree
 from terrace.plan.flats import is_layer
 from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.plan import AXES, TENSOR_AXES, Plan
+from terrace.plan.plan import AXES, FACTORS, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
-
-RUNNABLE = ("data", "tensor", "pipeline")  # the axes that this version's runtime takes
 
 # Each sum in bf16 may lose 1/256 of itself: eight micro-batches stay within what two wire messages lose in int8.
 LONGEST_ROUNDED_UNIT = 8
@@ -30,6 +29,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_depth(cluster, plan, layout)
     _check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
+    _check_context(cluster, plan, blocks)
     if plan.update == "muon":
         _check_muon(cluster, plan, blocks)
     return layout
@@ -60,11 +60,6 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
             if axis not in AXES:
                 raise PlanError(f"mapping.{name} names axis {axis!r}{did_you_mean(axis, AXES)}")
             check_degree(f"mapping.{name}.{axis}", axis, degree)
-            if axis not in RUNNABLE and degree != 1:
-                raise PlanError(
-                    f"mapping.{name}.{axis} = {degree}: this version runs the axes {', '.join(RUNNABLE)} only (terrace "
-                    f"simulate plays the others); write mapping.{name} = {{data = {sizes[name]}}}"
-                )
         product = math.prod(plan.degree(name, axis, sizes[name]) for axis in AXES)
         if product != sizes[name]:
             raise PlanError(
@@ -76,11 +71,13 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
 def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
     """Raise `PlanError` unless `degree`, which stands at `where`, can be one of `axis`."""
     if isinstance(degree, Mapping):
-        if axis != "tensor":
-            raise PlanError(f"{where} = {dict(degree)}: only the tensor axis is factored; give one number")
+        if axis not in FACTORS:
+            raise PlanError(
+                f"{where} = {dict(degree)}: only the {' and the '.join(FACTORS)} axis are factored; give one number"
+            )
         for factor, number in degree.items():
-            if factor not in TENSOR_AXES:
-                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, TENSOR_AXES)}")
+            if factor not in FACTORS[axis]:
+                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, FACTORS[axis])}")
             check_degree(f"{where}.{factor}", factor, number)
     elif degree < 1:
         raise PlanError(f"{where} = {degree}: a degree is at least 1")
@@ -168,6 +165,33 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
         f"optimizer = {plan.optimizer!r} no {message.value} message crosses {tier!r}; "
         + (f"what does is {', '.join(crossing)}" if crossing else "nothing does: leave it out")
     )
+
+
+def _check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    grid = Grid.of(cluster, plan)
+    if plan.balance == "cost" and places_degree(grid, plan) == 1:
+        raise PlanError(
+            'balance = "cost" has no effect: attention is shared among the ranks of the ring and of the data axis, and '
+            "there is one; give a tier to either, or leave balance out"
+        )
+    if not is_spread(grid, plan):
+        return
+    ulysses, rows = grid.total("ulysses"), grid.total("rows")
+    found = {block.name: attention_heads(block, rows) for block in blocks}
+    if not any(found.values()):
+        asked = 'balance = "cost"' if plan.balance == "cost" else "the context axis of the mapping"
+        raise PlanError(
+            f"{asked} spreads attention over ranks, and no block of this model declares its heads: give the tier to "
+            'the data axis and leave balance out, or use a model whose parameters declare dims "heads" and "kv_heads"'
+        )
+    for name, heads in found.items():
+        if heads is not None and not heads.can_split(ulysses):
+            valid = [str(degree) for degree in range(1, heads.queries + 1) if heads.can_split(degree)]
+            raise PlanError(
+                f"ulysses = {ulysses} over all tiers cannot split the {heads.queries} heads and {heads.keys} key-value "
+                f"heads of {name}{f' on one of {rows} tensor rows' if rows > 1 else ''}: it must divide the heads, "
+                f"and divide the key-value heads or be a multiple of them; use {' or '.join(valid)}, or a ring"
+            )
 
 
 def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

@@ -34,12 +34,13 @@ class MessageClass(StrEnum):
     REFRESH = "refresh"  # new parameters, from the optimizer tier back to the params tier
     ORTHOGONALISE = "orthogonalise"  # momentum of whole matrices for Muon, from the optimizer tier inward, once a step
     TENSOR = "tensor"  # activations and their gradients, inside a block, between ranks of the tensor axis
+    CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
-_AS_THEY_ARE = ("pipeline", "tie", "control")  # what travels in the dtype in which it is held
+_AS_THEY_ARE = ("context", "pipeline", "tie", "control")  # what travels in the dtype in which it is held
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 

@@ -1,7 +1,6 @@
 """Tables for the terminal: a plan as tiers x axes, and step reports, predicted beside measured."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 
 from rich import box
 from rich.table import Table
@@ -59,8 +58,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     rows = []
     for index in range(layout.outermost, -1, -1):
         tier = cluster.tiers[index]
-        span = layout.span(index) * prod(degrees[each.name]["context"] for each in cluster.tiers[: index + 1])
-        states = [f"{state} /{span}" for state, where in placed.items() if where == index]
+        states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
         cells = (str(degrees[tier.name][axis]) for axis in axes)

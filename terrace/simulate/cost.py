@@ -116,10 +116,10 @@ def _from_work(program: Program, work: Work) -> Costs:
         )
     if work.recompute != "none":
         raise PlanError(f"work.recompute = {work.recompute!r}: the plan says what is recomputed, so leave it 'none'")
-    if (work.rows, work.columns) != (program.tensor.rows.data_degree, program.tensor.columns.data_degree):
+    if (work.rows, work.columns) != (program.tensor.rows.degree, program.tensor.columns.degree):
         raise PlanError(
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
-            f"{program.tensor.rows.data_degree} x {program.tensor.columns.data_degree}: make them the same"
+            f"{program.tensor.rows.degree} x {program.tensor.columns.degree}: make them the same"
         )
     if len(program.blocks) != work.model.num_blocks:
         raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")

@@ -90,7 +90,7 @@ def footprint(
     layout = state_layout(cluster, plan)
     num_stages = axis_degree(cluster, plan, "pipeline")
     work = work_of(cluster, plan, model, sequence, backend, documents)
-    held = stage_of(model, work.tensor, num_stages, stage, layout.data_degree, layers, work.columns)
+    held = stage_of(model, work.tensor, num_stages, stage, layout.degree, layers, work.columns)
     if in_flight is None:
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages - stage)
     if not 1 <= in_flight <= num_micros:

@@ -26,7 +26,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
-from terrace.plan.grid import CONTEXT, TENSOR, Grid
+from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
 from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.memory import (
@@ -100,7 +100,7 @@ def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> 
 
     So do the ranks of the tensor axes that `shared` names, of what these do not cut.
     """
-    return replace(Layout.of(cluster, plan, (*CONTEXT, *shared)), grid=None)  # equal ones are one, whatever the rest
+    return replace(Layout.of(cluster, plan, shared), grid=None)  # equal ones are one, whatever the rest
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:

@@ -263,7 +263,7 @@ class _Run:
     def _micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of `step`, on the host; runs in the feeder's thread."""
         layout, pinned = self.engine.program.layout, self.engine.device.type == "cuda"
-        place, size = layout.position(self.world.rank), self.run.plan.micro_batch
+        place, size = layout.data_place(self.world.rank), self.run.plan.micro_batch
         made: list[Batch] = []
         for micro in range(self.engine.program.num_micros):
             arrays = self.batches.micro_batch(step, micro, place, layout.data_degree, size)

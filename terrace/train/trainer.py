@@ -291,7 +291,7 @@ class Trainer:
                 f'{self.plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
                 f"{unit * self.plan.micro_batch} samples"
             )
-        first = 0 if self._local_batches else layout.position(self.rank) * num_micros * size
+        first = 0 if self._local_batches else layout.data_place(self.rank) * num_micros * size
         return [
             tuple(self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items())
             for start in range(first, first + num_micros * size, size)

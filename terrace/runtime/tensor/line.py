@@ -45,7 +45,7 @@ class Line:
     def __init__(
         self, layout: Layout, rank: int, collectives: Collectives, means: "Means", device: torch.device, meter: Meter
     ) -> None:
-        self.degree = layout.data_degree
+        self.degree = layout.degree
         self.place = position(layout.degrees, layout.coordinates(rank))
         self._layout = layout
         self._coordinates = layout.coordinates(rank)
