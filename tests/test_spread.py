@@ -1,6 +1,7 @@
 """Spreads of all members of a pool, carried out on token numbers: who sends what, who sees what, what comes home."""
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from terrace.plan.grid import Grid
 from terrace.plan.plan import Plan
 from terrace.spread.build import spread
 from terrace.spread.layout import Layout
-from terrace.spread.segments import Segment
+from terrace.spread.segments import Segment, route
 from terrace.spread.static import static_layout
 from terrace.spread.traffic import SentBytes, SentRows, sent_bytes, sent_rows
 from terrace.spread.view import NOTHING, Exchange, Kind, Pair, Run, Spread, cut_runs, num_rows
@@ -101,7 +102,7 @@ def carry_out(layout: Layout) -> tuple[list[Spread], list[Counter[tuple[int, int
 def wanted(layout: Layout) -> set[tuple[int, int]]:
     """Return the (query, key) tokens of the definition: same document, up to itself, inside the window."""
     pairs = set()
-    begins = {*layout.documents, *(segment.start for segment in layout.segments)}
+    begins = {*layout.documents, *(segment.start for segment in layout.segments if segment.start < segment.stop)}
     for segment in layout.segments:
         first = segment.start
         for query in range(segment.start, segment.stop):
@@ -141,11 +142,14 @@ def layouts(draw: st.DrawFn) -> Layout:
         chunk = draw(st.sampled_from([0, -(-length // num_chunks) + draw(st.integers(1, 3))]))
         segments.append(Segment(start, start + length, places, shape, chunk))
     tokens = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    nothing = draw(st.integers(0, 90))
+    segments.append(Segment(nothing, nothing, (0,)))
     num_members = ulysses * num_places
     cuts = sorted(draw(st.lists(st.integers(0, sum(lengths)), min_size=num_members - 1, max_size=num_members - 1)))
     bounds = [0, *cuts, sum(lengths)]
     order = draw(st.permutations(range(num_members)))
     held = [cut_runs(tokens, bounds[at], bounds[at + 1])[:: draw(st.sampled_from([1, -1]))] for at in order]
+    held[0] += ((nothing, nothing),)
     end = tokens[-1][1]
     return Layout(
         segments=tuple(segments),
@@ -158,10 +162,34 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layout=layouts())
 def test_every_query_meets_every_key_it_sees_once(layout: Layout) -> None:
     check(layout)
+
+
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 99])
+def test_a_document_is_cut_at_its_window(window: int) -> None:
+    bounds = list(accumulate((200, 64, 65, 99, 100, 30, 30), initial=0))
+    segments = (Segment(0, bounds[-1], (0,)),)
+    held = (((0, bounds[-1]),),)
+    check(Layout(segments=segments, documents=tuple(bounds), held=held, ulysses=1, num_held=bounds[-1], window=window))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 1, 2), (2, 2, 3)])
+def test_a_step_of_a_ring_goes_over_one_degree(shape: tuple[int, ...]) -> None:
+    num_places = math.prod(shape)
+    strides = list(accumulate(shape, operator.mul, initial=1))
+    for index in range(num_places):
+        steps = route(shape, index)
+        assert sorted(step.source for step in steps[:-1]) == list(range(num_places))
+        for number, step in enumerate(steps[1:-1], 1):
+            at, to = (
+                [other // stride % degree for stride, degree in zip(strides, shape, strict=False)]
+                for other in (index, step.to)
+            )
+            moved = max(place for place, stride in enumerate(strides[:-1]) if number % stride == 0)
+            assert [(one + (place == moved)) % shape[place] for place, one in enumerate(at)] == to
 
 
 def static_case(
