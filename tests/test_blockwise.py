@@ -18,7 +18,16 @@ from torch import Tensor
 from terrace.model import blockwise, pair_kernels
 from terrace.model.attention import attend
 from terrace.model.blockwise import DensePair, attend_pairs, dense_mask, merge_, pair_backward, pair_forward
-from terrace.model.pair_kernels import CPU_FLASH, CUDA_FLASH, PLAIN, Kernel, describe, disagreement, kernel_for
+from terrace.model.pair_kernels import (
+    CPU_FLASH,
+    CPU_FLASH_WIDE,
+    CUDA_FLASH,
+    PLAIN,
+    Kernel,
+    describe,
+    disagreement,
+    kernel_for,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -183,7 +192,7 @@ def test_flash_kernel_and_plain_products_agree(dtype: torch.dtype, num_kv_heads:
         for pair in cut_up(sees, begins, window, ([33, 161, 230], [33, 161]))
     ]
     wanted = whole(query, key, value, sees, grad)
-    for kernel in (CPU_FLASH, PLAIN):
+    for kernel in (CPU_FLASH, CPU_FLASH_WIDE, PLAIN):
         with only(kernel, max_scores=1 << 14):
             assert (
                 furthest([part.double() for part in in_pairs(query, key, value, pairs, grad)], wanted) < LIMITS[dtype]
@@ -192,10 +201,16 @@ def test_flash_kernel_and_plain_products_agree(dtype: torch.dtype, num_kv_heads:
 
 def test_the_kernel_is_chosen_by_a_trial_and_said() -> None:
     cpu = torch.device("cpu")
-    assert describe(cpu, torch.bfloat16) == "attention pairs: flash kernel of torch (cpu, bfloat16)"
+    for has, name in ((True, "flash kernel of torch"), (False, "flash kernel of torch in float32")):
+        kernel_for.cache_clear()
+        with patch.object(pair_kernels, "_has_products", return_value=has):
+            assert describe(cpu, torch.bfloat16) == f"attention pairs: {name} (cpu, bfloat16)"
+            assert describe(cpu, torch.float32) == "attention pairs: flash kernel of torch (cpu, float32)"
     assert describe(torch.device("meta"), torch.float32) == "attention pairs: plain products of torch (meta, float32)"
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         assert disagreement(CPU_FLASH, cpu, dtype) == ""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert disagreement(CPU_FLASH_WIDE, cpu, dtype) == ""
 
     def off(*arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse = CPU_FLASH.forward(*arguments)
