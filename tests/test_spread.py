@@ -241,6 +241,7 @@ def test_a_static_spread_sends_as_much_everywhere(
         assert sum(rows.ring) == (ring - 1) * chunks
         assert rows.ring == (sum(rows.ring) - (system[1] - 1) * chunks, (system[1] - 1) * chunks)
         assert sum(rows.home) == (chunks if ring > 1 else 0)
+        assert sum(rows.gradients) == max(0, ring - 2) * chunks
         sizes = [{num_rows(runs) for _, runs in round_.exchange.sends} for round_ in one.rounds[1:]]
         assert all(size == {chunks} for size in sizes)
 
@@ -277,10 +278,10 @@ def test_bytes_follow_the_table() -> None:
     """By hand: 2 parts, 2 places on the system, a row of 16 tokens in chunks of 4: parts hold 4 and attend to 8."""
     plan, grid, pool = static_case((2, 1), (1, 2), 1, 16)
     one = spread(static_layout(plan, grid, 16, 0, [0]), 0)
-    assert sent_rows(one, pool) == SentRows(into=(4, 0), ring=(0, 8), home=(0, 8), back=(4, 0))
+    assert sent_rows(one, pool) == SentRows(into=(4, 0), ring=(0, 8), gradients=(0, 0), home=(0, 8), back=(4, 0))
     # 8 query heads and 2 key heads of 16: parts have 4 and 1; 2 bytes an item
     assert sent_bytes(one, pool, 8, 2, 16, 2) == SentBytes(
-        forward=(32 * 4 * (4 + 2 + 4), 32 * 8 * 2), backward=(32 * 4 * (4 + 4 + 2), 32 * 8 * 2 * 3)
+        forward=(32 * 4 * (4 + 2 + 4), 32 * 8 * 2), backward=(32 * 4 * (4 + 4 + 2), 32 * 8 * 2 * 2)
     )
     few = sent_bytes(one, pool, 8, 1, 16, 2)
     assert few == sent_bytes(one, pool, 8, 2, 16, 2), "with fewer key heads than parts, each is sent one"

@@ -1,5 +1,6 @@
 """Communication: groups by tier, collectives by tier with the byte ledger, and the lane they run on."""
 
+from terrace.comm.among import Among
 from terrace.comm.between import Between
 from terrace.comm.collectives import Collectives
 from terrace.comm.groups import TierGroup, TierGroups
@@ -9,6 +10,7 @@ from terrace.comm.pace import Pacer
 from terrace.comm.rounding import Origin, relative_errors
 
 __all__ = [
+    "Among",
     "Between",
     "Collectives",
     "Lane",

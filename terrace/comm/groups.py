@@ -52,12 +52,14 @@ class TierGroups:
         lines: Collection[Layout] = (),
         world: Layout | None = None,
         meetings: Sequence[Meeting] = (),
+        pool: Sequence[int] = (),
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
         `layout` is that of all ranks that hold some part of a block together, `parts` those of the flat buffers where
         they are others, `lines` the ranks of the tensor axis. Of a pipeline, `world` is all ranks and `meetings` says
-        with which rank of another stage this one exchanges messages, if with any, round by round.
+        with which rank of another stage this one exchanges messages, if with any, round by round. `pool` is the ranks
+        that attend together with this one, itself included.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
         self._axes = layout.axes
@@ -82,10 +84,17 @@ class TierGroups:
             for upward in (True, False):
                 handle = _group((meeting, upward), ranks, timeout)
                 self._pairs |= {(peer, upward): handle for peer in ranks if peer != rank}
+        self._pool = _group("pool", tuple(pool), timeout) if pool else None
 
     def __getitem__(self, lane_and_tier: tuple[int, int]) -> TierGroup:
         lane, tier = lane_and_tier
         return self._groups[lane, self._axes, tier]
+
+    @property
+    def pool(self) -> dist.ProcessGroup:
+        """The group of the ranks that attend together."""
+        assert self._pool is not None, "only where tokens are spread over ranks is there one"
+        return self._pool
 
     def between(self, peer: int, upward: bool) -> dist.ProcessGroup:
         """Return the group of what goes between this rank and `peer` to the higher stage of both, or to the lower."""

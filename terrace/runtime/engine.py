@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from terrace.base.errors import PlanError, ProgramError, TrainingError
 from terrace.cluster import Cluster
-from terrace.comm import Between, Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
+from terrace.comm import Among, Between, Collectives, Ledger, Meter, Pacer, TierGroups, make_lane, relative_errors
 from terrace.comm.groups import Meeting
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
+from terrace.plan.context import Pool, is_spread
 from terrace.plan.edges import rounds_of
 from terrace.plan.grid import Grid, rank_at, stage_of
 from terrace.plan.layout import INSIDE
@@ -25,12 +26,14 @@ from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.block_state import BlockState
 from terrace.runtime.clock import make_clock
 from terrace.runtime.compiled import check_compiles, compile_blocks
+from terrace.runtime.context import ContextAxis, Mover, check_declared
 from terrace.runtime.describe import describe, replace_parameters, with_dims
 from terrace.runtime.executor import Executor, Objective, Progress
 from terrace.runtime.heap import return_large_buffers
 from terrace.runtime.linear import WeightGradients
+from terrace.runtime.means import Means
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.tensor import Means, make_axis, parallelise, slice_value
+from terrace.runtime.tensor import make_axis, parallelise, slice_value
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
@@ -107,7 +110,10 @@ class Engine:
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self._compiled = compiled  # then autograd computes the weight gradients
-        self.groups = self._make_groups(rank, timeout)
+        pool = Pool.of(cluster, plan, rank) if is_spread(self.program.grid, plan) else None
+        if pool is not None:
+            check_declared(dict(zip(names, blocks, strict=True)))
+        self.groups = self._make_groups(rank, timeout, pool)
         # Its own group, since the world's may have no timeout; longer, since ranks meet in it after slow writes.
         everyone = _EXCHANGE_TIMEOUTS * timeout
         self._clock = make_clock(self.device)
@@ -117,11 +123,14 @@ class Engine:
         values = [dict(block.named_parameters()) for block in blocks]
         self._weights = WeightGradients()
         self._lanes = {lane: make_lane(self.device) for lane in {0, *self.groups.lanes}}
-        axis = None
-        if self.program.tensor.degree > 1:
+        axis, self._context = None, None
+        if self.program.tensor.degree > 1 or pool is not None:
             means = Means(self._lanes.setdefault(INSIDE, make_lane(self.device)), self._clock, self._weights)
+        if self.program.tensor.degree > 1:
             axis = make_axis(self.program, self.collectives, rank, means, self.device, self._meter)
             blocks, objective = parallelise(blocks, self.program, rank, axis, objective)
+        if pool is not None:
+            self._context = self._make_context(pool, blocks, means)
         self._everyone = dist.new_group(timeout=everyone) if cluster.world_size > 1 else None
         held = self.program.stage.held
         self.states = [self._make_state(index, blocks[index]) for index in held]
@@ -141,6 +150,7 @@ class Engine:
             rank,
             progress,
             axis,
+            self._context,
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -150,6 +160,8 @@ class Engine:
         argument, and nothing may change it meanwhile. Raises `ModelError` when a block takes none, and
         `TrainingError` naming the message when one that travels in a block format holds inf or nan.
         """
+        if self._context is not None:
+            batches = self._context.take(batches)
         check_positions(batches, (state.module for state in self.states))
         sums = self._executor.run(batches, lr)
         self._num_steps += 1
@@ -178,9 +190,12 @@ class Engine:
         Raises `ProgramError` when a byte was sent that the plan does not declare, or the reverse.
         """
         self.drain()
-        measured, expected = self._ledger.total(), self.expected_bytes()
+        measured = self._ledger.total()
+        expected = {key: num_bytes * self._num_steps for key, num_bytes in self.expected_bytes().items()}
+        if self._context is not None:
+            expected = {**self._context.declared, **expected}  # where there is no formula the spreads say it
         for key in sorted(measured.keys() | expected.keys()):
-            sent, declared = measured.get(key, 0), expected.get(key, 0) * self._num_steps
+            sent, declared = measured.get(key, 0), expected.get(key, 0)
             if sent != declared:
                 message, tier = key
                 raise ProgramError(
@@ -235,6 +250,8 @@ class Engine:
         for lane in self._lanes.values():
             lane.close(wait=not failed)
         self._between.close(wait=not failed)
+        if self._context is not None:
+            self._context.remove()
 
     def _make_collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
@@ -256,12 +273,25 @@ class Engine:
             is_copy=is_copy,
         )
 
-    def _make_groups(self, rank: int, timeout: timedelta) -> TierGroups:
+    def _make_context(self, pool: Pool, blocks: Sequence[nn.Module], means: Means) -> ContextAxis:
+        program, member = self.program, pool.members.index(self.rank)
+        among = Among(self.groups, pool, member, program.layout.tiers, self._ledger, self.device, self.pacer)
+        held = [blocks[index] for index in program.stage.held]
+        return ContextAxis(Mover(pool, member, among, means), program, held, self.device)
+
+    def _make_groups(self, rank: int, timeout: timedelta, pool: Pool | None) -> TierGroups:
         program = self.program
         parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
         lines = (program.tensor.rows, program.tensor.columns, program.tensor.both)
         return TierGroups(
-            program.everyone, rank, timeout, parts.values(), lines, program.world, list(_meetings(program, rank))
+            program.everyone,
+            rank,
+            timeout,
+            parts.values(),
+            lines,
+            program.world,
+            list(_meetings(program, rank)),
+            () if pool is None else pool.members,
         )
 
     def _adopt(

@@ -31,6 +31,7 @@ from terrace.program import Instruction, Op, Program
 from terrace.runtime.batch import Batch, positions_of
 from terrace.runtime.block_state import BlockState, Gradient
 from terrace.runtime.clock import Clock
+from terrace.runtime.context import ContextAxis
 from terrace.runtime.head import chunked_head
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.norm import squared_norm
@@ -89,10 +90,12 @@ class Executor:
         rank: int,
         progress: Progress,
         axis: TensorAxis | None = None,
+        context: ContextAxis | None = None,
     ) -> None:
-        self._axis = axis
-        if axis is not None:  # then computing waits for others, too
-            axis.means.waiting_on = lambda ranks: progress(self._counter, program.instructions[self._counter], ranks)
+        self._axis, self._context = axis, context
+        for inside in (axis, context):
+            if inside is not None:  # then computing waits for others, too
+                inside.means.waiting_on = self._tell_waiting
         self._program = program
         self._states = states
         self._collectives = collectives
@@ -151,6 +154,9 @@ class Executor:
             self._progress(counter, instruction, ())
             self._handlers[instruction.op](instruction)
         return self._sums
+
+    def _tell_waiting(self, ranks: tuple[int, ...]) -> None:
+        self._progress(self._counter, self._program.instructions[self._counter], ranks)
 
     def drain(self) -> None:
         """Wait for everything under way."""
@@ -221,9 +227,9 @@ class Executor:
     def _backward(self, now: Instruction) -> None:
         """Run both parts of a backward, the products of the second as they come up: nothing is held for them.
 
-        Under the tensor axis they wait for a message under way, whose time they fill.
+        Where there are messages inside a block they wait for one under way, whose time they fill.
         """
-        self._backward_input(now, hold=self._axis is not None)
+        self._backward_input(now, hold=self._axis is not None or self._context is not None)
         self._backward_weight(now)
 
     def _backward_input(self, now: Instruction, hold: bool = True) -> None:
@@ -275,6 +281,8 @@ class Executor:
         if self._axis is not None:
             self._axis.shape = tuple(labels.shape)
             self._axis.drops_inputs = block not in self._again  # a recomputed one needs them at once
+        if self._context is not None:
+            self._context.run(micro)
         module = self._states[block].module
         output: Tensor = module(inputs) if positions is None else module(inputs, positions)
         return self._objective(output, labels) if block == self._last else output

@@ -3,11 +3,12 @@
 A row of a leg is so many heads of a part, N query and K key-value heads of the model (of the rank's slice, under a
 tensor axis) over u parts, kv = max(K / u, 1):
 
-    leg     forward                       backward
-    into    N/u + 2 kv: q, k, v           N/u: gradient of the output
-    ring    2 kv: k, v                    2 kv again, and 2 kv: gradients, with the next exchange
+    leg         forward                   backward
+    into        N/u + 2 kv: q, k, v       N/u: gradient of the output
+    ring        2 kv: k, v                2 kv again
+    gradients                             2 kv: of keys of a round but the first, with the exchange after it
     home                                  2 kv: gradients
-    back    N/u: output                   N/u + 2 kv: gradients of q, k, v
+    back        N/u: output               N/u + 2 kv: gradients of q, k, v
 """
 
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ class SentRows:
 
     into: tuple[int, ...]
     ring: tuple[int, ...]  # of all rounds
+    gradients: tuple[int, ...]  # of all rounds
     home: tuple[int, ...]
     back: tuple[int, ...]
 
@@ -41,6 +43,7 @@ def sent_rows(spread: Spread, pool: Pool) -> SentRows:
     return SentRows(
         into=_by_tier([spread.into], spread.member, pool),
         ring=_by_tier((round_.exchange for round_ in spread.rounds), spread.member, pool),
+        gradients=_by_tier((round_.exchange for round_ in spread.rounds[2:]), spread.member, pool),
         home=_by_tier((round_.home for round_ in spread.rounds), spread.member, pool),
         back=_by_tier([back], spread.member, pool),
     )
@@ -53,14 +56,14 @@ def sent_bytes(
     rows = sent_rows(spread, pool)
     heads, keys = query_heads // pool.ulysses, 2 * max(kv_heads // pool.ulysses, 1)
     head_bytes = head_dim * item_bytes
-    legs = list(zip(rows.into, rows.ring, rows.home, rows.back, strict=True))
+    legs = list(zip(rows.into, rows.ring, rows.gradients, rows.home, rows.back, strict=True))
     return SentBytes(
         forward=tuple(
-            head_bytes * (into * (heads + keys) + ring * keys + back * heads) for into, ring, _, back in legs
+            head_bytes * (into * (heads + keys) + ring * keys + back * heads) for into, ring, _, _, back in legs
         ),
         backward=tuple(
-            head_bytes * (into * heads + ring * 2 * keys + home * keys + back * (heads + keys))
-            for into, ring, home, back in legs
+            head_bytes * (into * heads + (ring + gradients + home) * keys + back * (heads + keys))
+            for into, ring, gradients, home, back in legs
         ),
     )
 

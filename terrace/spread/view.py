@@ -11,7 +11,7 @@ whatever it says (terrace.runtime.context), and bytes and seconds are read from 
 
 The backward does the same with gradients: the output's go `into`, keys pass through the same rounds again, the
 gradients of the keys of a round go on with the next round's exchange or, from where keys were last needed, `home` to
-the place that owns them, those of queries, keys and values `back`.
+the place that owns them, those of queries, keys and values `back`. Those of round 0 stay, since they are at home.
 
 *Held rows* are the rank's tokens in the order of `tokens`, then padding up to `num_held`. *Attended rows* are those of
 its place: queries of all rounds, keys of round 0. Rows of a later round are what its exchange brought. All runs are

@@ -25,7 +25,7 @@ from terrace.model.lora import is_adapter
 from terrace.model.pretrained import Pretrained
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport
-from terrace.runtime.batch import Batch
+from terrace.runtime.batch import Batch, moved
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
 from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
@@ -275,7 +275,7 @@ class _Run:
         """Return the micro-batches of the next step on this rank's device."""
         device = self.engine.device
         self._at(0, "READ DATA", ())
-        return [cast(Batch, tuple(each.to(device, non_blocking=True) for each in micro)) for micro in feeder.next()]
+        return [moved(micro, device) for micro in feeder.next()]
 
     def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
         time_s = {**result.time_s, "data": data_s}

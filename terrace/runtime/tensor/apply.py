@@ -17,7 +17,8 @@ from terrace.model.lora_modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.program import Program
-from terrace.runtime.tensor.line import Line, Means
+from terrace.runtime.means import Means
+from terrace.runtime.tensor.line import Line
 from terrace.runtime.tensor.loss import vocabulary_loss
 from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, HeadNorm, Norm, RowLinear, TensorAxis
 

@@ -17,21 +17,17 @@ its own part of a result.
 Messages are of class `tensor`, in the wire format of each tier, but numbers travel as they are.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from terrace.comm import Collectives, Lane, Meter, Origin, Ticket
+from terrace.comm import Collectives, Meter, Origin, Ticket
 from terrace.plan import Layout, MessageClass
 from terrace.plan.grid import position
 from terrace.plan.layout import DEVICE
-from terrace.runtime.clock import Clock
-from terrace.runtime.linear import WeightGradients
+from terrace.runtime.means import Means
 
 
 class Line:
@@ -43,7 +39,7 @@ class Line:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, collectives: Collectives, means: "Means", device: torch.device, meter: Meter
+        self, layout: Layout, rank: int, collectives: Collectives, means: Means, device: torch.device, meter: Meter
     ) -> None:
         self.degree = layout.degree
         self.place = position(layout.degrees, layout.coordinates(rank))
@@ -72,7 +68,7 @@ class Line:
 
     def wait(self, ticket: Ticket) -> None:
         """Wait for what was started."""
-        with self._means.message(self._ranks):
+        with self._means.message(MessageClass.TENSOR, self._ranks):
             ticket.wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -101,9 +97,7 @@ class Line:
 
     def _wait_meanwhile(self, ticket: Ticket) -> None:
         """Compute the weight gradients that wait, then wait for a message."""
-        queue = self._means.weights.current
-        if queue is not None:
-            queue.run()
+        self._means.use_wait()
         self.wait(ticket)
 
     def _room(self, x: Tensor) -> Tensor:
@@ -168,29 +162,6 @@ class Line:
     def numbers(self, x: Tensor) -> Tensor:
         """Return the sum of statistics x over all ranks; backward: the same sum of gradients."""
         return x if self.degree == 1 else apply(_Numbers, x, self)
-
-
-def _nobody_asks(ranks: tuple[int, ...]) -> None:
-    """Nobody is told."""
-
-
-@dataclass
-class Means:
-    """What the lines of a rank have in common: a lane, the clock, the weight gradients that wait."""
-
-    lane: Lane
-    clock: Clock
-    weights: WeightGradients
-    waiting_on: Callable[[tuple[int, ...]], None] = _nobody_asks  # told for whom the rank waits; () when it goes on
-
-    @contextmanager
-    def message(self, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Time the body, a message among `ranks`, apart from the computing before it; tell that they are awaited."""
-        self.clock.mark(self.clock.doing)
-        self.waiting_on(ranks)
-        yield
-        self.waiting_on(())
-        self.clock.mark("wait tensor")
 
 
 class _Gather(Function):

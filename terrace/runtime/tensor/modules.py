@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.decoder import check_positions
+from terrace.runtime.means import Means
 from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
-from terrace.runtime.tensor.line import Line, Means, share
+from terrace.runtime.tensor.line import Line, share
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 
 

@@ -1,0 +1,61 @@
+"""Messages among the ranks that attend together: each sends to several and receives from several at once.
+
+All ranks of a pool share one process group. An exchange blocks, for the thread of a lane, or on NCCL is enqueued on the
+current stream. Any two ranks have their exchanges in the same order, so a message needs no name. Values travel as they
+are.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrace.comm.groups import TierGroups
+from terrace.comm.ledger import Ledger
+from terrace.comm.pace import Pacer
+from terrace.plan import MessageClass
+from terrace.plan.context import Pool
+
+Messages = Sequence[tuple[int, Tensor]]  # (member of the pool, contiguous values)
+
+
+class Among:
+    """What the rank that is `member` of a pool sends to and receives from the others."""
+
+    def __init__(
+        self,
+        groups: TierGroups,
+        pool: Pool,
+        member: int,
+        tiers: Sequence[str],
+        ledger: Ledger,
+        device: torch.device,
+        pacer: Pacer | None = None,
+    ) -> None:
+        """Every rank of the pool calls this at the same point."""
+        self._pool, self._member, self._tiers = pool, member, tiers
+        self._ledger, self._pacer = ledger, pacer
+        self._group = groups.pool
+        if groups.backend == "nccl":  # whose first messages in a group must not be among some of its ranks only
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    def exchange(self, message: MessageClass, sends: Messages, receives: Messages) -> None:
+        """Send values to members, and fill those that members send; nothing goes to the rank itself."""
+        if not sends and not receives:
+            return
+        by_tier: dict[str, list[int]] = defaultdict(list)
+        for member, values in sends:
+            by_tier[self._tiers[self._pool.tier(self._member, member)]].append(values.nbytes)
+        for tier, sizes in by_tier.items():
+            self._ledger.add(message, tier, sum(sizes))
+        begin_s = 0.0 if self._pacer is None else self._pacer.begin()
+        ranks, group = self._pool.members, self._group
+        operations = [dist.P2POp(dist.irecv, values, ranks[member], group) for member, values in receives]
+        operations += [dist.P2POp(dist.isend, values, ranks[member], group) for member, values in sends]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        for tier, sizes in by_tier.items() if self._pacer is not None else ():
+            assert self._pacer is not None, "asked in the line above"
+            self._pacer.sent(tier, sum(sizes), len(sizes), begin_s)

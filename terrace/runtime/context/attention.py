@@ -1,0 +1,175 @@
+"""Attention of a micro-batch whose tokens are spread over ranks: what a `Spread` says, carried out and differentiated.
+
+Beside `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values V_s that exchange s brings:
+
+    forward     q, K_0, V_0 <- into(queries, keys, values), to each rank its heads
+                K_s+1, V_s+1 <- exchange s+1 (K_s, V_s)                         while round s is computed
+                (o, l) <- (o, l) merged with attention of q to K_s, V_s         by log-sum-exp
+                output <- back(o)
+    backward    o' <- into(output')
+                K_s+1, V_s+1 as in the forward
+                q', K_s', V_s' += what round s adds, and of s > 1 what exchange s brings of K_s-1', V_s-1'
+                exchange s+1 takes K_s', V_s' of s > 0 onward, for rows that it passes on, while round s+1 is computed
+                home takes the others to the rank that owns them, which adds them to its K_0', V_0'
+                queries', keys', values' <- back(q', K_0', V_0')
+
+(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) Of a layer q, K_0, V_0, o and l are kept: as much of each as
+the tokens that a rank holds have in all heads, and no keys of another round.
+
+A rank attends with N / u of its N query heads, and with the K / u key-value heads that belong to them; where u is more
+than K, with one, which u / K parts of a place have; its gradients are added up where the head came from.
+
+Shape legend: T held rows, A attended rows, N query heads, K key-value heads, D elements of a head, u parts of a place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from terrace.model.blockwise import Attended, Sums, pair_backward, pair_forward, rows
+from terrace.model.pair_kernels import precise
+from terrace.runtime.context.course import Course, Heads
+from terrace.runtime.context.moves import Arrival, Move, side_by_side
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, course: Course) -> Tensor:
+    """Return what the queries (1, N, T, D) of this rank make of keys and values (1, K, T, D) of all; in their shape."""
+    output: Tensor = _Attend.apply(query, key, value, course)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Attend(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, course: Course) -> Tensor:
+        ctx.course = course
+        ctx.heads = heads = Heads(query.shape[1], key.shape[1], course.mover.pool.ulysses)
+
+        def give(member: int) -> Sequence[Tensor]:
+            of_keys = heads.of_keys(member)
+            return query[:, heads.of_queries(member)], key[:, of_keys], value[:, of_keys]
+
+        counts = (heads.queries, heads.keys, heads.keys)
+        own = course.mover.start(course.into, give, counts, query).whole(course.num_attended)
+        out, lse = _forward(course, *own)
+        ctx.save_for_backward(*own, out, lse)
+        return _back(course, heads, [out])[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        course, heads = ctx.course, ctx.heads
+
+        def give(member: int) -> Sequence[Tensor]:
+            return (grad[:, heads.of_queries(member)],)
+
+        arrival = course.mover.start(course.into, give, [heads.queries], grad)
+        if not course.into.is_silent:
+            course.mover.means.use_wait()
+        (own,) = arrival.whole(course.num_attended)
+        return *_back(course, heads, _backward(course, own, *ctx.saved_tensors)), None
+
+
+def _forward(course: Course, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and lse of queries (1, n, A, D) over the keys of all rounds; those of round 0 are (1, k, A, D)."""
+    attended = Attended(query, course.query_runs)
+    keys: Sequence[Tensor] = (key, value)
+    for step in range(len(course.turns)):
+        arrival = _pass_on(course, step, keys)
+        for pair in course.pairs(step, query.dtype):
+            own = rows(query, pair.queries), rows(keys[0], pair.keys), rows(keys[1], pair.keys)
+            attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
+        if arrival is not None:
+            keys = arrival.whole(course.turns[step + 1].num_rows)
+    return attended.result()
+
+
+def _pass_on(course: Course, step: int, given: Sequence[Tensor]) -> Arrival | None:
+    """Begin to send what belongs to the keys of a round to where the next round needs it; None if it is the last."""
+    if step + 1 == len(course.turns):
+        return None
+    return _all_to(course, course.turns[step + 1].exchange, given)
+
+
+def _all_to(course: Course, move: Move, given: Sequence[Tensor]) -> Arrival:
+    """Begin an exchange of all heads of what is given, whoever it goes to."""
+    return course.mover.start(move, lambda _: given, [x.shape[1] for x in given], given[0])
+
+
+def _backward(
+    course: Course, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> list[Tensor]:
+    """Return the gradients of what `_forward` was given, from that of its output; `out` and `lse` are its results."""
+    of_query = Sums(query, course.query_runs)
+    own: list[Sums] = []  # of the keys and values of round 0, which stay where they are
+    homes: list[Arrival] = []
+    brought: Arrival | None = None
+    keys: Sequence[Tensor] = (key, value)
+    for step, turn in enumerate(course.turns):
+        arrival = _pass_on(course, step, keys)
+        pairs = course.pairs(step, query.dtype)
+        others = [each.home for each in course.turns[1:]] if step == 0 else [turn.exchange] if step > 1 else []
+        runs = [*(pair.keys for pair in pairs), *(run for move in others for run in move.brings)]
+        sums = [Sums(x, runs) for x in keys]
+        for pair in pairs:
+            grads = pair_backward(
+                rows(grad, pair.queries),
+                rows(query, pair.queries),
+                rows(keys[0], pair.keys),
+                rows(keys[1], pair.keys),
+                rows(out, pair.queries),
+                rows(lse, pair.queries),
+                pair.kind,
+                pair.mask,
+            )
+            for total, run, part in zip((of_query, *sums), (pair.queries, pair.keys, pair.keys), grads, strict=True):
+                total.add(run, part)
+        if brought is not None:
+            _add(brought, sums)
+        if step == 0:
+            own, brought = sums, None
+        else:
+            done = [each.result() for each in sums]
+            homes.append(_all_to(course, turn.home, done))
+            brought = _pass_on(course, step, done)
+        if arrival is not None:
+            keys = arrival.whole(course.turns[step + 1].num_rows)
+    for home in homes:
+        _add(home, own)
+    return [each.result() for each in (of_query, *own)]
+
+
+def _add(arrival: Arrival, sums: Sequence[Sums]) -> None:
+    """Add gradients that arrive to those of the same rows."""
+    for _, there, values in arrival.parts():
+        for total, part in zip(sums, values, strict=True):
+            first = 0
+            for run in there.runs:
+                size = run[1] - run[0]
+                total.add(run, part[:, :, first : first + size])
+                first += size
+
+
+def _back(course: Course, heads: Heads, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return to all ranks what belongs to their queries (1, N/u, A, D) and, if given, to their keys and values.
+
+    The results are (1, N, T, D) and (1, K, T, D), what several parts have of a head added up.
+    """
+    parts, num_parts = list(_all_to(course, course.back, given).parts()), course.mover.pool.ulysses
+    if num_parts == 1 and len(parts) == 1 and parts[0][1].is_all(course.num_held):
+        return list(parts[0][2])
+    covers = sum(there.num for _, there, _ in parts) == course.num_held * num_parts
+    found = []
+    for index, x in enumerate(given):
+        adds = index > 0 and heads.shared > 1
+        num_heads = x.shape[1] * num_parts // (heads.shared if adds else 1)
+        whole = side_by_side((1, num_heads, course.num_held, x.shape[3]), x, precise(x.dtype) if adds else None)
+        if adds or not covers:
+            whole.zero_()
+        for member, there, values in parts:
+            part = whole[:, heads.of_keys(member) if index else heads.of_queries(member)]
+            (there.add if adds else there.set)(part, values[index])
+        found.append(whole.to(x.dtype))
+    return found

@@ -1,0 +1,136 @@
+"""The context axis of a rank: whom its tokens attend with, and put in the place of the attention of its blocks."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError, PlanError
+from terrace.model import decoder
+from terrace.model.attention import AttentionPlans, Plans
+from terrace.model.layers import Attention
+from terrace.plan import MessageClass
+from terrace.plan.context import attention_heads, local_tokens
+from terrace.plan.residency import recomputed
+from terrace.plan.wire import FORMATS
+from terrace.program import Program
+from terrace.runtime.batch import Batch, documents_of, localise, spread_of
+from terrace.runtime.context.attention import attend
+from terrace.runtime.context.course import Course
+from terrace.runtime.context.moves import Mover
+from terrace.spread.static import static_spread
+from terrace.spread.traffic import sent_bytes
+from terrace.spread.view import Spread
+
+_KEPT_SPREADS = 8  # of batches whose documents begin where those of another did; without documents all are alike
+
+
+class ContextAxis:
+    """What the attention of a rank's blocks asks what its tokens see, in place of its own plans."""
+
+    def __init__(self, mover: Mover, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
+        """Put itself into `blocks`; raises `ModelError` where their windows differ."""
+        self.mover, self.means = mover, mover.means
+        self._program, self._device = program, device
+        modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
+        plan, grid, sequence, window = program.plan, program.grid, program.sequence, _window(modules)
+
+        @lru_cache(maxsize=_KEPT_SPREADS)
+        def static(documents: tuple[int, ...]) -> Spread:
+            return static_spread(plan, grid, sequence, window, documents, mover.member)
+
+        self._static = static
+        self.declared: dict[tuple[MessageClass, str], int] = defaultdict(int)  # bytes, of all steps so far
+        self._courses: list[Course] = []
+        self._course: Course | None = None
+        self._replaced: list[tuple[Attention, Plans]] = [(attention, attention.plans) for attention in modules]
+        for attention in modules:
+            attention.plans = self
+
+    def remove(self) -> None:
+        """Give the blocks their own plans again."""
+        for attention, plans in self._replaced:
+            attention.plans = plans
+
+    def take(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return this rank's part of a step's micro-batches: those that come whole are cut here.
+
+        Raises `PlanError` for one of another shape than the plan's.
+        """
+        local = [self._localised(batch) for batch in batches]
+        known = {id(course.spread): course for course in self._courses}
+        self._courses = []
+        for spread in map(spread_of, local):
+            assert spread is not None, "what is local has one"
+            self._declare(spread)
+            course = known.get(id(spread)) or Course(spread, self.mover, self._device)
+            known[id(spread)] = course
+            self._courses.append(course)
+        return local
+
+    def _declare(self, spread: Spread) -> None:
+        """Add up what a micro-batch sends in the layers that this rank has, as its spread says."""
+        program, pool = self._program, self.mover.pool
+        again = recomputed(program.plan, program.blocks)
+        item_bytes = FORMATS[program.plan.compute].element_bytes
+        for block in program.stage.own:
+            heads = attention_heads(program.blocks[block], program.grid.total("rows"))
+            if heads is None:
+                continue
+            sent = sent_bytes(spread, pool, heads.queries, heads.keys, heads.size, item_bytes)
+            for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
+                num_bytes = forward * (2 if block in again else 1) + backward
+                if num_bytes:
+                    self.declared[MessageClass.CONTEXT, tier] += num_bytes
+
+    def _localised(self, batch: Batch) -> Batch:
+        plan, shape = self._program.plan, tuple(batch[1].shape)
+        if spread_of(batch) is not None:
+            expected = (1, local_tokens(plan, self._program.grid, self._program.sequence))
+        else:
+            expected = (plan.micro_batch, self._program.sequence)
+            if plan.balance == "cost":
+                raise PlanError(
+                    'balance = "cost" assigns the documents of a whole global batch to ranks, and this micro-batch '
+                    'comes without what was assigned: train with terrace train, or write balance = "tokens"'
+                )
+        if shape != expected or batch[0].shape != batch[1].shape:
+            raise PlanError(
+                f"a micro-batch has inputs {tuple(batch[0].shape)} and labels {shape}, and the plan spreads "
+                f"{expected[0]} x {expected[1]} tokens over ranks: give as many"
+            )
+        return batch if spread_of(batch) is not None else localise(batch, self._static(documents_of(batch)))
+
+    def run(self, micro: int) -> None:
+        """Have what runs from now on be of a micro-batch."""
+        self._course = self._courses[micro]
+
+    def plan(self, positions: Tensor | None, query: Tensor) -> "ContextAxis":
+        """Return itself: the micro-batch that runs says it all."""
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what the held tokens, (1, N, T, D), make of the keys and values (1, K, T, D) of all ranks."""
+        assert self._course is not None, "a block runs in a step alone"
+        return attend(query, key, value, self._course)
+
+
+def check_declared(blocks: Mapping[str, nn.Module]) -> None:
+    """Raise `ModelError` for a block, by name, of which it is not known which tokens it brings together."""
+    for name, block in blocks.items():
+        alone = isinstance(block, (decoder.Embedding, decoder.Head))
+        if not alone and not any(isinstance(module, Attention) for module in block.modules()):
+            raise ModelError(
+                f"block {name!r} is a {type(block).__name__}, whose attention is not declared, and a context axis "
+                "spreads tokens that attend to one another over ranks: build it with terrace.model.layers.Attention, "
+                "or give the tier to the data axis"
+            )
+
+
+def _window(modules: Iterable[Attention]) -> int:
+    windows = {module.plans.window for module in modules if isinstance(module.plans, AttentionPlans)}
+    if len(windows) > 1:
+        raise ModelError(f"layers have the windows {sorted(windows)}, and a context axis takes one: make them the same")
+    return windows.pop() if windows else 0

@@ -1,0 +1,187 @@
+"""Rows of tensors that go from rank to rank: an `Exchange` of a spread, carried out.
+
+A message holds, of each of several tensors, some rows, one tensor after the other. Tensors are (1, heads, rows, D), and
+lie in memory as (1, rows, heads, D), heads of a row side by side; which heads go to whom is up to the caller. Rows that
+are one run are sent from where they are, and what arrives in order is used where it arrived.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrace.comm import Among, Ticket
+from terrace.plan import MessageClass
+from terrace.plan.context import Pool
+from terrace.runtime.means import Means
+from terrace.spread.view import Exchange, Run, num_rows
+
+Give = Callable[[int], Sequence[Tensor]]  # member of the pool -> the tensors that it is given rows of
+
+
+class Rows:
+    """Some rows of a tensor (1, heads, rows, D): those of `runs`, one after the other."""
+
+    def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
+        self.runs = _joined(runs)
+        self.num = num_rows(self.runs)
+        self._index: Tensor | None = None
+        if len(self.runs) > 1:
+            self._index = torch.cat([torch.arange(*run) for run in self.runs]).to(device)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return these rows of x; a view where they are one run."""
+        if self._index is not None:
+            return x.transpose(1, 2).index_select(1, self._index).transpose(1, 2)
+        start, stop = self.runs[0] if self.runs else (0, 0)
+        return x[:, :, start:stop]
+
+    def is_all(self, num: int) -> bool:
+        """Whether these are all of `num` rows, in their order."""
+        return self.runs == (((0, num),) if num else ())
+
+    def set(self, x: Tensor, values: Tensor) -> None:
+        """Make these rows of x equal to `values`."""
+        if self._index is not None:
+            x.index_copy_(2, self._index, values.to(x.dtype))
+        else:
+            self.of(x).copy_(values)
+
+    def add(self, x: Tensor, values: Tensor) -> None:
+        """Add `values` to these rows of x."""
+        if self._index is not None:
+            x.index_add_(2, self._index, values.to(x.dtype))
+        else:
+            self.of(x).add_(values)
+
+
+def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return the runs without empty ones, and those that go on with the one before as one with it."""
+    found: list[Run] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def side_by_side(shape: tuple[int, int, int, int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return memory for a tensor of `shape` (1, heads, rows, D), the heads of a row side by side."""
+    batch, heads, num, size = shape
+    return like.new_empty((batch, num, heads, size), dtype=dtype).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Move:
+    """An exchange with its rows made ready; `own` is what stays: (rows from, rows to)."""
+
+    sends: tuple[tuple[int, Rows], ...]
+    receives: tuple[tuple[int, Rows], ...]
+    own: tuple[Rows, Rows] | None
+
+    @staticmethod
+    def of(exchange: Exchange, member: int, device: torch.device) -> "Move":
+        """Return the exchange of the rank that is `member` of the pool."""
+        sends, receives = (
+            {peer: Rows(runs, device) for peer, runs in side if num_rows(runs)}
+            for side in (exchange.sends, exchange.receives)
+        )
+        out, back = sends.pop(member, None), receives.pop(member, None)
+        assert (out is None) == (back is None), "what stays has where it goes"
+        own = None if out is None or back is None else (out, back)
+        return Move(tuple(sends.items()), tuple(receives.items()), own)
+
+    def reversed(self) -> "Move":
+        """Return the exchange the other way round."""
+        own = None if self.own is None else (self.own[1], self.own[0])
+        return Move(self.receives, self.sends, own)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing goes to or comes from another rank."""
+        return not self.sends and not self.receives
+
+    @property
+    def brings(self) -> list[Run]:
+        """The rows that come or stay, message by message."""
+        here = [rows for _, rows in self.receives] + ([] if self.own is None else [self.own[1]])
+        return [run for rows in here for run in rows.runs]
+
+    @property
+    def members(self) -> set[int]:
+        """The members that this rank exchanges something with."""
+        return {member for member, _ in (*self.sends, *self.receives)}
+
+
+class Arrival:
+    """Rows under way, and those that stay."""
+
+    def __init__(self, mover: "Mover", move: Move, give: Give, heads: Sequence[int], like: Tensor) -> None:
+        self._mover, self._move, self._give = mover, move, give
+        self._ticket: Ticket | None = None
+        self._messages: list[tuple[int, Tensor]] = []
+        self._heads, self._size, self._like = heads, like.shape[3], like[:, :, :0]
+        if move.is_silent:
+            return
+        for member, rows in move.receives:
+            self._messages.append((member, like.new_empty(rows.num * sum(heads) * self._size)))
+        # The lane reads what is given, and fills the messages, until the ticket was waited for.
+        self._given = [(member, rows, give(member)) for member, rows in move.sends]
+        self._ticket = mover.means.lane.submit(self._exchange)
+
+    def _exchange(self) -> None:
+        sends = []
+        for member, rows, given in self._given:
+            parts = [rows.of(x).transpose(1, 2).reshape(-1) for x in given]
+            sends.append((member, parts[0] if len(parts) == 1 else torch.cat(parts)))
+        self._mover.among.exchange(MessageClass.CONTEXT, sends, self._messages)
+
+    def whole(self, num: int) -> Sequence[Tensor]:
+        """Wait, then return tensors of `num` rows, made of those that arrived and stayed; the rest of them is zero."""
+        parts = list(self.parts())
+        if len(parts) == 1 and parts[0][1].is_all(num):
+            return parts[0][2]
+        found = [side_by_side((1, heads, num, self._size), self._like) for heads in self._heads]
+        for x in found if sum(rows.num for _, rows, _ in parts) < num else ():
+            x.zero_()
+        for _, rows, values in parts:
+            for x, part in zip(found, values, strict=True):
+                rows.set(x, part)
+        return found
+
+    def parts(self) -> Iterator[tuple[int, Rows, Sequence[Tensor]]]:
+        """Wait, then yield (member, rows, what it gave for them of each tensor), what stays last."""
+        if self._ticket is not None:
+            self._mover.wait(self._ticket, self._move)
+            self._ticket, self._given = None, []
+        for (member, message), (_, rows) in zip(self._messages, self._move.receives, strict=True):
+            shapes = [(1, rows.num, heads, self._size) for heads in self._heads]
+            values = torch.split(message, [math.prod(shape) for shape in shapes])
+            yield member, rows, [x.view(shape).transpose(1, 2) for x, shape in zip(values, shapes, strict=True)]
+        if self._move.own is not None:
+            here, there = self._move.own
+            member = self._mover.member
+            yield member, there, [here.of(x) for x in self._give(member)]
+
+
+class Mover:
+    """What carries rows between the ranks of a pool, this one being `member` of it."""
+
+    def __init__(self, pool: Pool, member: int, among: Among, means: Means) -> None:
+        self.pool, self.member, self.among, self.means = pool, member, among, means
+
+    def start(self, move: Move, give: Give, heads: Sequence[int], like: Tensor) -> Arrival:
+        """Begin an exchange of rows of the tensors that `give` returns, which have so many `heads` on every member.
+
+        What is given must stay as it is until the parts that arrive were asked for.
+        """
+        return Arrival(self, move, give, heads, like)
+
+    def wait(self, ticket: Ticket, move: Move) -> None:
+        """Wait for an exchange; its time is the clock's `wait context`."""
+        ranks = sorted(self.pool.members[member] for member in {self.member, *move.members})
+        with self.means.message(MessageClass.CONTEXT, tuple(ranks)):
+            ticket.wait()
