@@ -10,10 +10,19 @@ from terrace.cli.files import check_not_read, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, kept_activations
+from terrace.plan.context import is_spread
 from terrace.program import Program, program_text
 from terrace.program.schedules import Orders, to_csv
 from terrace.program.stages import plan_orders
-from terrace.report import bytes_table, inside_table, memory_table, plan_table, time_table, wire_words
+from terrace.report import (
+    attention_table,
+    bytes_table,
+    inside_table,
+    memory_table,
+    plan_table,
+    time_table,
+    wire_words,
+)
 from terrace.report.stage_tables import (
     order_text,
     parts_words,
@@ -98,8 +107,7 @@ def _print_step(config: RunConfig, program: Program) -> None:
     console.print(memory_table(report.memory_bytes, config.cluster.device.memory_bytes))
     console.print(bytes_table(report.sent_bytes, program.layout.tiers))
     print(wire_words(config.plan))
-    if program.tensor.degree > 1:
-        console.print(inside_table(program))
+    _print_inside(console, program)
     console.print(time_table(report))
 
 
@@ -117,8 +125,7 @@ def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, 
     for table in stage_bytes_tables([report.sent_bytes for report in step.reports], programs[0].layout.tiers):
         console.print(table)
     print(wire_words(config.plan))
-    if programs[stage].tensor.degree > 1:
-        console.print(inside_table(programs[stage]))
+    _print_inside(console, programs[stage])
     console.print(stage_time_table(step.reports))
     console.print(f"schedule {orders.schedule}: the tasks of every stage in order", style="bold")
     print("a cell: virtual stage, F forward, B backward or its halves I input and W weight, micro-batch")
@@ -129,6 +136,19 @@ def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, 
     if csv is not None:
         write_file("--csv", csv, to_csv(orders))
         print(f"wrote {csv}: the order of {orders.num_stages} stages\n")
+
+
+def _print_inside(console: Terminal, program: Program) -> None:
+    """Print what ranks of the tensor and of the context axis send inside the blocks."""
+    if program.tensor.degree > 1:
+        console.print(inside_table(program))
+    if not is_spread(program.grid, program.plan):
+        return
+    if program.plan.balance == "cost":
+        print('balance = "cost": what ranks send in attention depends on the documents of a batch, so that it is')
+        print("missing here; terrace data lengths says what policies cost on a data set\n")
+    else:
+        console.print(attention_table(program))
 
 
 def run_orders(config: RunConfig, num_stages: int) -> Orders:

@@ -107,6 +107,11 @@ def place_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
     return plan.micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_A_PLACE)
 
 
+def batch_shape(plan: Plan, grid: Grid, sequence: int) -> tuple[int, int]:
+    """Return the rows and the tokens of a row that blocks run on: one row of what a rank holds where that is spread."""
+    return (1, local_tokens(plan, grid, sequence)) if is_spread(grid, plan) else (plan.micro_batch, sequence)
+
+
 def local_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
     """Return the tokens of a micro-batch that every rank holds between attention, padding included."""
     ulysses = grid.total("ulysses")

@@ -1,8 +1,8 @@
 """What stages of a pipeline send one another, in closed form.
 
 At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements
-of the compute dtype, T = micro_batch x sequence tokens of hidden size H. Of the tensor axis, R rows x C columns, every
-rank sends to its own place in the other stage
+of the compute dtype, T being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. Of the
+tensor axis, R rows x C columns, every rank sends to its own place in the other stage
 
     with sequence parallelism    the part that it has:  T'/R x H/C, T' being T padded for the rows to divide
     without                      a part of what all rows have, T H / C / R, which the receivers gather over the rows
@@ -35,15 +35,15 @@ class Edge:
     gathers: TensorMessage | None
 
 
-def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec], sequence: int) -> Edge:
+def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec]) -> Edge:
     """Return what crosses every edge of a pipeline; raises `PlanError` where its size is not known."""
-    if sequence < 1:
+    if tensor.tokens < 1:
         raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
     rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
     if tensor.splits_tokens:
         shape: tuple[int, ...] = (tensor.padded_tokens // rows, features)
         return Edge(shape=shape, numel=shape[0] * shape[1], gathers=None)
-    shape = (tensor.plan.micro_batch, sequence, features)
+    shape = (*tensor.shape, features)
     padded = tensor.rows.padded(tensor.tokens * features)
     gathers = TensorMessage(Leg.GATHER, tensor.rows.axes, padded) if rows > 1 else None
     return Edge(shape=shape, numel=padded // rows, gathers=gathers)

@@ -1,9 +1,10 @@
 """What ranks of the tensor axis send one another inside the blocks, in closed form.
 
-A block's activations have T = micro_batch x sequence tokens, padded to T' for the rows to divide. Let R and C be rows
-and columns, H the hidden size, n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce
-made of a reduce-scatter and an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel
-form: Korthikanti et al. 2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4):
+A block's activations have the T tokens of a micro-batch on a rank, micro_batch x sequence or what a context axis leaves
+of them (terrace.plan.context), padded to T' for the rows to divide. Let R and C be rows and columns, H the hidden size,
+n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce made of a reduce-scatter and an
+all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form: Korthikanti et al.
+2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4):
 
     layer      attention and MLP each: T' H / C over rows, a gather and a reduction forward, the same backward
                each linear layer into the inner size: an all-reduce of T n over columns, forward
@@ -26,6 +27,7 @@ from fnmatch import fnmatchcase
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.context import batch_shape
 from terrace.plan.grid import Grid, position
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
 from terrace.plan.layout import DEVICE, Layout
@@ -59,7 +61,7 @@ class Tensor:
     rows: Layout
     columns: Layout
     both: Layout
-    tokens: int
+    shape: tuple[int, int]  # rows and tokens of a row, of a micro-batch on a rank
 
     @staticmethod
     def of(grid: Grid, tiers: Sequence[str], plan: Plan, sequence: int) -> "Tensor":
@@ -72,7 +74,12 @@ class Tensor:
                 params=outermost, params_backward=outermost, grads=outermost, optimizer=outermost,
             )  # fmt: skip
 
-        return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), plan.micro_batch * sequence)
+        return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), batch_shape(plan, grid, sequence))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on a rank."""
+        return self.shape[0] * self.shape[1]
 
     @property
     def lines(self) -> tuple[Layout, Layout, Layout]:

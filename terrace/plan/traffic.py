@@ -13,7 +13,8 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
 
 Frozen parameters are gathered and nothing else. What the tensor axis shares is counted with the ranks that share it;
-what its ranks send inside a block is in terrace.plan.tensor_traffic. Summed over all ranks, the bytes between N nodes
+what its ranks send inside a block is in terrace.plan.tensor_traffic, and what those of the context axis send in
+terrace.plan.context_traffic. Summed over all ranks, the bytes between N nodes
 are 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
 """
 
@@ -23,6 +24,7 @@ from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.context_traffic import ContextAxis
 from terrace.plan.edges import edge_of, stage_sends, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
 from terrace.plan.grid import Grid, edge_tier
@@ -47,7 +49,8 @@ def step_bytes(
     """Return what one rank sends in one step of `num_micros` micro-batches of sequences of `sequence` tokens.
 
     `blocks` is what one tensor rank holds, `stage` which of them the rank runs, if not all. Entries are only there
-    where something is sent. Raises `ClusterError` for an unknown tier.
+    where something is sent. What context ranks send with `balance = "cost"` depends on the batch and is left out.
+    Raises `ClusterError` for an unknown tier.
     """
     layout = everyone(cluster, plan)
     flats = block_flats(cluster, plan, blocks)
@@ -78,7 +81,7 @@ def step_bytes(
     tensor = Tensor.of(grid, layout.tiers, plan, sequence)
     again = recomputed(plan, blocks)
     if stage is not None and stage.num_stages > 1:
-        edge = edge_of(tensor, blocks, sequence)
+        edge = edge_of(tensor, blocks)
         for tier, num_bytes in stage_sends(stage, grid, edge, plan.compute):
             total[MessageClass.PIPELINE, layout.tiers[tier]] += num_micros * num_bytes
         for index, peer in stage.ties:
@@ -87,7 +90,12 @@ def step_bytes(
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
+    attention = ContextAxis(plan, grid, sequence).messages(blocks)
     for index in own:
+        attends, attends_back = attention[index]
+        for attending in (*attends, *(attends if index in again else ()), *attends_back):
+            for tier, num_bytes in attending.sends:
+                total[MessageClass.CONTEXT, layout.tiers[tier]] += num_micros * num_bytes
         forward, backward = block_messages(tensor, blocks, index)
         for inside in [*forward, *(forward if index in again else []), *backward]:
             for tier, num_bytes in tensor.sends(inside):

@@ -8,6 +8,7 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.context_traffic import ContextAxis, ContextMessage, Passes
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
 from terrace.plan.grid import Grid, edge_tier, rank_at
@@ -18,7 +19,7 @@ from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, FORMATS
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import PASSES, Instruction, Op
 
 _MESSAGES = {
     Op.GATHER: MessageClass.GATHER,
@@ -46,7 +47,7 @@ class Program:
     blocks: tuple[BlockSpec, ...]
     stage: Stage
     instructions: tuple[Instruction, ...]
-    sequence: int = 0  # tokens of a sequence; only what tensor and pipeline ranks send depends on it
+    sequence: int = 0  # tokens of a sequence; only what tensor, context and pipeline ranks send depends on it
 
     @property
     def num_micros(self) -> int:
@@ -71,7 +72,7 @@ class Program:
     @cached_property
     def edge(self) -> Edge:
         """What crosses every edge between stages; only where there is a pipeline."""
-        return edge_of(self.tensor, self.blocks, self.sequence)
+        return edge_of(self.tensor, self.blocks)
 
     @cached_property
     def flats(self) -> tuple[tuple[FlatSpec, ...], ...]:
@@ -164,8 +165,31 @@ class Program:
             return forward
         return [*(forward if instruction.block in self._recomputed else []), *backward]
 
+    def attention(self, instruction: Instruction) -> tuple[ContextMessage, ...]:
+        """Return what a pass sends to the ranks of the context axis, in order; half a backward is its first half.
+
+        Nothing with `balance = "cost"`, where it depends on the batch.
+        """
+        if instruction.op not in PASSES or instruction.op is Op.BACKWARD_WEIGHT:
+            return ()
+        forward, backward = self._attention[instruction.block]
+        if instruction.op is Op.FORWARD:
+            return forward
+        return (*(forward if instruction.block in self._recomputed else ()), *backward)
+
+    def sends_inside(self, instruction: Instruction) -> Iterator[tuple[MessageClass, int, int]]:
+        """Yield (class, tier index, bytes) for every message inside a pass or a RECV."""
+        for message in self.inside(instruction):
+            yield from ((MessageClass.TENSOR, *sent) for sent in self.tensor.sends(message))
+        for attending in self.attention(instruction):
+            yield from ((MessageClass.CONTEXT, *sent) for sent in attending.sends)
+
     def _source(self, instruction: Instruction) -> int | None:
         return self.layout.params_backward if instruction.secondary else None
+
+    @cached_property
+    def _attention(self) -> list[Passes]:
+        return ContextAxis(self.plan, self.grid, self.sequence).messages(self.blocks)
 
     @cached_property
     def _recomputed(self) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from terrace.plan.residency import recomputed
-from terrace.program.instruction import COLLECTIVES, INWARD, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, INWARD, PASSES, Instruction, Op
 from terrace.program.program import Program
 
 
@@ -25,8 +25,12 @@ def _lines(program: Program) -> Iterator[str]:
 
 
 def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> str:
-    if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT) and instruction.block in again:
-        return "recomputes its forward"
+    if instruction.op in PASSES:
+        twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
+        notes = ["recomputes its forward"] if twice and instruction.block in again else []
+        tiers = sorted({tier for message in program.attention(instruction) for tier, _ in message.sends})
+        notes += ["attends over " + ", ".join(program.layout.tiers[tier] for tier in tiers)] if tiers else []
+        return "; ".join(notes)
     if instruction.peer >= 0:
         return ", ".join(program.layout.tiers[tier] for tier in program.crossed(instruction))
     if instruction.op not in COLLECTIVES:

@@ -64,9 +64,8 @@ def _sent_bytes(program: Program) -> dict[tuple[MessageClass, str], int]:
             for tier, num_bytes in program.sends(instruction):
                 sent[message, program.layout.tiers[tier]] += times[kind] * num_bytes
         elif instruction.op in (*PASSES, Op.RECV):
-            for inside in program.inside(instruction):
-                for tier, num_bytes in program.tensor.sends(inside):
-                    sent[MessageClass.TENSOR, program.layout.tiers[tier]] += times[kind] * num_bytes
+            for message, tier, num_bytes in program.sends_inside(instruction):
+                sent[message, program.layout.tiers[tier]] += times[kind] * num_bytes
     return sent
 
 

@@ -75,9 +75,8 @@ def report(program: Program, time_s: dict[str, float], counts: dict[Instruction,
             for tier, num_bytes in program.sends(instruction):
                 sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
         elif instruction.op in (*PASSES, Op.RECV):
-            for inside in program.inside(instruction):
-                for tier, num_bytes in program.tensor.sends(inside):
-                    sent_bytes[MessageClass.TENSOR, program.layout.tiers[tier]] += count * num_bytes
+            for message, tier, num_bytes in program.sends_inside(instruction):
+                sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
     return StepReport(
         time_s=dict(time_s),
         sent_bytes=dict(sent_bytes),

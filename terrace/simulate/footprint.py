@@ -131,7 +131,7 @@ def footprint(
 def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> int:
     """Return what the largest message inside a block of the stage takes."""
     tiers = [tier.name for tier in cluster.tiers]
-    tensor = Tensor.of(Grid.of(cluster, plan), tiers, plan, work.sequence // work.context)
+    tensor = Tensor.of(Grid.of(cluster, plan), tiers, plan, work.sequence)
     indexes = [index for index, size in enumerate((held.embedding, len(held.layers), held.head)) if size]
     return tensor_buffers(tensor, kind_blocks(work.model, tensor.degrees), indexes)
 
