@@ -21,6 +21,12 @@ def documents(lengths: list[int], mask: list[int] | None = None) -> Documents:
     return Documents("data", ids, starts, None if mask is None else np.array(mask, dtype=np.uint8))
 
 
+def trained_parts(positions: list[int], labels: list[int]) -> tuple[tuple[int, int], ...]:
+    """The documents of a row that have a label, by their definition."""
+    begins = [*(at for at, position in enumerate(positions) if position == 0), len(positions)]
+    return tuple((a, b) for a, b in pairwise(begins) if any(label != IGNORED for label in labels[a:b]))
+
+
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(1, 9), st.randoms())
 def test_windows_by_their_definition(lengths: list[int], sequence: int, random: object) -> None:
     total = sum(lengths)
@@ -40,11 +46,15 @@ def test_windows_by_their_definition(lengths: list[int], sequence: int, random: 
             assert labels[row, column] == (101 + at if goes_on else IGNORED)
             first = max(int(corpus.starts[owner[at]]), row * sequence)
             assert positions[row, column] == at - first
+    parts = windows.parts(np.arange(windows.num_samples))
+    assert parts == list(map(trained_parts, positions.tolist(), labels.tolist()))
     joined, joined_labels, none = Windows(corpus, sequence, separate=False).rows(np.arange(windows.num_samples))
     assert none is None
     assert np.array_equal(joined, inputs)
     expected = np.where(np.array(mask)[1 : 1 + joined.size].reshape(joined.shape) == 1, joined + 1, IGNORED)
     assert np.array_equal(joined_labels, expected)
+    whole = Windows(corpus, sequence, separate=False).parts(np.arange(windows.num_samples))
+    assert whole == [((0, sequence),) * bool((row != IGNORED).any()) for row in expected]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.sampled_from(["cut", "split", "drop"]))
@@ -71,6 +81,7 @@ def test_whole_documents_by_their_definition(lengths: list[int], too_long: str) 
     order = np.random.default_rng(0).permutation(samples.num_samples)
     inputs, labels, positions = samples.rows(order)
     assert positions is not None
+    assert samples.parts(order) == list(map(trained_parts, positions.tolist(), labels.tolist()))
     found = []
     for row in range(len(order)):
         begins = [*np.flatnonzero(positions[row] == 0).tolist(), sequence]

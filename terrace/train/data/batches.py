@@ -25,7 +25,7 @@ from terrace.train.data.documents import Documents, open_documents
 from terrace.train.data.mixture import Blend
 from terrace.train.data.order import SampleOrder
 from terrace.train.data.packing import Packing, Tally, packed
-from terrace.train.data.samples import Packed, Rows, Windows
+from terrace.train.data.samples import Packed, Parts, Rows, Windows
 from terrace.train.data.token_file import TokenFile
 from terrace.train.sources import Documented, TooLong
 
@@ -151,6 +151,20 @@ class Batches:
         first = step * self.batch + (micro * num_data_ranks + data_rank) * micro_batch
         return self._at(first, micro_batch)
 
+    def rows(self, step: int, rows: Ids) -> Arrays:
+        """Return `rows`, shape (n,), of the global batch of `step`, the arrays each int64 of shape (n, sequence)."""
+        return self._gather(*self._placed(step * self.batch + rows))
+
+    def parts(self, step: int) -> list[Parts]:
+        """Return, for every row of the global batch of `step`, its documents that have a label. Reads no tokens."""
+        sources, samples = self._placed(np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64))
+        of_rows: list[Parts] = [()] * self.batch
+        for source in np.unique(sources):
+            chosen = np.flatnonzero(sources == source)
+            for row, parts in zip(chosen.tolist(), self._samples[source].parts(samples[chosen]), strict=True):
+                of_rows[row] = parts
+        return of_rows
+
     def holdout(self, indices: npt.ArrayLike) -> Arrays:
         """Return samples held out, the arrays each int64 of shape (num_indices, sequence), source by source.
 
@@ -170,11 +184,15 @@ class Batches:
 
     def _at(self, first: int, count: int) -> Arrays:
         assert first >= 0, f"position {first} is negative"
-        sources, indices = self._blend.place(np.arange(first, first + count, dtype=np.int64))
+        return self._gather(*self._placed(np.arange(first, first + count, dtype=np.int64)))
+
+    def _placed(self, positions: Ids) -> tuple[Ids, Ids]:
+        """Return the source and its sample at each of the global `positions`, shape (n,)."""
+        sources, indices = self._blend.place(positions)
         for source in np.unique(sources):
             chosen = sources == source
             indices[chosen] = self._orders[source].sample(indices[chosen])
-        return self._gather(sources, indices)
+        return sources, indices
 
     def _gather(self, sources: Ids, samples: Ids) -> Arrays:
         """Return the rows of `samples`, each of its source; both shape (n,)."""

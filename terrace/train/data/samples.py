@@ -11,7 +11,12 @@ begin of a window that cuts a document, since what came before is not there to b
 its own without labels.
 
 Where the data have a mask (1: trained on), a label whose token is masked out is ignored.
+
+The *trained parts* of a row are its documents that have a label: half-open ranges of places, rising. They can be had
+without reading a token.
 """
+
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +29,7 @@ IGNORED = -100  # the label of a place that has no target, as everywhere in this
 
 Ids = npt.NDArray[np.int64]
 Rows = tuple[Ids, Ids, Ids | None]  # inputs, labels, positions; each (n, sequence)
+Parts = tuple[tuple[int, int], ...]  # of a row
 
 
 class Windows:
@@ -65,6 +71,21 @@ class Windows:
         begins[row[inside], columns[inside]] = columns[inside]
         return inputs, labels, np.arange(self._sequence) - np.maximum.accumulate(begins, axis=1)
 
+    def parts(self, samples: Ids) -> list[Parts]:
+        """Return the trained parts of each row of `samples`, shape (n,)."""
+        return [self._parts(int(sample)) for sample in samples]
+
+    def _parts(self, sample: int) -> Parts:
+        first, size = sample * self._sequence, self._sequence
+        ends = np.zeros(0, dtype=np.int64)
+        if self.has_positions:
+            low, high = np.searchsorted(self._starts, (first, first + size), side="right")
+            ends = self._starts[low:high] - first  # where documents begin, 1 ... size: those before end there
+        has_label = np.ones(size, dtype=bool) if self._mask is None else self._mask[sample, 1:] != 0
+        has_label[ends - 1] = False
+        bounds = [0, *ends[ends < size].tolist(), size]
+        return tuple((begin, end) for begin, end in pairwise(bounds) if has_label[begin:end].any())
+
 
 class Packed:
     """Sample i is sequence i of a packing."""
@@ -99,6 +120,12 @@ class Packed:
                     labels[row, place][mask[start + 1 : start + length + 1] == 0] = IGNORED
             positions[row, end:] = self._count[: self._sequence - end]
         return inputs, labels, positions
+
+    def parts(self, samples: Ids) -> list[Parts]:
+        """Return the trained parts of each row of `samples`, shape (n,): all documents, since others are not packed."""
+        packing = self._packing
+        bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
+        return [tuple(pairwise([0, *np.cumsum(packing.lengths[low:high]).tolist()])) for low, high in bounds]
 
 
 def _windows(values: npt.NDArray[np.unsignedinteger], sequence: int) -> npt.NDArray[np.unsignedinteger]:
