@@ -25,7 +25,8 @@ from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan import MessageClass
-from terrace.plan.grid import edge_tier
+from terrace.plan.context import is_spread, local_tokens
+from terrace.plan.grid import Grid, edge_tier
 from terrace.plan.hops import lossy_messages
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
@@ -117,11 +118,16 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
-    """Return a call that runs one layer forward on a micro-batch, and its FLOPs."""
+    """Return a call that runs one layer forward on as many tokens of a micro-batch as a rank holds, and its FLOPs.
+
+    The layer attends by itself: what ranks that attend together send each other is no part of it.
+    """
     config, dtype = replace(run.model, num_layers=1, vocab_size=1), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     initialise(blocks, config, 0, dtype, engine.device)
-    sizes = (run.plan.micro_batch, run.train.sequence)
+    grid, sizes = Grid.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
+    if is_spread(grid, run.plan):
+        sizes = (1, local_tokens(run.plan, grid, run.train.sequence))
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
     if run.train.compile:
         compile_blocks(blocks)
