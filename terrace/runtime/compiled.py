@@ -4,6 +4,7 @@ A block's parameters keep their storage while it is freed and gathered, so a com
 are there when it runs. What changes is who takes the weight gradients: a compiled backward computes them all,
 where else the runtime records them and takes them when the program says (terrace.runtime.linear). So a program
 with a backward in two parts, and the tensor axis, which fills the time of its messages with them, cannot be compiled.
+Nor can layers whose attention goes over several ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model import attention
+from terrace.plan.context import is_spread
 from terrace.program import Op, Program
 
 
@@ -23,6 +25,12 @@ def check_compiles(programs: Sequence[Program]) -> None:
         raise PlanError(
             "train.compile = true with a tensor axis: its blocks talk to other ranks in the middle of a layer, which a "
             "compiled block cannot; take the tensor axis out of the mapping, or leave train.compile out"
+        )
+    if is_spread(program.grid, program.plan):
+        raise PlanError(
+            'train.compile = true with a plan whose ranks attend together (a context axis, or balance = "cost"): a '
+            "layer talks to other ranks in its middle, which a compiled block cannot; give the ranks to the data axis, "
+            "or leave train.compile out"
         )
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
         raise PlanError(
