@@ -122,7 +122,9 @@ class Attended:
             self._out = side_by_side(query, precise(query.dtype) if self._merges else query.dtype)
             if self._merges or _num_rows(runs) < query.shape[2]:
                 self._out.zero_()
-            self._lse = query.new_full(query.shape[:3], -torch.inf, dtype=precise(query.dtype))
+            batch, heads, length, _ = query.shape
+            lse = query.new_full((batch, length, heads), -torch.inf, dtype=precise(query.dtype))
+            self._lse = lse.transpose(1, 2)
 
     def add(self, run: Run, out: Tensor, lse: Tensor) -> None:
         """Add what `pair_forward` returned for the queries of a run."""
@@ -170,7 +172,7 @@ class Sums:
 def rows(part: Tensor, run: Run) -> Tensor:
     """Return rows of part (B, N, S, ...), a view."""
     start, stop = run
-    return part if (start, stop) == (0, part.shape[2]) else part[:, :, start:stop]
+    return part.narrow(2, start, stop - start)
 
 
 def attend_pairs(query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
