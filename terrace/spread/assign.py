@@ -8,24 +8,45 @@ there are as many as tiers that join places):
     whole units   as few as stay below the limit, the least full ones, of the innermost tier where some do
 
 and where nothing stays below it, the group that ends first, and that is the limit from then on. A place is as full as
-its part of the limit, or of an even share of the tokens, whichever is more: so long sequences even out the seconds,
-and what short ones there are fill up places with few tokens, so that little has to be moved for the linear layers. The
-limit begins a little above what a perfect cut would take and is raised while the outcome is beyond it.
+its part of the limit, or of an even share of the tokens, whichever is more; and the limit leaves room for the shortest
+sequences. So long ones even out the seconds, and short ones, which take next to none, fill up places with few tokens:
+then little has to be moved for the linear layers. Limits begin a little above what a perfect cut would take, and more
+are tried while the outcome is beyond it.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.spread.cost import WorkCost, ring_tokens
 from terrace.spread.groups import Groups
 from terrace.spread.segments import Segment
 
-_SLACK = (1.004, 1.015, 1.03)  # limits tried, over what a perfect cut takes
-_ENOUGH = 1.01  # of the perfect cut: no further limit is tried
-_ROUNDS = 3  # in which the perfect cut is approached
+
+class _Try(NamedTuple):
+    """A limit, and for what it leaves room at first."""
+
+    slack: float  # the limit over what a perfect cut takes
+    reserved: float  # part of the work, in the shortest sequences; the more, the wider are the rings of others
+    longest: float  # of these, in limits
+
+
+_TRIES = (
+    _Try(1.004, 0.03, 0.1),
+    _Try(1.015, 0.03, 1.0),
+    _Try(1.004, 0.0, 0.0),
+    *(
+        _Try(slack, reserved, 1.0)
+        for slack in (1.004, 1.015, 1.03, 1.0, 1.022, 1.045, 1.06, 1.08, 1.11, 1.15)
+        for reserved in (0.03, 0.0, 0.1, 0.2, 0.4)
+    ),
+)
+_ENOUGH = 1.02  # of the perfect cut: no further limit is tried
+_EFFORT, _LEAST_TRIES = 6000, 3  # sequences and places of all tries together, which is what they cost
+_GROWTH, _HALVINGS = 1.2, 5  # the perfect cut is found to 1.2 / 2^5, half a percent
 _NEIGHBOURS = 3  # units of a tier that are looked at for a ring, the least full ones
 
 
@@ -55,18 +76,23 @@ def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost,
     whole_s = [cost.whole_s(length) for length in lengths]
     perfect = _perfect_s(lengths, whole_s, order, groups)
     best = _round_robin(lengths, whole_s, groups)
-    for slack in _SLACK:
-        found = _Filling(groups, sum(lengths), perfect * slack).fill(lengths, whole_s, order)
-        if found and (best is None or found.makespan_s < best.makespan_s):
+    for attempt in _TRIES[: max(_LEAST_TRIES, _EFFORT // (len(lengths) + groups.num_places))]:
+        found = _Filling(groups, sum(lengths), perfect * attempt.slack).fill(lengths, whole_s, order, attempt)
+        if found and (best is None or max(found.seconds) < max(best.seconds)):
             best = found
-        if best and best.makespan_s <= perfect * _ENOUGH:
+        if best and max(best.seconds) <= perfect * _ENOUGH:
             break
     if best is None:
         raise PlanError(
             f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {groups.num_places} places of "
             f"{capacity} tokens: lower the tokens of a micro-batch or give a place more"
         )
-    return best
+    starts = accumulate(lengths, initial=0)
+    segments = tuple(
+        Segment(start, start + length, places, ring)
+        for start, length, (places, ring) in zip(starts, lengths, best.groups, strict=False)
+    )
+    return Assignment(segments, tuple(best.seconds), tuple(best.tokens))
 
 
 def _check_room(lengths: Sequence[int], groups: Groups) -> None:
@@ -80,48 +106,70 @@ def _check_room(lengths: Sequence[int], groups: Groups) -> None:
 
 
 def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups) -> float:
-    """Return about the least possible makespan: sequences that take longer alone are on rings, and cost those."""
+    """Return about the least makespan that seconds of all places allow: what takes longer alone is on narrow rings."""
     total = sum(whole_s)
-    limit = total / groups.num_places
-    for _ in range(_ROUNDS):
-        extra, least = 0.0, 0.0
-        for index in order:
-            alone = whole_s[index]
-            if alone <= limit and lengths[index] <= groups.capacity:
-                break
-            shape, seconds = _narrowest(lengths[index], alone, groups, limit)
-            extra += max(0.0, seconds * groups.shapes[shape].num_places - alone)
-            least = max(least, seconds)
-        wanted = max(least, (total + extra) / groups.num_places)
-        if wanted <= limit * 1.001:
-            break
-        limit = wanted
-    return limit
+    low = total / groups.num_places
+    alone = [
+        (lengths[index], whole_s[index]) for index in order if whole_s[index] > low or lengths[index] > groups.capacity
+    ]
+    rest = total - sum(seconds for _, seconds in alone)
+
+    def is_possible(limit: float) -> bool:
+        wanted = rest
+        for length, seconds in alone:
+            index = _narrowest(length, seconds, groups, limit)
+            if index < 0:
+                return False
+            wanted += groups.seconds(length, index) * groups.shapes[index].num_places
+        return wanted <= limit * groups.num_places
+
+    high = low
+    while not is_possible(high):
+        low, high = high, high * _GROWTH
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return high
 
 
-def _narrowest(length: int, alone_s: float, groups: Groups, limit: float) -> tuple[int, float]:
-    """Return the first group on which a sequence ends before the limit, else the one on which it ends first."""
-    best, best_s = len(groups.shapes) - 1, float("inf")
-    for index in groups.wide(max(alone_s / limit, length / groups.capacity)):
-        if groups.fits(length, index):
-            seconds = groups.seconds(length, index)
-            if seconds <= limit:
-                return index, seconds
-            if seconds < best_s:
-                best, best_s = index, seconds
-    return best, best_s
+def _narrowest(length: int, alone_s: float, groups: Groups, limit: float) -> int:
+    """Return the index of the first group on which a sequence ends before the limit, or -1."""
+    for _, indices in groups.wide(max(alone_s / limit * (1 - 1e-9), length / groups.capacity)):
+        for index in indices:
+            if groups.fits(length, index) and groups.seconds(length, index) <= limit:
+                return index
+    return -1
 
 
-def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], groups: Groups) -> Assignment | None:
+def _last(whole_s: Sequence[float], order: Sequence[int], part: float, short_s: float) -> tuple[int, float]:
+    """Return where the last sequences begin, all short, that are no more than `part` of the work, and their seconds."""
+    at, most, seconds = len(order), part * sum(whole_s), 0.0
+    while at and whole_s[order[at - 1]] <= min(short_s, most - seconds):
+        at -= 1
+        seconds += whole_s[order[at]]
+    return at, seconds
+
+
+_Group = tuple[tuple[int, ...], tuple[int, ...]]  # places, and the degrees of their ring
+
+
+class _Dealt(NamedTuple):
+    """The group of every sequence; seconds and tokens of every place."""
+
+    groups: list[_Group]
+    seconds: list[float]
+    tokens: list[int]
+
+
+def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], groups: Groups) -> _Dealt | None:
     """Return the sequences dealt out to one place after the other; None where a place has no room for its own."""
-    seconds, tokens, segments, start = [0.0] * groups.num_places, [0] * groups.num_places, [], 0
+    seconds, tokens = [0.0] * groups.num_places, [0] * groups.num_places
     for index, length in enumerate(lengths):
         place = index % groups.num_places
         seconds[place] += whole_s[index]
         tokens[place] += length
-        segments.append(Segment(start, start + length, (place,)))
-        start += length
-    return Assignment(tuple(segments), tuple(seconds), tuple(tokens)) if max(tokens) <= groups.capacity else None
+    chosen: list[_Group] = [((index % groups.num_places,), (1,)) for index in range(len(lengths))]
+    return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
 
 
 @dataclass
@@ -153,10 +201,16 @@ class _Filling:
         self.by_full = [(0.0, place) for place in range(num_places)]  # heaps, whose entries may be of the past
         self.by_seconds = list(self.by_full)
 
-    def fill(self, lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int]) -> Assignment | None:
+    def fill(
+        self, lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], attempt: _Try
+    ) -> _Dealt | None:
         """Return the sequences dealt out in this order; None when one has no room left."""
-        chosen: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())] * len(lengths)
-        for index in order:
+        chosen: list[_Group] = [((), ())] * len(lengths)
+        last, reserved_s = _last(whole_s, order, attempt.reserved, self.limit * attempt.longest)
+        reserved_s /= self.groups.num_places
+        self.limit -= reserved_s
+        for at, index in enumerate(order):
+            self.limit += reserved_s if at == last else 0.0
             length, alone_s = lengths[index], whole_s[index]
             place = self._one_place(length, alone_s)
             if place >= 0:
@@ -172,12 +226,7 @@ class _Filling:
             for place in places:
                 self._add(place, part, seconds)
             chosen[index] = places, shape.ring
-        starts = accumulate(lengths, initial=0)
-        segments = tuple(
-            Segment(start, start + length, places, ring)
-            for start, length, (places, ring) in zip(starts, lengths, chosen, strict=False)
-        )
-        return Assignment(segments, tuple(self.seconds), tuple(self.tokens))
+        return _Dealt(chosen, self.seconds, self.tokens)
 
     def _one_place(self, length: int, alone_s: float) -> int:
         """Return the place for a sequence that fits on one below the limit, or -1."""
@@ -211,11 +260,8 @@ class _Filling:
     def _several(self, length: int, alone_s: float) -> tuple[int, tuple[int, ...]] | None:
         """Return the shape and the places of the first group below the limit, else of the one that ends first."""
         least = max(alone_s / self.limit if self.limit else 1.0, length / self.capacity)
-        by_tier: dict[int, list[int]] = {}
-        for index in self.groups.wide(least):
-            by_tier.setdefault(self.groups.shapes[index].tier, []).append(index)
         best: _Found | None = None
-        for tier, indices in by_tier.items():
+        for tier, indices in self.groups.wide(least):
             for unit in _smallest(self.units[tier + 1].full, _NEIGHBOURS):
                 found = self._in_unit(length, indices, tier, unit)
                 if found and (best is None or found[0] < best[0]):

@@ -7,6 +7,8 @@ that it crosses and by how many children it has there.
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,28 +56,29 @@ class Groups:
         """Return how many places a child of a group has."""
         return shape.num_places // shape.num_children
 
-    def first(self, num_places: float) -> int:
-        """Return the index of the first shape with so many places, or the number of shapes."""
-        low, high = 0, len(self.shapes)
-        while low < high:
-            middle = (low + high) // 2
-            if self.shapes[middle].num_places < num_places:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-    def wide(self, num_places: float) -> list[int]:
-        """Return indices of shapes of at least so many places: narrow ones all, the others ever more sparsely.
-
-        The last shape is always among them.
-        """
-        index, found = self.first(num_places), []
-        last = len(self.shapes) - 1
-        while index < last:
-            found.append(index)
+    @cached_property
+    def _tried(self) -> tuple[tuple[int, list[int], list[int]], ...]:
+        """Each tier, the shapes to try that cross it, and their places: narrow ones all, others ever more sparsely."""
+        index, by_tier = 0, dict[int, list[int]]()
+        while index < len(self.shapes):
+            by_tier.setdefault(self.shapes[index].tier, []).append(index)
             index += 1 + index // 16
-        return [*found, last]
+        last = len(self.shapes) - 1
+        if last not in by_tier[self.shapes[last].tier]:
+            by_tier[self.shapes[last].tier].append(last)
+        return tuple(
+            (tier, found, [self.shapes[index].num_places for index in found]) for tier, found in by_tier.items()
+        )
+
+    def wide(self, num_places: float) -> Iterator[tuple[int, list[int]]]:
+        """Yield tiers and the indices of shapes that cross them, of at least so many places or else the widest."""
+        widest = self._tried[-1]
+        for tier, indices, places in self._tried:
+            at = bisect_left(places, num_places)
+            if at < len(indices):
+                yield tier, indices[at:]
+            elif places is widest[2]:
+                yield tier, indices[-1:]
 
     def seconds(self, length: int, index: int) -> float:
         """Return the seconds that a sequence takes on every place of a group of a shape."""

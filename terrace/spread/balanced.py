@@ -1,0 +1,33 @@
+"""The spread of `balance = "cost"`: documents go where attention to them costs least, tokens are held evenly.
+
+Pure and deterministic: every rank computes the same from the lengths of the documents of a micro-step, on the host,
+before the step.
+"""
+
+from collections.abc import Sequence
+
+from terrace.spread.assign import assign
+from terrace.spread.cost import WorkCost
+from terrace.spread.held import held_tokens
+from terrace.spread.layout import Layout
+
+CAPACITY = 2  # even shares of the tokens that a place may attend to
+
+
+def balanced_layout(
+    lengths: Sequence[int], place_degrees: Sequence[int], ulysses: int, num_held: int, cost: WorkCost
+) -> Layout:
+    """Return the layout of documents of these lengths, one after the other, on a pool.
+
+    `num_held` is what every member holds (terrace.plan.context.local_tokens), `cost` that of a part of a place. Raises
+    `PlanError` when the documents do not fit.
+    """
+    found = assign(lengths, place_degrees, cost, CAPACITY * ulysses * num_held)
+    return Layout(
+        segments=found.segments,
+        documents=(),
+        held=held_tokens(found.segments, place_degrees, ulysses, num_held),
+        ulysses=ulysses,
+        num_held=num_held,
+        window=cost.window,
+    )
