@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from terrace.plan.context import Pool, local_tokens
 from terrace.plan.grid import Grid
 from terrace.plan.plan import Plan
+from terrace.spread.assign import assign
 from terrace.spread.build import spread
+from terrace.spread.cost import Link, WorkCost
 from terrace.spread.layout import Layout
 from terrace.spread.segments import Segment, route
 from terrace.spread.static import static_layout
@@ -69,6 +71,12 @@ def seen(pair: Pair) -> list[tuple[int, int]]:
     return visible
 
 
+def ringed(layout: Layout) -> set[int]:
+    """Return the tokens whose keys go to other places."""
+    rings = [segment for segment in layout.segments if len(segment.places) > 1]
+    return {token for segment in rings for token in range(segment.start, segment.stop)}
+
+
 def carry_out(layout: Layout) -> tuple[list[Spread], list[Counter[tuple[int, int]]]]:
     """Check all members of a layout against each other; return them and the (query, key) tokens each works on."""
     spreads = [spread(layout, member) for member in range(len(layout.held))]
@@ -94,8 +102,12 @@ def carry_out(layout: Layout) -> tuple[list[Spread], list[Counter[tuple[int, int
             back = [(own, home) for own, home in zip(marked[member], homes[member], strict=True) if home != PADDING]
             assert all(own == home for own, home in back), "a gradient came to the wrong row"
             come_home.update(own for own, _ in back)
-    assert all(come_home[mark] == 1 for marks in marked for mark in marks)
-    assert sum(come_home.values()) == sum(len(marks) for marks in marked)
+    go_round = ringed(layout)
+    going = {mark for mark, token in tokens.items() if token in go_round}
+    assert all(one.rounds[0].home == NOTHING for one in spreads)
+    assert all(count == 1 for count in come_home.values())
+    assert going <= come_home.keys()
+    assert not {token for mark in come_home.keys() - going if (token := tokens[mark]) != PADDING}
     return spreads, worked
 
 
@@ -166,6 +178,25 @@ def layouts(draw: st.DrawFn) -> Layout:
 @given(layout=layouts())
 def test_every_query_meets_every_key_it_sees_once(layout: Layout) -> None:
     check(layout)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([1, 5, 30, 80, 200]), min_size=1, max_size=10),
+    degrees=st.sampled_from([(2,), (2, 2), (3, 2), (2, 1, 2)]),
+    ulysses=st.integers(1, 2),
+    window=st.sampled_from([0, 50]),
+)
+def test_what_is_assigned_by_cost_is_carried_out(
+    lengths: list[int], degrees: tuple[int, ...], ulysses: int, window: int
+) -> None:
+    links = tuple(Link(bytes_per_s=1e9, latency_s=1e-9) for _ in degrees)
+    cost = WorkCost(links=links, pair_s=1e-8, key_bytes=8, query_bytes=8, window=window)
+    tokens, num_members = sum(lengths), math.prod(degrees) * ulysses
+    num_held = -(-tokens // num_members)
+    held = [cut_runs([(0, tokens)], member * num_held, (member + 1) * num_held) for member in range(num_members)]
+    segments = assign(lengths, degrees, cost, tokens + 2 * num_members).segments
+    check(Layout(segments=segments, documents=(), held=tuple(held), ulysses=ulysses, num_held=num_held, window=window))
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 99])

@@ -4,12 +4,11 @@ Every member computes its own from the same `Layout`, and what one sends is what
 of rows: tokens segment by segment, in the order of the layout, and rising within each; then padding.
 
 A place's attended rows are in that order too: the tokens of its shards, then the padding of its shards, then what
-`num_attended` leaves over. Padding travels, to itself or with the shard, and no pair reads it: a row of queries that is
-in no pair has output zero and gets no gradient. Rows of a later round are peer after peer, within each in that order.
+`num_attended` leaves over. Padding of a shard travels with it, and no pair reads it: a row of queries that is in no
+pair has output zero and gets no gradient. Rows of a later round are peer after peer, within each in that order.
 
 A shard goes round the ring of its segment, the parts of a place each to the same part of the next; rings of several
-degrees and sizes share the rounds, each as long as it has steps. Where the last step left a shard it goes `home` from;
-that of a place alone in round 0, to itself, as does what `num_attended` leaves over.
+degrees and sizes share the rounds, each as long as it has steps. Where the last step left a shard it goes `home` from.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,11 +43,7 @@ def spread(layout: Layout, member: int) -> Spread:
     place = member // layout.ulysses
     rings = [_ring(segment, place) for segment in layout.segments if place in segment.places]
     own = _laid(rings)
-    num_attended = num_rows(_rows(own))
-    if num_attended < layout.num_attended:
-        rest = Segment(0, 0, (place,), chunk=layout.num_attended - num_attended)  # padding alone
-        own = _laid([*rings, _ring(rest, place)])
-        num_attended = layout.num_attended
+    num_attended = max(layout.num_attended, num_rows(_rows(own)))
     tokens = [stretch for shard in own for stretch in shard.stretches]
     padding = (sum(stop - start for start, stop, _ in tokens), num_attended)
     return Spread(
@@ -59,7 +54,7 @@ def spread(layout: Layout, member: int) -> Spread:
         into=Exchange(
             tuple(_sends(layout, member, padding[1] - padding[0])), _receives(layout, member, tokens, padding)
         ),
-        rounds=tuple(_rounds(layout, member % layout.ulysses, own)),
+        rounds=tuple(_rounds(layout, member % layout.ulysses, own, num_attended)),
     )
 
 
@@ -152,19 +147,21 @@ def _receives(layout: Layout, member: int, tokens: Iterable[Stretch], padding: R
     return _messages(rows)
 
 
-def _rounds(layout: Layout, part: int, own: list[_Shard]) -> Iterator[Round]:
+def _rounds(layout: Layout, part: int, own: list[_Shard], num_attended: int) -> Iterator[Round]:
     """Yield the rounds of such a part of a place that has the shards `own`."""
-    shards, exchange, size, step = own, NOTHING, own[-1].padding[1] if own else 0, 0
+    shards, exchange, size, step = own, NOTHING, num_attended, 0
     tokens = [stretch for shard in own for stretch in shard.stretches]
     pairs = list(pairs_within(tokens, layout.documents, layout.window))
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
             pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, layout.window)
-        step += 1
-        goes = [len(shard.ring.segment.places) > step for shard in own]
+        goes = [len(shard.ring.segment.places) > step + 1 for shard in own]
         stays = [not goes_on for goes_on in goes]
-        home = _home(layout.ulysses, part, list(compress(own, stays)), list(compress(shards, stays)))
+        home = NOTHING  # what stays in round 0 is there
+        if step > 0:
+            home = _home(layout.ulysses, part, list(compress(own, stays)), list(compress(shards, stays)))
         yield Round(size, exchange, tuple(pairs), home)
+        step += 1
         own = list(compress(own, goes))
         shards, exchange = _passed(layout.ulysses, part, list(compress(shards, goes)), step)
         size, pairs = max((shard.padding[1] for shard in shards), default=0), []

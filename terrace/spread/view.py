@@ -17,8 +17,8 @@ the place that owns them, those of queries, keys and values `back`. Those of rou
 its place: queries of all rounds, keys of round 0. Rows of a later round are what its exchange brought. All runs are
 half-open ranges (start, stop) of such rows; peers are members of the pool (terrace.plan.context.Pool).
 
-Attended rows that nothing comes to, and queries in no pair, are padding: zero, and without gradient. Every attended row
-comes home once, over all rounds: in round 0 to itself where its keys go nowhere.
+Attended rows that nothing comes to, and queries in no pair, are padding: zero, and without gradient. Attended rows
+whose keys go to another place come home once.
 """
 
 from collections.abc import Iterable
@@ -80,7 +80,7 @@ class Round:
     num_rows: int
     exchange: Exchange  # `NOTHING` of round 0
     pairs: tuple[Pair, ...]
-    home: Exchange  # from rows of this round to attended rows of the place that owns them; of those not passed on
+    home: Exchange  # from rows not passed on to attended rows of the place that owns them; `NOTHING` of round 0
 
 
 @dataclass(frozen=True, kw_only=True)
