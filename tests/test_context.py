@@ -1,5 +1,6 @@
 """The context axis: the same numbers as one process, and the bytes that it declares."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,22 @@ def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
         rows = ROWS[index] if index < 3 else Rows(model="llama, frozen layer", sequence=9)
         plan = context(cluster, mapping, name, recompute=again)
         cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("lazy", "thread")[index % 2]))
+    check(pool, cluster, cases)
+
+
+def test_documents_anywhere_equal_one_process(pool: LocalPool) -> None:
+    """With balance = "cost" over data and context ranks: rings of several sizes, tokens held elsewhere, idle places."""
+    cluster, cases = cluster_of(2, 2, 2), []
+    mappings: list[dict[str, Any]] = [
+        {},
+        {"package": forms(2, 1), "node": forms(1, 2)},
+        {"package": forms(2, 1)},
+        {"node": forms(1, 2), "system": forms(2, 1)},
+    ]
+    for index, mapping in enumerate(mappings):
+        plan = context(cluster, mapping, "zero2", balance="cost", recompute=("layers.0",) if index % 2 else ())
+        rows = replace(ROWS[(0, 3, 1, 5)[index]], sequence=23, documents=DOCUMENTS)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("thread", "lazy")[index % 2]))
     check(pool, cluster, cases)
 
 
