@@ -85,6 +85,26 @@ def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
     check(pool, cluster, cases)
 
 
+BESIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"package": {"tensor": 2}, "node": forms(2, 1)}, {}),
+    ({"package": forms(1, 2), "node": {"tensor": {"columns": 2}}}, {"sequence_parallel": False}),
+    ({"package": {"tensor": 2}, "node": forms(1, 2)}, {"tensor_chunks": 2, "recompute": ("layers.1",)}),
+    ({"package": forms(2, 1), "node": {"pipeline": 2}}, {"schedule": "1f1b"}),
+    ({"package": forms(1, 2), "node": {"pipeline": 2}}, {"schedule": "zb-h1", "recompute": ("layers.0",)}),
+    ({"node": {"tensor": 2}}, {"balance": "cost"}),
+    ({"node": {"pipeline": 2}}, {"balance": "cost", "schedule": "1f1b"}),
+]
+
+
+def test_beside_tensor_and_pipeline_ranks(pool: LocalPool) -> None:
+    cluster, cases = cluster_of(2, 2), []
+    kinds = [ROWS[0], ROWS[4], ROWS[1], ROWS[3], ROWS[4], ROWS[0], ROWS[3]]
+    for (mapping, changes), rows in zip(BESIDE, kinds, strict=True):
+        plan = context(cluster, mapping, "zero2", **changes)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=3 if "schedule" in changes else 1))
+    check(pool, cluster, cases)
+
+
 def test_documents_anywhere_equal_one_process(pool: LocalPool) -> None:
     """With balance = "cost" over data and context ranks: rings of several sizes, tokens held elsewhere, idle places."""
     cluster, cases = cluster_of(2, 2, 2), []
