@@ -17,8 +17,10 @@ class Segment:
     `places`, which go with the innermost degree fastest, has chunks k and 2G-1-k, its *shard*. In step s = 1 ... G-1
     each passes the keys that it has on over the outermost degree l such that s is a multiple of shape[0] ...
     shape[l-1]: so keys cross a slow tier as seldom as can be, and all its ranks share that (Gu et al. 2401.09149,
-    section 4, of two degrees). `chunk` 0: ceil(length / 2G); any other has what a shard lacks in tokens made up by
-    padding, so that all its shards have as many rows.
+    section 4, of two degrees; there a crossing goes on beside all rounds of the inner ring, here beside one).
+
+    `chunk` 0: ceil(length / 2G); any other has what a shard lacks in tokens made up by padding, so that all its shards
+    have as many rows.
     """
 
     start: int
