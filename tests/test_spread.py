@@ -319,7 +319,7 @@ def test_bytes_follow_the_table() -> None:
 
 
 def test_a_spread_is_built_in_milliseconds() -> None:
-    """512 documents on 64 places in 20 ms, 4096 on 1024 in 300: of this process, the best of three, three times as long allowed."""
+    """512 documents on 64 places: 20 ms of the process; 4096 on 1024: 300. Best of three, thrice as long allowed."""
     for num_documents, num_places, limit_s in ((512, 64, 0.02), (4096, 1024, 0.3)):
         tokens = 1000 * num_documents
         share = tokens // num_places
