@@ -16,6 +16,7 @@ from terrace.plan.context import Pool, attention_heads, local_tokens, pool_axes
 from terrace.plan.flats import everyone, world
 from terrace.plan.grid import ORDER, Grid
 from terrace.plan.slices import slice_blocks
+from terrace.report.tables import plan_rows
 from tests.toys import cluster_of
 
 
@@ -55,6 +56,14 @@ def test_the_forms_of_the_axis_and_their_degrees() -> None:
         assert (grid.total("ulysses"), grid.total("ring"), layout.data_degree, layout.degree) == (ulysses, ring, 2, 8)
         assert parse_plan(dump(plan), FOUR) == plan
         assert num_micro_batches(plan, layout, 6) == 3
+
+
+def test_a_plan_is_shown_with_the_forms_of_its_context_axis() -> None:
+    mapping = {"package": {"context": {"ulysses": 2, "ring": 2}}, "node": {"context": 2}}
+    headings, rows = plan_rows(FOUR, plan_with(mapping))
+    assert headings[3] == "context"
+    assert [row[3] for row in rows] == ["2 ring", "2 ulysses x 2 ring", "1"]
+    assert rows[0][-1].endswith("optimizer /8")  # states are shared among context ranks too
 
 
 REFUSED: list[tuple[Plan, tuple[int, int], tuple[str, ...]]] = [

@@ -6,8 +6,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from terrace.cluster import Cluster
+from terrace.cluster import Cluster, Tier
 from terrace.plan import AXES, Layout, MessageClass, Plan
+from terrace.plan.plan import CONTEXT_AXES
 from terrace.program import StepReport
 
 STATES = ("params", "params_backward", "grads", "optimizer")
@@ -61,11 +62,20 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
-        cells = (str(degrees[tier.name][axis]) for axis in axes)
+        cells = (_degree_words(plan, tier, axis) for axis in axes)
         rows.append([tier.name, str(tier.size), *cells, link, ", ".join(states)])
     whole = ", ".join(state for state, where in placed.items() if where < 0)
     rows.append(["device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else ""])
     return ["tier", "joins", *axes, "link", "states placed here"], rows
+
+
+def _degree_words(plan: Plan, tier: Tier, axis: str) -> str:
+    """Return the degree of an axis on a tier, of the context axis in its forms."""
+    degree = plan.degree(tier.name, axis, tier.size)
+    if axis != "context" or degree == 1:
+        return str(degree)
+    forms = {form: plan.degree(tier.name, form, tier.size) for form in CONTEXT_AXES}
+    return " x ".join(f"{number} {form}" for form, number in forms.items() if number > 1)
 
 
 def wire_words(plan: Plan) -> str:
