@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, PlanError
@@ -129,7 +129,8 @@ def test_heads_are_what_a_tensor_rank_uses() -> None:
 @st.composite
 def mappings(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     """Draw the sizes of a cluster's tiers and a mapping over all axes."""
-    rows = draw(st.lists(st.tuples(*(st.integers(1, 2) for _ in ORDER)), min_size=1, max_size=3))
+    row = st.tuples(*(st.sampled_from((1, 1, 2)) for _ in ORDER))
+    rows = draw(st.lists(row, min_size=1, max_size=3))
     names = ("package", "node", "system")
     table = {
         name: {
@@ -140,7 +141,9 @@ def mappings(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
         }
         for name, (columns, across, ulysses, ring, data, pipeline) in zip(names, rows, strict=False)
     }
-    return [math.prod(row) for row in rows], table
+    sizes = [math.prod(row) for row in rows]
+    assume(math.prod(sizes) <= 256)
+    return sizes, table
 
 
 @settings(max_examples=60, deadline=None)
@@ -173,7 +176,7 @@ def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     assert tuple(digits) == grid.coordinates(found, pool_axes(plan))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mappings())
 def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, Any]]) -> None:
     sizes, mapping = case
@@ -186,8 +189,9 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
     places = [layout.data_place(rank) for rank in range(cluster.world_size)]
     share = cluster.world_size // layout.data_degree
     assert all(places.count(place) == share for place in range(layout.data_degree))
-    for rank in range(cluster.world_size):
-        assert {places[other] for other in grid.members(rank, ("ulysses", "ring"))} == {places[rank]}
+    for place in set(places):
+        first = places.index(place)
+        assert {places[other] for other in grid.members(first, ("ulysses", "ring"))} == {place}
 
 
 @settings(max_examples=100, deadline=None)
