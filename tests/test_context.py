@@ -1,6 +1,5 @@
 """The context axis: the same numbers as one process, and the bytes that it declares."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,42 +81,6 @@ def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
         rows = ROWS[index] if index < 3 else Rows(model="llama, frozen layer", sequence=9)
         plan = context(cluster, mapping, name, recompute=again)
         cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("lazy", "thread")[index % 2]))
-    check(pool, cluster, cases)
-
-
-BESIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"package": {"tensor": 2}, "node": forms(2, 1)}, {}),
-    ({"package": forms(1, 2), "node": {"tensor": {"columns": 2}}}, {"sequence_parallel": False}),
-    ({"package": {"tensor": 2}, "node": forms(1, 2)}, {"tensor_chunks": 2, "recompute": ("layers.1",)}),
-    ({"package": forms(2, 1), "node": {"pipeline": 2}}, {"schedule": "1f1b"}),
-    ({"package": forms(1, 2), "node": {"pipeline": 2}}, {"schedule": "zb-h1", "recompute": ("layers.0",)}),
-    ({"node": {"tensor": 2}}, {"balance": "cost"}),
-    ({"node": {"pipeline": 2}}, {"balance": "cost", "schedule": "1f1b"}),
-]
-
-
-def test_beside_tensor_and_pipeline_ranks(pool: LocalPool) -> None:
-    cluster, cases = cluster_of(2, 2), []
-    kinds = [ROWS[0], ROWS[4], ROWS[1], ROWS[3], ROWS[4], ROWS[0], ROWS[3]]
-    for (mapping, changes), rows in zip(BESIDE, kinds, strict=True):
-        plan = context(cluster, mapping, "zero2", **changes)
-        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=3 if "schedule" in changes else 1))
-    check(pool, cluster, cases)
-
-
-def test_documents_anywhere_equal_one_process(pool: LocalPool) -> None:
-    """With balance = "cost" over data and context ranks: rings of several sizes, tokens held elsewhere, idle places."""
-    cluster, cases = cluster_of(2, 2, 2), []
-    mappings: list[dict[str, Any]] = [
-        {},
-        {"package": forms(2, 1), "node": forms(1, 2)},
-        {"package": forms(2, 1)},
-        {"node": forms(1, 2), "system": forms(2, 1)},
-    ]
-    for index, mapping in enumerate(mappings):
-        plan = context(cluster, mapping, "zero2", balance="cost", recompute=("layers.0",) if index % 2 else ())
-        rows = replace(ROWS[(0, 3, 1, 5)[index]], sequence=23, documents=DOCUMENTS)
-        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("thread", "lazy")[index % 2]))
     check(pool, cluster, cases)
 
 

@@ -62,6 +62,8 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
     ]
     if record.mfu is not None:
         parts.append(f"MFU {100 * record.mfu:.1f} %")
+    if record.balance is not None:
+        parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:
         name, size = next(iter(record.peak_memory_bytes.items()))
         parts.append(f"{quantity(size, 'B')} {name}")

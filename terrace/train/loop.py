@@ -11,27 +11,31 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
+from terrace.cluster import Cluster
 from terrace.comm import Pacer
 from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
 from terrace.model.lora import is_adapter
 from terrace.model.pretrained import Pretrained
+from terrace.plan.context import is_spread
 from terrace.plan.grid import rank_at
 from terrace.program import StepReport
-from terrace.runtime.batch import Batch, moved
+from terrace.runtime.batch import moved
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.launch import pace
 from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
 from terrace.runtime.watchdog import Watchdog, watch
 from terrace.runtime.world import World
+from terrace.spread.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
+from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.checkpoint import Checkpoint, Saver, restore
 from terrace.train.checkpoint.layout import folder_of
@@ -43,10 +47,12 @@ from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, Saved, StepRecord, Summary
+from terrace.train.micro_batches import Fed, MicroBatches
 from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
+from terrace.train.spreading import Spreading
 
 _PATIENCE = 10  # timeouts that rank 0 waits for what others write
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
@@ -117,17 +123,9 @@ class _Run:
         )
         self._pretrained = None  # the engine has the values; files are closed
         self.vote, self.saves = Vote(world, asked), list[Saved]()
-        self.saver = Saver(
-            self.engine,
-            world,
-            job.folder,
-            self._facts(),
-            run.train.keep_checkpoints,
-            background=run.train.background_save,
-            limit_s=_PATIENCE * run.train.timeout_s,
-        )
         train = run.train
         self.batches = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout)
+        self.cost: WorkCost | None = None  # of attention, where ranks attend together
 
     def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if not self.compiling:
@@ -147,12 +145,14 @@ class _Run:
         if not cluster.is_measured or self.engine.pacer is not None:  # what was probed knows nothing of the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
+        made = self._micro_batches(cluster)
+        self.saver = self._saver()
         of_stages = predict(self.run, cluster)
         predicted = of_stages[self.engine.program.stage.index]
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
-        with closing(Feeder(self._micro_batches, first_step, self.run.train.steps)) as feeder:
+        with closing(Feeder(made.step, first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
         self.saver.close()
         if stop is not None:
@@ -184,7 +184,28 @@ class _Run:
         restore(self.engine, checkpoint)
         return checkpoint.step
 
-    def _steps(self, first_step: int, feeder: Feeder[list[Batch]]) -> tuple[Summary, Stop | None]:
+    def _micro_batches(self, cluster: Cluster) -> MicroBatches:
+        """Return what makes this rank's micro-batches; `cluster` has what the start measured."""
+        run, program, rank, spreading = self.run, self.engine.program, self.world.rank, None
+        if is_spread(program.grid, run.plan):
+            if self.job.resume is not None:
+                self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
+            self.cost = self.cost or work_cost(run, cluster)
+            spreading = Spreading(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
+        return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", spreading)
+
+    def _saver(self) -> Saver:
+        return Saver(
+            self.engine,
+            self.world,
+            self.job.folder,
+            self._facts(),
+            self.run.train.keep_checkpoints,
+            background=self.run.train.background_save,
+            limit_s=_PATIENCE * self.run.train.timeout_s,
+        )
+
+    def _steps(self, first_step: int, feeder: Feeder[Fed]) -> tuple[Summary, Stop | None]:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
@@ -197,14 +218,14 @@ class _Run:
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
-            micros = self._fed(feeder)
+            micros, balance = self._fed(feeder)
             data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
             with self._saved_first(), self.profiler.around(self.step):
                 result = self.engine.step(micros, rate)
             self.compiling = False
-            record = self._record(result, rate, data_s, time.perf_counter() - started)
+            record = self._record(result, rate, balance, data_s, time.perf_counter() - started)
             summary.add(record)
             if metrics is not None:
                 metrics.write(record)
@@ -260,24 +281,15 @@ class _Run:
         of_ranks, grid = self.engine.exchange(measured), self.engine.program.grid
         return tuple((each, of_ranks[rank_at(grid, 0, stage)]) for stage, each in enumerate(predicted))
 
-    def _micro_batches(self, step: int) -> list[Batch]:
-        """Return this rank's micro-batches of `step`, on the host; runs in the feeder's thread."""
-        layout, pinned = self.engine.program.layout, self.engine.device.type == "cuda"
-        place, size = layout.data_place(self.world.rank), self.run.plan.micro_batch
-        made: list[Batch] = []
-        for micro in range(self.engine.program.num_micros):
-            arrays = self.batches.micro_batch(step, micro, place, layout.data_degree, size)
-            tensors = (torch.from_numpy(array) for array in arrays)
-            made.append(cast(Batch, tuple(each.pin_memory() if pinned else each for each in tensors)))
-        return made
-
-    def _fed(self, feeder: Feeder[list[Batch]]) -> list[Batch]:
+    def _fed(self, feeder: Feeder[Fed]) -> Fed:
         """Return the micro-batches of the next step on this rank's device."""
-        device = self.engine.device
         self._at(0, "READ DATA", ())
-        return [moved(micro, device) for micro in feeder.next()]
+        micros, balance = feeder.next()
+        return Fed([moved(micro, self.engine.device) for micro in micros], balance)
 
-    def _record(self, result: StepResult, rate: float, data_s: float, step_s: float) -> StepRecord:
+    def _record(
+        self, result: StepResult, rate: float, balance: float | None, data_s: float, step_s: float
+    ) -> StepRecord:
         time_s = {**result.time_s, "data": data_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         return StepRecord(
@@ -290,6 +302,7 @@ class _Run:
             tokens_per_s=result.num_tokens / step_s,
             quantisation_error=result.quantisation_error,
             time_s=time_s,
+            balance=balance,
             **self.gauges.read(result.num_tokens, step_s),
         )
 
@@ -321,6 +334,7 @@ class _Run:
             "batch": self.run.train.batch,
             "sequence": self.run.train.sequence,
             FACT: fact_of(self.run.lora),
+            **({} if self.cost is None else {KEY: cost_fact(self.run, self.cost)}),
         }
 
     def _sample(self, folder: Path) -> str | None:

@@ -18,7 +18,9 @@ class StepRecord:
 
     What a rank sends and holds is that of rank 0: `sent_bytes` by tier since the line before, `memory_bytes` the peak
     of each category of model state so far, `peak_memory_bytes` what the device's allocator, or on a CPU the system,
-    has seen at most. A utilisation is None where nothing was measured to hold it against.
+    has seen at most. A utilisation is None where nothing was measured to hold it against. `balance` is by how much the
+    busiest place of the step was predicted to compute longer than the mean one, 1.0 being even; None where no ranks
+    attend together.
     """
 
     step: int
@@ -36,6 +38,7 @@ class StepRecord:
     sent_bytes: dict[str, int] = field(default_factory=dict)
     memory_bytes: dict[str, int] = field(default_factory=dict)
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    balance: float | None = None
     time: float = 0.0  # when the step ended, in seconds since 1970
 
 

@@ -65,6 +65,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "perf/step_s": record.step_s,
         "perf/mfu": record.mfu,
         "perf/hfu": record.hfu,
+        "perf/balance": record.balance,
     }
     tables: dict[str, Mapping[str, float]] = {
         "time": record.time_s,

@@ -1,0 +1,272 @@
+"""Data of very different lengths on a few gloo ranks: balance = "cost" against packing with equal tokens.
+
+    tokens   plain data parallelism: every rank has as many packed rows, whatever is in them, and waits for the slowest
+    cost     the documents of all ranks' rows are dealt out by what attention to them costs, long ones as rings
+
+The same model, data, batches and processes for both, which take turns step by step: what is reported is the median over
+steps of the ratio within a step. A step takes as long as its slowest rank. Lengths are those of a published histogram
+(terrace.spread.distributions), divided by `--scale`, and packed as `data.documents = "whole"` packs them. What
+attention costs is measured at the start, as in a run. With `--pace` messages are held to the rates of a cluster, whose
+tiers `--tiers` sizes.
+
+Target: equal tokens take at least 1.5 times as long, and the losses are the same.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.common import (
+    ADAMW,
+    Timing,
+    alternate,
+    block_names,
+    loss_difference,
+    norm_difference,
+    over_ranks,
+    print_table,
+    ratio,
+    real_blocks,
+)
+from bench.common import spread as quartiles
+from terrace.cluster import Cluster, Device, Tier
+from terrace.comm import Pacer
+from terrace.model.config import ModelConfig, block_specs, parse_model
+from terrace.model.decoder import token_loss
+from terrace.plan import Plan, preset
+from terrace.plan.context import is_spread
+from terrace.plan.grid import Grid
+from terrace.runtime.engine import Engine
+from terrace.runtime.launch import LocalPool
+from terrace.runtime.world import World
+from terrace.spread.distributions import sample
+from terrace.train.attention_cost import work_cost
+from terrace.train.calibrate import calibrate
+from terrace.train.config import RunConfig, TrainConfig
+from terrace.train.data import Batches, Source
+from terrace.train.data.token_file import TokenFile
+from terrace.train.micro_batches import Fed, MicroBatches
+from terrace.train.spreading import Spreading
+
+TARGET = 1.5
+LIMIT = 1e-4  # of differences of losses and norms, in fp32
+BALANCES = ("tokens", "cost")
+LONGEST = 196608  # tokens of a document of the histogram
+HEADER = [
+    "tiers",
+    "balance",
+    "steps",
+    "median s",
+    "quartiles",
+    "CPU s",
+    "waiting",
+    "even",
+    "tokens / cost",
+    "loss diff",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every process is told."""
+
+    folder: Path
+    tiers: tuple[tuple[str, int], ...]
+    pace: float = 0.0  # of the rates below; 0: messages are not held
+    hidden: int = 128
+    layers: int = 2
+    scale: int = 24
+    documents: int = 4000
+    rows: int = 1  # of a rank and step
+    rounds: int = 30
+    dtype: str = "fp32"
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a row: the longest document fits."""
+        return -(-LONGEST // self.scale)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The decoder; with these lengths most of a step is attention."""
+        return parse_model(
+            {
+                "model_type": "llama",
+                "vocab_size": 257,
+                "hidden_size": self.hidden,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.hidden // 32,
+                "num_key_value_heads": self.hidden // 32,
+                "intermediate_size": -(-8 * self.hidden // 3 // 32) * 32,
+                "max_position_embeddings": self.sequence,
+                "tie_word_embeddings": True,
+            }
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ranks: tiers from 2 GB/s on, each four times as slow as the one inside: rates that a paced run has."""
+        device = Device(
+            name="cpu",
+            memory_bytes=1e12,
+            memory_bandwidth_bytes_per_s=1e9,
+            backend="cpu",
+            peak_flops_per_s={self.dtype: 1e10},
+        )
+        tiers = (
+            Tier(name=name, size=size, bandwidth_bytes_per_s=2e9 / 4**index, latency_s=2e-5 * 4**index)
+            for index, (name, size) in enumerate(self.tiers)
+        )
+        return Cluster(name="bench", device=device, tiers=tuple(tiers))
+
+
+@dataclass
+class Result:
+    """What one contestant showed on all ranks together."""
+
+    timing: Timing
+    norms: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)  # of this rank: the share of each step
+    balances: list[float] = field(default_factory=list)
+
+
+def write_tokens(folder: Path, lengths: Sequence[int], vocab: int) -> TokenFile:
+    """Write a corpus of random tokens in documents of these lengths."""
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8")
+    ids = np.random.default_rng(0).integers(0, vocab, sum(lengths)).astype("<u2")
+    ids.tofile(folder / "ragged.tokens")
+    starts.tofile(folder / "ragged.starts")
+    return TokenFile(
+        path=folder / "ragged.tokens",
+        dtype="uint16",
+        num_tokens=len(ids),
+        max_token=int(ids.max()),
+        digest="ragged",
+        num_documents=len(starts),
+        starts=folder / "ragged.starts",
+        mask=None,
+    )
+
+
+def plan_of(job: Job, balance: str) -> Plan:
+    """Return the plan of a contestant: data parallel, nothing sharded."""
+    numbers = {"compute": job.dtype, "master": job.dtype, "micro_batch": job.rows, "balance": balance}
+    return replace(preset("ddp", job.cluster), wire={}, **numbers)  # type: ignore[arg-type]
+
+
+def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
+    """Let both train on one rank, in turns."""
+    torch.set_num_threads(1)
+    cluster, results, steps, engines = job.cluster, dict[str, Result](), {}, {}
+    pacer = Pacer(cluster, job.pace) if job.pace else None
+    source = Source(tokens=tokens, documents="whole", too_long="split")
+    batch = job.rows * cluster.world_size
+    batches = Batches([source], job.sequence, batch, seed=0)
+    for balance in BALANCES:
+        plan, blocks = plan_of(job, balance), real_blocks(job.model)
+        engine = engines[balance] = Engine(
+            blocks,
+            names=block_names(blocks),
+            cluster=cluster,
+            plan=plan,
+            num_micros=1,
+            objective=token_loss,
+            rank=world.rank,
+            adamw=ADAMW,
+            declared=block_specs(job.model),
+            sequence=job.sequence,
+            timeout=timedelta(seconds=120),
+            pacer=pacer,
+        )
+        train = TrainConfig(steps=1, batch=batch, sequence=job.sequence)
+        run = RunConfig(model=job.model, cluster=cluster, plan=plan, train=train)
+        spreading = None
+        if is_spread(Grid.of(cluster, plan), plan):
+            cost = work_cost(run, calibrate(engine, run))
+            spreading = Spreading(batches, cluster, plan, 1, world.rank, cost)
+        made = MicroBatches(batches, engine.program, world.rank, False, spreading)
+        fed = [made.step(number) for number in range(job.rounds + 2)]  # as a feeder makes them beside the steps before
+        results[balance] = Result(Timing(), balances=[each.balance or 0.0 for each in fed])
+
+        def step(
+            number: int, engine: Engine = engine, fed: list[Fed] = fed, result: Result = results[balance]
+        ) -> float:
+            done = engine.step(fed[number].micros, ADAMW.lr)
+            waited = sum(spent for name, spent in done.time_s.items() if name.startswith("wait"))
+            result.waits.append(waited / sum(done.time_s.values()))
+            result.norms.append(done.grad_norm)
+            return done.loss
+
+        steps[balance] = step
+    timings = alternate(steps, job.rounds, warmup=2, before=dist.barrier)
+    for balance, result in results.items():
+        engines[balance].check_bytes()
+        result.timing = over_ranks(timings[balance])
+        waits = torch.tensor(result.waits[2:])
+        dist.all_reduce(waits)
+        result.waits = (waits / world.world_size).tolist()
+        engines[balance].close()
+    return results
+
+
+def rows(job: Job, results: dict[str, Result]) -> list[list[str]]:
+    """Return the table's rows."""
+    found, equal = [], results["tokens"]
+    tiers = " x ".join(f"{size} {name}" for name, size in job.tiers) + (f", paced {job.pace:g}" if job.pace else "")
+    for balance, result in results.items():
+        wall = result.timing.wall_s
+        low, _, high = statistics.quantiles(wall, n=4)
+        row = [tiers, balance, str(job.rounds), f"{statistics.median(wall):.3f}", f"{low:.3f} - {high:.3f}"]
+        row += [f"{statistics.median(result.timing.cpu_s):.2f}", f"{100 * statistics.fmean(result.waits):.0f} %"]
+        if balance == "cost":
+            low, high = quartiles(equal.timing.wall_s, wall)
+            row += [f"{statistics.fmean(result.balances):.2f}"]
+            row += [f"{ratio(equal.timing.wall_s, wall):.2f} ({low:.2f} - {high:.2f})"]
+            row += [f"{loss_difference(result.timing, equal.timing):.0e}"]
+        found.append(row + [""] * (len(HEADER) - len(row)))
+    return found
+
+
+def main() -> int:
+    """Print a table; return 1 when --check is given and the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiers", type=int, nargs="+", default=[2], help="sizes of node, system, site")
+    parser.add_argument("--pace", type=float, default=0.0, help="hold messages to this part of the cluster's rates")
+    for name in ("hidden", "layers", "scale", "documents", "rows", "rounds"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Job, name))
+    parser.add_argument("--check", action="store_true", help="exit 1 when the target is missed")
+    options = vars(parser.parse_args())
+    check = options.pop("check")
+    tiers = tuple(zip(("node", "system", "site"), options.pop("tiers"), strict=False))
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(folder=Path(folder), tiers=tiers, **options)
+        lengths = [max(2, length // job.scale) for length in sample(job.documents)]
+        tokens = write_tokens(job.folder, lengths, job.model.vocab_size)
+        print(
+            f"{job.documents} documents of {min(lengths)} to {max(lengths)} tokens in rows of {job.sequence}, "
+            f"{job.rows} a rank and step; {job.layers} layers of {job.hidden}\n"
+        )
+        with LocalPool(job.cluster.world_size) as pool:
+            results = pool.run(job.cluster.world_size, contest, job, tokens, timeout_s=3600.0)[0]
+    print_table(HEADER, rows(job, results))
+    equal, ours = results["tokens"], results["cost"]
+    gain = ratio(equal.timing.wall_s, ours.timing.wall_s)
+    differs = max(loss_difference(ours.timing, equal.timing), norm_difference(ours.norms, equal.norms))
+    missed = [f"{gain:.2f} < {TARGET}"] * (gain < TARGET) + [f"losses or norms differ by {differs:.0e}"] * (
+        differs > LIMIT
+    )
+    print("\nmet" if not missed else "\nMISSED: " + "; ".join(missed))
+    return 1 if check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

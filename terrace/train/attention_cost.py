@@ -1,0 +1,61 @@
+"""What attention costs on a run's devices and links, as the balancer of `balance = "cost"` takes it.
+
+A run assigns documents by these figures, and another assignment adds numbers up in another order. So that a run that
+goes on has the same bits, its checkpoints keep them: they hold as long as cluster, plan and model are the same.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from terrace.base.schema import dump, load
+from terrace.cluster import Cluster
+from terrace.model.config import forward_flops, to_table
+from terrace.plan.grid import Grid
+from terrace.spread.cost import WorkCost
+from terrace.train.config import RunConfig
+
+KEY = "attention_cost"  # of a checkpoint's facts
+
+
+def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
+    """Return what a layer costs a rank of a run on `cluster`, whose constants are measured or those of its file.
+
+    What is not attention is that of all blocks, shared among the layers. Raises `ClusterError` for a device that has no
+    peak of the plan's compute dtype.
+    """
+    model, plan = run.model, run.plan
+    grid = Grid.of(cluster, plan)
+    rows = grid.total("rows")
+    flops = sum(forward_flops(model, block, 1, 1) for block in range(model.num_blocks)) / model.num_layers
+    flops -= 4 * model.num_heads * model.head_dim  # of one token to itself
+    peak = cluster.device.peak_flops_per_s.get(plan.compute, 1.0) * cluster.device.kernels.gemm
+    return WorkCost.of(
+        cluster,
+        heads=max(1, model.num_heads // rows),
+        kv_heads=max(1, model.num_kv_heads // rows),
+        head_dim=model.head_dim,
+        ulysses=grid.total("ulysses"),
+        window=model.sliding_window,
+        token_s=3 * flops / (grid.total("columns") * rows * peak),
+        compute=plan.compute,
+    )
+
+
+def cost_fact(run: RunConfig, cost: WorkCost) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the figures."""
+    return {"of": _digest(run), "seconds": dump(cost)}
+
+
+def kept_cost(run: RunConfig, facts: Mapping[str, Any]) -> WorkCost | None:
+    """Return the figures that the run of a checkpoint had; None where it was of another cluster, plan or model."""
+    fact = facts.get(KEY)
+    if not isinstance(fact, Mapping) or fact.get("of") != _digest(run):
+        return None
+    return load(WorkCost, fact["seconds"], KEY)
+
+
+def _digest(run: RunConfig) -> str:
+    tables = [dump(run.cluster), dump(run.plan), dump(to_table(run.model))]
+    return hashlib.blake2b(json.dumps(tables, sort_keys=True).encode(), digest_size=16).hexdigest()

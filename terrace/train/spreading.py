@@ -1,0 +1,186 @@
+"""A rank's part of every micro-batch where ranks attend together: which tokens it holds, and what it does with them.
+
+All of it is made on the host, before the step, and is a function of the step, the plan and what attention costs; every
+rank computes the same assignment, and reads the rows of its own tokens alone. Under `balance = "tokens"` a micro-batch
+is the data rank's own rows, cut in the same way every time (terrace.spread.static). Under `balance = "cost"` the rows
+of all data ranks are one set of documents: rows are dealt among the micro-batches of the step, then the documents of
+each among the places (terrace.spread.balanced). Padding, and whatever else has no label, is left out.
+
+Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T tokens that a rank holds.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.cluster import Cluster
+from terrace.plan import Layout, Plan
+from terrace.plan.context import CHUNKS_A_PLACE, Pool, chunk_tokens, local_tokens
+from terrace.plan.grid import Grid
+from terrace.spread.balanced import balanced_layout
+from terrace.spread.build import spread
+from terrace.spread.cost import WorkCost
+from terrace.spread.micro import micro_steps
+from terrace.spread.segments import Segment
+from terrace.spread.static import static_spread
+from terrace.spread.view import Run, Spread
+from terrace.train.data.batches import Arrays, Batches
+from terrace.train.data.samples import IGNORED, Parts
+
+Ids = npt.NDArray[np.int64]
+ReadRows = Callable[[Ids], Arrays]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMicro:
+    """A rank's part of a micro-batch, its arrays int64 (1, T); padding is token 0 at position 0 without a label."""
+
+    inputs: Ids
+    labels: Ids
+    positions: Ids
+    spread: Spread
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStep:
+    """A rank's micro-batches of a step, and how even the step is: see `StepRecord.balance`."""
+
+    micros: list[LocalMicro]
+    balance: float
+
+
+class Spreading:
+    """Makes the micro-batches of a rank under a plan whose ranks attend together."""
+
+    def __init__(
+        self, batches: Batches, cluster: Cluster, plan: Plan, num_micros: int, rank: int, cost: WorkCost
+    ) -> None:
+        self._batches, self._plan, self._num_micros, self._cost = batches, plan, num_micros, cost
+        self._grid, layout = Grid.of(cluster, plan), Layout.of(cluster, plan)
+        self._data_place, self._data_degree = layout.data_place(rank), layout.data_degree
+        self._pool = Pool.of(cluster, plan, rank)
+        self._member = self._pool.members.index(rank)
+        self._num_held = local_tokens(plan, self._grid, batches.sequence)
+
+    def step(self, step: int) -> LocalStep:
+        """Return this rank's part of a step."""
+        parts = self._batches.parts(step)
+        if self._plan.balance == "cost":
+            costs = [sum(self._cost.whole_s(stop - start) for start, stop in row) for row in parts]
+            made = [self._assigned(step, parts, rows) for rows in micro_steps(costs, self._num_micros)]
+        else:
+            made = [self._static(step, parts, micro) for micro in range(self._num_micros)]
+        alike_s = self._num_held * self._cost.token_s
+        return LocalStep(micros=[micro for micro, _ in made], balance=evenness([each_s for _, each_s in made], alike_s))
+
+    def _assigned(self, step: int, parts: Sequence[Parts], rows: Sequence[int]) -> tuple[LocalMicro, Sequence[float]]:
+        """Return the micro-batch of these rows of the global batch, and the seconds of attention of each place."""
+        sequence = self._batches.sequence
+        runs = [(row * sequence + start, row * sequence + stop) for row in rows for start, stop in parts[row]]
+        lengths = [stop - start for start, stop in runs]
+        places = self._pool.place_degrees
+        layout = balanced_layout(lengths, places, self._pool.ulysses, self._num_held, self._cost)
+        made = spread(layout, self._member)
+        made = replace(made, tokens=placed(made.tokens, runs))
+        micro = local_micro(made, sequence, partial(self._batches.rows, step))
+        return micro, assigned_seconds(layout.segments, self._pool.num_places, self._cost)
+
+    def _static(self, step: int, parts: Sequence[Parts], micro: int) -> tuple[LocalMicro, Sequence[float]]:
+        """Return the micro-batch of the data rank's own rows, and the seconds of each place of all data ranks."""
+        size, sequence = self._plan.micro_batch, self._batches.sequence
+        first = (micro * self._data_degree + self._data_place) * size
+        whole = self._batches.rows(step, np.arange(first, first + size))
+        begins = np.flatnonzero(document_begins(whole, sequence)).tolist()
+        made = static_spread(self._plan, self._grid, sequence, self._cost.window, begins, self._member)
+        local = local_micro(made, sequence, lambda wanted: tuple(array[wanted] for array in whole))
+        ring, seconds = self._grid.total("ring"), []
+        for place in range(self._data_degree):
+            first = (micro * self._data_degree + place) * size
+            rows = [ring_seconds(parts[row], sequence, ring, self._cost) for row in range(first, first + size)]
+            seconds += np.sum(rows, axis=0).tolist()
+        return local, seconds
+
+
+def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
+    """Return, row after row, whether a document begins with a token: the same as terrace.model.attention says."""
+    begins = np.zeros((len(rows[0]), sequence), dtype=bool)
+    begins[:, 0] = True
+    if len(rows) == 3:
+        begins[:, 1:] = rows[2][:, 1:] != rows[2][:, :-1] + 1
+    return begins.reshape(-1)
+
+
+def local_micro(spread: Spread, sequence: int, read: ReadRows) -> LocalMicro:
+    """Return the tokens that a spread says its rank holds; `read` is asked for the rows that they stand in, rising."""
+    rows = rows_of(spread.tokens, sequence)
+    inputs, labels, *given = read(rows)
+    positions = given[0] if given else np.broadcast_to(np.arange(sequence), inputs.shape)
+    held = np.zeros((3, spread.num_held), dtype=np.int64)
+    held[1] = IGNORED
+    end = 0
+    for start, stop in spread.tokens:
+        # The rows between the first and the last of a run are all there, so that it is one run here, too.
+        first = int(np.searchsorted(rows, start // sequence)) * sequence + start % sequence
+        for target, source in zip(held, (inputs, labels, positions), strict=True):
+            target[end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
+        end += stop - start
+    return LocalMicro(inputs=held[None, 0], labels=held[None, 1], positions=held[None, 2], spread=spread)
+
+
+def rows_of(runs: Sequence[Run], sequence: int) -> Ids:
+    """Return the rows that tokens stand in, rising; tokens are counted row after row."""
+    touched = [np.arange(start // sequence, -(-stop // sequence)) for start, stop in runs]
+    return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *touched]))
+
+
+def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return where tokens stand that are counted through `runs`, one after the other."""
+    firsts = [0, *accumulate(stop - start for start, stop in runs)]
+    found: list[Run] = []
+    for start, stop in tokens:
+        index = bisect_right(firsts, start) - 1
+        while start < stop:
+            end = min(stop, firsts[index + 1])
+            shift = runs[index][0] - firsts[index]
+            found.append((start + shift, end + shift))
+            start, index = end, index + 1
+    return tuple(found)
+
+
+def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list[float]:
+    """Return the seconds of attention of each of so many places of a ring to a row; what is no part is one, too."""
+    chunk = chunk_tokens(sequence, ring)
+    bounds = sorted({0, sequence, *(bound for part in parts for bound in part)})
+    edges = np.unique([*bounds, *range(0, sequence, chunk)])
+    starts = np.array(bounds)[np.searchsorted(bounds, edges[:-1], side="right") - 1]
+    pairs = [
+        cost.area(last) - cost.area(first) for first, last in zip(edges[:-1] - starts, edges[1:] - starts, strict=True)
+    ]
+    chunks = edges[:-1] // chunk
+    places = np.minimum(chunks, CHUNKS_A_PLACE * ring - 1 - chunks) if ring > 1 else chunks
+    sums: list[float] = (cost.whole_pair_s * np.bincount(places, pairs, ring)).tolist()
+    return sums
+
+
+def assigned_seconds(segments: Sequence[Segment], num_places: int, cost: WorkCost) -> list[float]:
+    """Return the seconds of attention of each place to segments, of which those of a ring have even parts."""
+    seconds = [0.0] * num_places
+    for segment in segments:
+        part_s = cost.whole_s(segment.stop - segment.start) / len(segment.places)
+        for place in segment.places:
+            seconds[place] += part_s
+    return seconds
+
+
+def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
+    """Return the seconds of the busiest place of each micro-batch over those of the mean one, all micro-batches summed.
+
+    `alike_s` is what every place computes beside.
+    """
+    mean_s = sum(alike_s + sum(places) / len(places) for places in seconds)
+    return sum(alike_s + max(places) for places in seconds) / mean_s if mean_s else 1.0
