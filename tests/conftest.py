@@ -4,7 +4,8 @@ Property tests draw the same examples in every run, so that a change is judged b
 `pytest --hypothesis-profile=explore` draws new ones.
 
 `make test` runs two files at a time: half of the suite starts ranks and mostly waits for them, the other half computes
-in one process. Files stay whole, since their tests share what they set up.
+in one process. Files stay whole, since their tests share what they set up, and those that take long go first, so that
+neither of the two ends with one of them alone.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,24 @@ settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("fixed")
 
+LONGEST = ("docs", "train", "hang", "rehearse_run", "launch", "stop", "bench_pipelining")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # by the number of their tests, which says little of how long they take
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
 
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[LocalPool]":
     """Eight processes (for each worker of pytest) that stay for all tests; those of a call that fails are replaced."""
-    from terrace.runtime.launch import LocalPool
+    from terrace.runtime.launch import LocalPool, _start_forkserver
 
+    _start_forkserver("tests.warm")  # one server for these and for the commands that tests run
     with LocalPool(8) as pool:
         yield pool

@@ -323,7 +323,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
 def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said: str) -> None:
     """Having saved after its last step. A job may send the signal to every process of it."""
     write_run(tmp_path, 2, steps=100_000)
-    with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
+    with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path, cold="all" in how) as process:
         wait_for_step(tmp_path / "run", 5)
         family = descendants(process.pid)
         assert len(family) >= 2

@@ -56,12 +56,16 @@ def terrace(*words: str | Path, cwd: Path, timeout_s: float = 330.0) -> "subproc
 
 
 @contextmanager
-def started(*words: str | Path, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Start `terrace` with these arguments; at the end nothing of it is left."""
-    command = [sys.executable, "-m", "terrace", *map(str, words)]
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def started(*words: str | Path, cwd: Path, cold: bool = False) -> Iterator["warm.Command | subprocess.Popen[str]"]:
+    """Start `terrace` with these arguments, warm or as a shell does; at the end nothing of it is left."""
+    process: warm.Command | subprocess.Popen[str]
+    if cold:
+        command = [sys.executable, "-m", "terrace", *map(str, words)]
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    else:
+        process = warm.Command([*map(str, words)], cwd, environment())
     family: set[int] = set()
     try:
         family = {process.pid}

@@ -1,12 +1,13 @@
 """AdamW on the slice of one flat buffer that this rank owns.
 
-torch's fused AdamW does the arithmetic. This file only cuts the slice where the matrices end, because
-weight decay applies to them alone, and keeps the state as whole slices, which is what a checkpoint
-stores.
+torch's fused AdamW does the arithmetic, as the function: making the class's object imports torch._dynamo, which takes a
+process seconds. This file only cuts the slice where the matrices end, because weight decay applies to them alone, and
+keeps the state as whole slices, which is what a checkpoint stores.
 """
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.state_part import StatePart
@@ -25,25 +26,11 @@ class ShardedAdamW:
         self._share = config.adamw_share
         self.exp_avg = torch.zeros_like(master)
         self.exp_avg_sq = torch.zeros_like(master)
+        self._gradient, self._config = gradient, config
         cut = min(max(num_decayed, 0), master.numel())
-        parts = [(slice(0, cut), config.weight_decay), (slice(cut, master.numel()), 0.0)]
-        self._leaves: list[Tensor] = []
-        groups = []
-        for part, decay in parts:
-            if part.start < part.stop:
-                leaf = master[part]
-                leaf.grad = gradient[part]
-                groups.append({"params": [leaf], "weight_decay": decay})
-                self._leaves.append(leaf)
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-        )
-        for leaf, (part, _) in zip(self._leaves, (p for p in parts if p[0].start < p[0].stop), strict=True):
-            self._optimizer.state[leaf] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": self.exp_avg[part],
-                "exp_avg_sq": self.exp_avg_sq[part],
-            }
+        parts = ((slice(0, cut), config.weight_decay), (slice(cut, master.numel()), 0.0))
+        self._parts = [(part, decay) for part, decay in parts if part.start < part.stop]
+        self._steps = [torch.zeros((), dtype=torch.float32, device=master.device) for _ in self._parts]
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +40,12 @@ class ShardedAdamW:
     @property
     def num_steps(self) -> int:
         """Number of updates made."""
-        return int(self._optimizer.state[self._leaves[0]]["step"].item())
+        return int(self._steps[0].item())
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        for leaf in self._leaves:
-            self._optimizer.state[leaf]["step"].fill_(value)
+        for step in self._steps:
+            step.fill_(value)
 
     @property
     def parts(self) -> list[StatePart]:
@@ -66,8 +53,23 @@ class ShardedAdamW:
         values = dict(zip(KINDS[ADAMW], (self.master, self.exp_avg, self.exp_avg_sq), strict=True))
         return [StatePart(group=ADAMW, elements=slice(0, self.master.numel()), values=values)]
 
+    @torch.no_grad()
     def update(self, lr: float, directions: Tensor | None = None) -> None:
         """One step of AdamW with learning rate `lr`, or under Muon with its share of it."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * self._share
-        self._optimizer.step()
+        for (part, decay), step in zip(self._parts, self._steps, strict=True):
+            adamw(
+                [self.master[part]],
+                [self._gradient[part]],
+                [self.exp_avg[part]],
+                [self.exp_avg_sq[part]],
+                [],
+                [step],
+                fused=True,
+                amsgrad=False,
+                beta1=self._config.beta1,
+                beta2=self._config.beta2,
+                lr=lr * self._share,
+                weight_decay=decay,
+                eps=self._config.eps,
+                maximize=False,
+            )

@@ -34,8 +34,8 @@ from terrace.runtime.world import World, open_store
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
 _POLL_S = 0.02
-# What every rank would otherwise import for itself; the first optimizer of a process imports torch._dynamo.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "terrace.runtime.workers", "terrace.runtime.engine"]
+# What every rank would otherwise import for itself.
+_PRELOAD = ["torch", "torch.distributed", "terrace.runtime.workers", "terrace.runtime.engine"]
 
 # launcher: rank, world size, local rank, local world size
 _VARIABLES = {
