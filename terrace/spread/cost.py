@@ -15,6 +15,7 @@ modelled seconds of a place are a sum over its sequences, and an upper figure wh
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -111,14 +112,14 @@ class WorkCost:
         tokens = ring_tokens(length, num_places)
         forward = self.pair_s * self.area(tokens * num_places) / num_places**2
         backward = self.backward * forward
-        total, beyond, home = forward + backward, num_places, 0.0
-        for link, degree in zip(self.links, degrees, strict=True):
-            if degree > 1:
-                num_rounds, beyond = beyond - beyond // degree, beyond // degree
-                key_s = link.seconds(tokens * self.key_bytes)
+        total, home, plain = forward + backward, 0.0, 1  # the first exchange of the backward has no gradients yet
+        for link, number in zip(self.links, crossings(degrees), strict=True):
+            if number:
+                home = link.seconds(tokens * self.key_bytes)
                 both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and the gradients of those before
-                total += num_rounds * (max(forward, key_s) + max(backward, both_s))
-                home = key_s
+                total += number * max(forward, home)
+                total += plain * max(backward, home) + (number - plain) * max(backward, both_s)
+                plain = 0
         return total + home
 
     def move_s(self, tier: int, num_tokens: int) -> float:
@@ -134,6 +135,15 @@ class WorkCost:
 def ring_tokens(length: int, num_places: int) -> int:
     """Return how many tokens of a sequence a place of a ring attends to at most."""
     return length if num_places == 1 else 2 * -(-length // (2 * num_places))
+
+
+def crossings(degrees: Sequence[int]) -> list[int]:
+    """Return in how many rounds a ring of so many members on each tier crosses the tier; all its members at once."""
+    beyond, found = math.prod(degrees), []
+    for degree in degrees:
+        found.append(beyond - beyond // degree)
+        beyond //= degree
+    return found
 
 
 def hidden_from(cost: WorkCost, tier: int) -> int:

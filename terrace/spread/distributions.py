@@ -60,3 +60,19 @@ def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
     while math.gcd(step, number) > 1:
         step += 1
     return tuple(lengths[index * step % number] for index in range(number))
+
+
+def batches(num_tokens: int, number: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return documents of so many batches of `num_tokens` each, taken one after the other, from the first again.
+
+    The last of a batch is cut where the batch ends, and what is left of it dropped.
+    """
+    found, index = [], 0
+    for _ in range(number):
+        batch, room = [], num_tokens
+        while room:
+            batch.append(min(lengths[index % len(lengths)], room))
+            room -= batch[-1]
+            index += 1
+        found.append(tuple(batch))
+    return tuple(found)
