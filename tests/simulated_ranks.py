@@ -33,28 +33,33 @@ Blocks = tuple[BlockSpec, ...]
 class Spread:
     """A plan: (data, rows, columns) of each tier, and the tiers of params and of optimizer, -1 for the device.
 
-    A pipeline of `stages` has one more tier, the outermost.
+    The innermost tier is as many times larger as (ulysses, ring) say. A pipeline of `stages` has one more tier, the
+    outermost.
     """
 
     tiers: tuple[tuple[int, int, int], ...]
     params: int = -1
     optimizer: int = -1
     stages: int = 1
+    context: tuple[int, int] = (1, 1)
 
     @property
     def world_size(self) -> int:
-        return self.stages * math.prod(map(math.prod, self.tiers))
+        return self.stages * math.prod(self.context) * math.prod(map(math.prod, self.tiers))
 
     def total(self, axis: int) -> int:
         return math.prod(tier[axis] for tier in self.tiers)
 
     def programs(self, blocks: Blocks) -> list[Program]:
         """The program of every rank."""
-        cluster = cluster_of(*(math.prod(tier) for tier in self.tiers), *([self.stages] if self.stages > 1 else []))
+        sizes = [math.prod(tier) for tier in self.tiers]
+        sizes[0] *= math.prod(self.context)
+        cluster = cluster_of(*sizes, *([self.stages] if self.stages > 1 else []))
         mapping: dict[str, dict[str, int | Mapping[str, int]]] = {
             name: {"data": data, "tensor": {"rows": rows, "columns": columns}}
             for name, (data, rows, columns) in zip(TIER_NAMES, self.tiers, strict=False)
         }
+        mapping[TIER_NAMES[0]]["context"] = dict(zip(("ulysses", "ring"), self.context, strict=True))
         if self.stages > 1:
             mapping[TIER_NAMES[len(self.tiers)]] = {"pipeline": self.stages}
         places = ("device", *(tier.name for tier in cluster.tiers))

@@ -90,6 +90,7 @@ SPREADS = {
     "2 stages of data 2": Spread(((2, 1, 1),), params=0, optimizer=0, stages=2),
     "3 stages": Spread(((1, 1, 1),), stages=3),
     "2 stages of rows 2, data 2": Spread(((1, 2, 1), (2, 1, 1)), params=-1, optimizer=1, stages=2),
+    "ulysses 2 x ring 2, data 2": Spread(((1, 1, 1), (2, 1, 1)), params=0, optimizer=1, context=(2, 2)),
 }  # fmt: skip
 
 
