@@ -108,25 +108,14 @@ def build_stages(
             instructions=(),
             sequence=sequence,
         )
-        if is_spread(grid, plan):
-            _check_sequence(plan, grid.total("ring"), sequence)
+        if is_spread(grid, plan) and sequence < 1:
+            raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
         if frame.tensor.degree > 1 and sequence < 1:
             raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
         if num_stages > 1:
             _ = frame.edge  # raises where the size of its messages is not known
         programs.append(replace(frame, instructions=(*_passes(frame, stages), *_end(frame))))
     return programs
-
-
-def _check_sequence(plan: Plan, ring: int, sequence: int) -> None:
-    """Raise `PlanError` where some place of the context axis would never have a token."""
-    if sequence < 1:
-        raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
-    if plan.balance == "tokens" and ring > sequence:
-        raise PlanError(
-            f"a ring of {ring} places over sequences of {sequence} tokens leaves places without any: use at most "
-            f"{sequence}, or longer sequences"
-        )
 
 
 def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
