@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cluster import load_cluster
-from terrace.spread.assign import Assignment, assign
+from terrace.spread.assign import Assignment, assign, sure_capacity
 from terrace.spread.bound import makespan_bound_s
 from terrace.spread.cost import Link, WorkCost, hidden_from, ring_tokens
 from terrace.spread.distributions import bimodal, one_huge, sample
@@ -35,12 +35,8 @@ def test_every_token_once_within_capacity_and_never_worse_than_dealing_out(
     degrees: tuple[int, ...], lengths: list[int], window: int, rate: float
 ) -> None:
     num_places, cost = math.prod(degrees), cost_on(len(degrees), rate=rate, window=window)
-    capacity = 2 * -(-sum(lengths) // num_places) + 2
-    try:
-        found = assign(lengths, degrees, cost, capacity)
-    except PlanError:
-        assert max(lengths) > capacity / 2  # what is short fits somewhere: places are half full
-        return
+    capacity = sure_capacity(lengths, num_places)
+    found = assign(lengths, degrees, cost, capacity)
     assert found == assign(lengths, degrees, cost, capacity)
     seconds, tokens, start = [0.0] * num_places, [0] * num_places, 0
     for segment, length in zip(found.segments, lengths, strict=True):

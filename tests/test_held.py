@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError
 from terrace.spread.balanced import balanced_layout
 from terrace.spread.build import spread
-from terrace.spread.held import held_tokens, moves, tier_of
+from terrace.spread.held import moves, tier_of
 from terrace.spread.view import num_rows
 from tests.test_balance import cost_on, documents, pools
 
@@ -24,11 +24,7 @@ def test_every_member_holds_as_many_and_the_spreads_of_it_are_built(
 ) -> None:
     num_places = math.prod(degrees)
     num_held = -(-sum(lengths) // (num_places * ulysses))
-    try:
-        layout = balanced_layout(lengths, degrees, ulysses, num_held, cost_on(len(degrees)))
-    except PlanError:
-        assert max(lengths) > num_held * ulysses
-        return
+    layout = balanced_layout(lengths, degrees, ulysses, num_held, cost_on(len(degrees)))
     assert len(layout.held) == num_places * ulysses
     assert max(num_rows(runs) for runs in layout.held) <= num_held
     tokens = sorted(token for runs in layout.held for run in runs for token in range(*run))
@@ -97,4 +93,6 @@ def test_what_leaves_a_node_leaves_by_all_its_places() -> None:
 def test_more_tokens_than_rows_are_refused() -> None:
     with pytest.raises(PlanError, match="9 tokens do not fit on 2 places that hold 4 each"):
         moves([5, 4], (2,), 4)
-    assert held_tokens((), (2,), 1, 4) == ((), ())
+    with pytest.raises(PlanError, match="9 tokens do not fit on 4 ranks that hold 2 each"):
+        balanced_layout([5, 4], (2,), 2, 2, cost_on(1))
+    assert balanced_layout([], (2,), 2, 2, cost_on(1)).held == ((), (), (), ())  # every row was padding

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.base.errors import PlanError
 from terrace.plan.context import Pool
+from terrace.spread.assign import sure_capacity
 from terrace.spread.balanced import balanced_layout
 from terrace.spread.build import spread
 from terrace.spread.cost import crossings
@@ -28,12 +28,9 @@ def test_bytes_are_those_of_the_spreads_that_are_built(degrees: tuple[int, ...],
     """`cost_on` is a model of 32 heads of 64 elements in fp32, 8 of them of keys and values."""
     num_places, cost = math.prod(degrees), cost_on(len(degrees))
     num_held = -(-sum(lengths) // num_places)
-    try:
-        layout = balanced_layout(lengths, degrees, 1, num_held, cost)
-    except PlanError:
-        assert max(lengths) > num_held
-        return
-    assert sent_of(layout, degrees) == list(policy_costs(lengths, degrees, cost, 2 * num_held)[-1].sent_bytes)
+    layout = balanced_layout(lengths, degrees, 1, num_held, cost)
+    by_cost = policy_costs(lengths, degrees, cost, sure_capacity(lengths, num_places))[-1]
+    assert sent_of(layout, degrees) == list(by_cost.sent_bytes)
 
 
 def sent_of(layout: Layout, degrees: tuple[int, ...]) -> list[float]:

@@ -67,7 +67,8 @@ class Assignment:
 def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
     """Return which of the places attend to the sequences, none to more than `capacity` tokens.
 
-    `place_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit.
+    `place_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit,
+    which they do with the `sure_capacity`.
     """
     assert all(length > 0 for length in lengths)
     groups = Groups(tuple(place_degrees), cost, capacity)
@@ -82,6 +83,7 @@ def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost,
             best = found
         if best and max(best.seconds) <= perfect * _ENOUGH:
             break
+    best = best or _spread_out(lengths, whole_s, order, groups)
     if best is None:
         raise PlanError(
             f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {groups.num_places} places of "
@@ -93,6 +95,17 @@ def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost,
         for start, length, (places, ring) in zip(starts, lengths, best.groups, strict=False)
     )
     return Assignment(segments, tuple(best.seconds), tuple(best.tokens))
+
+
+def sure_capacity(lengths: Sequence[int], num_places: int) -> int:
+    """Return a capacity with which these sequences fit on so many places, about two even shares of the tokens.
+
+    With s tokens an even share, let the n sequences longer than s be rings over all places, which brings a place no
+    more than their length over the places and 2 each; and let every other one go to the place with the fewest tokens,
+    which has at most s + 2n before and s more then.
+    """
+    share = -(-sum(lengths) // num_places)
+    return 2 * share + 2 * sum(length > share for length in lengths)
 
 
 def _check_room(lengths: Sequence[int], groups: Groups) -> None:
@@ -172,6 +185,27 @@ def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], groups: Group
     return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
 
 
+def _spread_out(
+    lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups
+) -> _Dealt | None:
+    """Return what `sure_capacity` says; None where that does not fit either."""
+    num_places, widest = groups.num_places, len(groups.shapes) - 1
+    share = -(-sum(lengths) // num_places)
+    chosen: list[_Group] = [((), ())] * len(lengths)
+    seconds, tokens = [0.0] * num_places, [0] * num_places
+    for index in order:
+        if lengths[index] > share:
+            places, part = tuple(range(num_places)), ring_tokens(lengths[index], num_places)
+            part_s = groups.seconds(lengths[index], widest)
+        else:
+            places, part, part_s = (tokens.index(min(tokens)),), lengths[index], whole_s[index]
+        for place in places:
+            tokens[place] += part
+            seconds[place] += part_s
+        chosen[index] = places, groups.shapes[widest if len(places) > 1 else 0].ring
+    return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
+
+
 @dataclass
 class _Units:
     """The units of a tier: sums of how full their places are, most seconds and most tokens of a place."""
@@ -197,7 +231,7 @@ class _Filling:
         places = self.units[0]
         self.seconds, self.tokens, self.full = places.seconds, places.tokens, places.full
         self.per_second = 1 / limit if limit else 0.0
-        self.per_token = num_places / num_tokens
+        self.per_token = num_places / num_tokens if num_tokens else 0.0
         self.by_full = [(0.0, place) for place in range(num_places)]  # heaps, whose entries may be of the past
         self.by_seconds = list(self.by_full)
 

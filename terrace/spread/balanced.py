@@ -4,14 +4,16 @@ Pure and deterministic: every rank computes the same from the lengths of the doc
 before the step.
 """
 
+import math
 from collections.abc import Sequence
 
-from terrace.spread.assign import assign
+from terrace.base.errors import PlanError
+from terrace.spread.assign import assign, sure_capacity
 from terrace.spread.cost import WorkCost
 from terrace.spread.held import held_tokens
 from terrace.spread.layout import Layout
 
-CAPACITY = 2  # even shares of the tokens that a place may attend to
+CAPACITY = 2  # even shares of the rows that a place may attend to; a few more where long documents need them
 
 
 def balanced_layout(
@@ -20,9 +22,16 @@ def balanced_layout(
     """Return the layout of documents of these lengths, one after the other, on a pool.
 
     `num_held` is what every member holds (terrace.plan.context.local_tokens), `cost` that of a part of a place. Raises
-    `PlanError` when the documents do not fit.
+    `PlanError` when there are more tokens than rows for them.
     """
-    found = assign(lengths, place_degrees, cost, CAPACITY * ulysses * num_held)
+    num_places = math.prod(place_degrees)
+    if sum(lengths) > num_places * ulysses * num_held:
+        raise PlanError(
+            f"{sum(lengths)} tokens do not fit on {num_places * ulysses} ranks that hold {num_held} each: "
+            "lower the tokens of a micro-batch"
+        )
+    capacity = max(CAPACITY * ulysses * num_held, sure_capacity(lengths, num_places))
+    found = assign(lengths, place_degrees, cost, capacity)
     return Layout(
         segments=found.segments,
         documents=(),
