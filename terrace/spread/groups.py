@@ -52,10 +52,6 @@ class Groups:
         """How many places a unit of each tier has."""
         return tuple(math.prod(self.place_degrees[: tier + 1]) for tier in range(len(self.place_degrees)))
 
-    def child_size(self, shape: Shape) -> int:
-        """Return how many places a child of a group has."""
-        return shape.num_places // shape.num_children
-
     @cached_property
     def _tried(self) -> tuple[tuple[int, list[int], list[int]], ...]:
         """Each tier, the shapes to try that cross it, and their places: narrow ones all, others ever more sparsely."""
