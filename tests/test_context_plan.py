@@ -56,6 +56,7 @@ def test_the_forms_of_the_axis_and_their_degrees() -> None:
         assert (grid.total("ulysses"), grid.total("ring"), layout.data_degree, layout.degree) == (ulysses, ring, 2, 8)
         assert parse_plan(dump(plan), FOUR) == plan
         assert num_micro_batches(plan, layout, 6) == 3
+        validate(FOUR, replace(plan, update="muon"), blocks)  # matrices stay whole
 
 
 def test_a_plan_is_shown_with_the_forms_of_its_context_axis() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from terrace.base.errors import PlanError
+from terrace.cli.main import main
 from terrace.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.plan import MessageClass, Plan, preset, step_bytes
@@ -23,6 +25,7 @@ from terrace.program.lowering import build_stages
 from terrace.report import attention_table
 from terrace.spread.static import static_spread
 from terrace.spread.view import Exchange, num_rows
+from tests.tiny_runs import write_run
 from tests.toys import cluster_of
 
 LAYER, ITEM = 1, 8  # a block that attends; bytes of an fp64
@@ -231,6 +234,19 @@ def test_explain_shows_the_ring_of_a_layer() -> None:
         text.count("attends over package")
         == sum(each.op in (Op.FORWARD, Op.BACKWARD) for each in program.instructions) - 8
     )
+
+
+def test_explain_prints_what_a_batch_does_not_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "--config", str(write_run(tmp_path, 2, 2)), "--lines", "2"]
+    mapping = ["--plan.mapping.package", "{context = {ulysses = 2}}", "--plan.mapping.node", "{context = 2}"]
+    assert main([*words, *mapping]) == 0
+    said = capsys.readouterr().out
+    assert "attention over the context axis" in said
+    assert "\n context " in said  # of the bytes of a step
+    assert main([*words, *mapping, "--plan.balance", "cost"]) == 0
+    said = capsys.readouterr().out
+    assert 'balance = "cost": what ranks send in attention depends on the documents' in said
+    assert "\n context " not in said
 
 
 def test_slices_send_what_their_heads_say() -> None:
