@@ -13,7 +13,7 @@ from terrace.spread.cost import WorkCost
 from terrace.spread.held import held_tokens
 from terrace.spread.layout import Layout
 
-CAPACITY = 2  # even shares of the rows that a place may attend to; a few more where long documents need them
+CAPACITY = 3  # even shares of the rows that a place may attend to; a few more where long documents need them
 
 
 def balanced_layout(
