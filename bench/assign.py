@@ -3,8 +3,8 @@
 First, for several distributions of lengths and numbers of GPUs in nodes of eight: the modelled attention of the slowest
 place over the proven bound (target: 1.05), and the processor time of the best of `--rounds` (target: 100 ms for 4,096
 documents on 1,024 places). No place may have more than three even shares of the tokens (terrace.spread.balanced): with
-two, where a ring fills the time of its places, the others could
-not take all that is left, and the makespan of few documents a place was up to 1.09 of the bound.
+two, where a ring fills the time of its places, the others could not take all that is left, and the makespan of few
+documents a place was up to 1.09 of the bound.
 
 Then one layer of Llama 3B, 7B and 13B (12 hidden^2 weights, no shared KV heads) under every policy, means over batches
 of `--tokens` a GPU from the published histogram. Beside the last column stands what Zeppelin publishes over an even

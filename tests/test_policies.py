@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.plan.context import Pool
-from terrace.spread.assign import sure_capacity
-from terrace.spread.balanced import balanced_layout
+from terrace.spread.balanced import balanced_layout, place_capacity
 from terrace.spread.build import spread
 from terrace.spread.cost import crossings
 from terrace.spread.distributions import PUBLISHED, batches, sample
@@ -29,7 +28,7 @@ def test_bytes_are_those_of_the_spreads_that_are_built(degrees: tuple[int, ...],
     num_places, cost = math.prod(degrees), cost_on(len(degrees))
     num_held = -(-sum(lengths) // num_places)
     layout = balanced_layout(lengths, degrees, 1, num_held, cost)
-    by_cost = policy_costs(lengths, degrees, cost, sure_capacity(lengths, num_places))[-1]
+    by_cost = policy_costs(lengths, degrees, cost, place_capacity(lengths, num_places, num_held))[-1]
     assert sent_of(layout, degrees) == list(by_cost.sent_bytes)
 
 

@@ -30,8 +30,7 @@ def balanced_layout(
             f"{sum(lengths)} tokens do not fit on {num_places * ulysses} ranks that hold {num_held} each: "
             "lower the tokens of a micro-batch"
         )
-    capacity = max(CAPACITY * ulysses * num_held, sure_capacity(lengths, num_places))
-    found = assign(lengths, place_degrees, cost, capacity)
+    found = assign(lengths, place_degrees, cost, place_capacity(lengths, num_places, ulysses * num_held))
     return Layout(
         segments=found.segments,
         documents=(),
@@ -40,3 +39,8 @@ def balanced_layout(
         num_held=num_held,
         window=cost.window,
     )
+
+
+def place_capacity(lengths: Sequence[int], num_places: int, even_share: int) -> int:
+    """Return how many tokens of documents of these lengths a place may attend to; `even_share` is what it holds."""
+    return max(CAPACITY * even_share, sure_capacity(lengths, num_places))
