@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from terrace.cli.main import main
-from terrace.cli.simulate import take_plan
+from terrace.cli.options import take_word
 from tests.tiny_runs import one_line, write_run
 
 
@@ -98,7 +98,7 @@ def test_any_cluster_has_a_page(here: Here, sizes: tuple[int, ...], plan: str) -
     ],
 )
 def test_the_plan_among_the_words(rest: list[str], plan: str | None, others: list[str]) -> None:
-    assert take_plan(rest) == (plan, others)
+    assert take_word(rest) == (plan, others)
 
 
 def test_page_and_trace_are_written_and_not_replaced(here: Here) -> None:

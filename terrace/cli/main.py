@@ -25,6 +25,7 @@ _COMMANDS = (
     "generate",
     "eval",
     "export",
+    "data",
     "probe",
     "rehearse",
 )

@@ -99,3 +99,18 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
             value = words.pop(0)
         table = merge(table, parse_override(name, value))
     return table
+
+
+def take_word(rest: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the first of the words that are no options, if there is one, and the others.
+
+    A bare word is taken unless it is the value of the `--section.key` before it.
+    """
+    words = list(rest)
+    index = 0
+    while index < len(words):
+        if not words[index].startswith("--"):
+            return words[index], words[:index] + words[index + 1 :]
+        has_value = "=" not in words[index] and index + 1 < len(words) and not words[index + 1].startswith("--")
+        index += 2 if has_value else 1
+    return None, words

@@ -9,7 +9,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.base.files import write_atomic
 from terrace.cli.files import check_not_read, check_writable
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, run_table
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, run_table, take_word
 from terrace.cli.output import Terminal
 from terrace.cli.simulate_axes import other_axes, play_axes
 from terrace.cluster.presets import parse_cluster
@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print and write what was asked for; return 0."""
-    plan, rest = take_plan(rest)
+    plan, rest = take_word(rest)
     if plan is not None:
         if options.plan is not None:
             raise ConfigError(f"two plans are given, {plan!r} and --plan {options.plan!r}: leave one out")
@@ -138,21 +138,6 @@ def _show(recording: Recording) -> None:
         console.print(exposed_table(exposed, program.layout.tiers, report.step_s, title))
     console.print("a steady step of one rank", style="bold")
     print(f"{timeline_text(recording)}\n")
-
-
-def take_plan(rest: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the plan among the words that are no options, if there is one, and the others.
-
-    A bare word is the plan unless it is the value of the `--section.key` before it.
-    """
-    words = list(rest)
-    index = 0
-    while index < len(words):
-        if not words[index].startswith("--"):
-            return words[index], words[:index] + words[index + 1 :]
-        has_value = "=" not in words[index] and index + 1 < len(words) and not words[index + 1].startswith("--")
-        index += 2 if has_value else 1
-    return None, words
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:

@@ -1,0 +1,172 @@
+"""`terrace data lengths`: how long the documents of a corpus are, and what policies of balance would cost them."""
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import ConfigError, DataError
+from terrace.base.schema import check_text, merge
+from terrace.cli.files import check_writable, write_file
+from terrace.cli.options import parse_overrides, take_word
+from terrace.cli.output import Terminal
+from terrace.cluster import Cluster
+from terrace.cluster.presets import parse_cluster
+from terrace.model.config import ModelConfig, forward_flops, parse_model
+from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
+from terrace.spread.balanced import CAPACITY
+from terrace.spread.cost import WorkCost
+from terrace.spread.distributions import batches, bimodal, one_huge, sample, scattered
+from terrace.spread.policies import PolicyCost, policy_costs
+
+_NUM_SAMPLES = 4096  # of a built-in distribution
+_DISTRIBUTIONS = {
+    "magiattention": lambda sequence: sample(_NUM_SAMPLES),
+    "bimodal": lambda sequence: bimodal(_NUM_SAMPLES, long=sequence),
+    "one-huge": lambda sequence: one_huge(_NUM_SAMPLES, sequence),
+}
+_MOST_PLACES = 4096  # whose documents are assigned in about a second
+
+
+def add_parser(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "data", help="look at a corpus before a run", description="Look at a corpus before a run; nothing is trained."
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="lengths")
+    lengths = actions.add_parser(
+        "lengths",
+        help="how long documents are, and what policies of balance would cost",
+        description="Print a histogram of the lengths of documents, and what each policy of balance would cost a batch "
+        "of them on a cluster whose ranks all attend together. PATH is whatever data.path takes: text, JSONL, Parquet, "
+        "a folder of them, a token file.",
+        usage="terrace data lengths [PATH] [options]",
+        epilog="How the corpus is read can be set as for a run, e.g. --data.tokenizer FILE or --data.column NAME, and "
+        "any figure of the cluster as --cluster.key VALUE.",
+    )
+    lengths.add_argument(
+        "--distribution", choices=tuple(_DISTRIBUTIONS), help="a built-in distribution, in place of a path"
+    )
+    lengths.add_argument(
+        "--model", metavar="PATH", help="Hugging Face config.json, or its folder (default: a small Llama-style decoder)"
+    )
+    lengths.add_argument("--cluster", metavar="NAME|FILE", help="cluster preset or TOML file (default: local)")
+    lengths.add_argument(
+        "--sequence",
+        type=int,
+        metavar="S",
+        default=8192,
+        help="tokens of a sequence (default: %(default)s)",
+    )
+    lengths.add_argument("--batch", type=int, metavar="B", help="sequences of a batch (default: one a rank)")
+    lengths.add_argument("--picture", type=Path, metavar="FILE", help="write (or replace) a picture, an SVG file")
+    lengths.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the histogram and what the policies cost; returns 0."""
+    path, rest = take_word(rest)
+    if (path is None) == (options.distribution is None):
+        raise ConfigError("give either a PATH or --distribution NAME; see terrace data lengths --help")
+    if options.sequence < 1 or (options.batch is not None and options.batch < 1):
+        raise ConfigError("--sequence and --batch must be at least 1")
+    if options.picture is not None:
+        check_writable("--picture", options.picture)
+    model, cluster, data = _described(options, path, rest)
+    if cluster.world_size > _MOST_PLACES:
+        raise ConfigError(
+            f"cluster {cluster.name!r} has {cluster.world_size} ranks, and up to {_MOST_PLACES} are assigned together: "
+            f"resize a tier, for example --cluster.tiers.{cluster.tiers[-1].name}.size 4"
+        )
+    num_sequences = options.batch or cluster.world_size
+    name, lengths = _lengths(options, data)
+    costs = _costs(lengths, cluster, model, num_sequences, options.sequence)
+    bins = bins_of(lengths)
+    if options.picture is not None:  # first, so that a file that cannot be written is all there is to read
+        write_file("--picture", options.picture, lengths_svg(bins, f"lengths of documents of {name}"))
+    console = Terminal()
+    print(f"{name}: {len(lengths):,} documents, {sum(lengths):,} tokens, the longest {max(lengths):,}\n")
+    console.print(histogram_table(bins))
+    tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(cluster.tiers))
+    print(
+        f"\n{num_sequences} sequences x {options.sequence} tokens on cluster {cluster.name}, {tiers}: "
+        f"{cluster.world_size} ranks that attend together\n"
+    )
+    console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
+    num_cut = sum(length > options.sequence for length in lengths)
+    print(f"bytes are those of all ranks; {num_cut:,} documents are longer than a sequence and were cut")
+    if options.picture is not None:
+        print(f"wrote {options.picture}")
+    return 0
+
+
+def _described(
+    options: argparse.Namespace, path: str | None, rest: Sequence[str]
+) -> tuple[ModelConfig, Cluster, Mapping[str, Any]]:
+    """Return the model, the cluster and the table of the data."""
+    from terrace.train.config import resolve_table
+
+    overrides = parse_overrides(rest)
+    for section, value in overrides.items():
+        if section not in ("data", "cluster") or not isinstance(value, Mapping):
+            raise ConfigError(f"--{section}: only keys of the data and of the cluster can be set; see --help")
+    flags = {name: getattr(options, name) for name in ("model", "cluster")}
+    for name, value in flags.items():
+        if value is not None:
+            check_text(f"--{name}", value)
+    table = resolve_table(None, flags, {name: overrides[name] for name in ("cluster",) if name in overrides})
+    if options.distribution is not None and "data" in overrides:
+        raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")
+    data = merge({"path": path}, dict(overrides.get("data", {}))) if path is not None else {}
+    return parse_model(table["model"]), parse_cluster(table["cluster"]), data
+
+
+def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
+    """Return what the documents are called, and their lengths."""
+    if options.distribution is not None:
+        return options.distribution, _DISTRIBUTIONS[options.distribution](options.sequence)
+    import numpy as np
+
+    from terrace.base.schema import load
+    from terrace.train.config import DataConfig
+    from terrace.train.data import load_tokenizer
+    from terrace.train.data.documents import open_documents
+    from terrace.train.data.prepared import prepare_sources
+
+    config = load(DataConfig, data, "data")
+    sources = prepare_sources(config, load_tokenizer(config.tokenizer), options.sequence, print)
+    found: list[int] = []
+    for source in sources:
+        documents = open_documents(source.tokens, source.name)
+        found += np.diff(documents.starts, append=len(documents.ids)).tolist()
+    found = [length for length in found if length]
+    if not found:
+        raise DataError(f"{config.path} has no document with a token: give another path")
+    return " and ".join(source.name for source in sources), found
+
+
+def _costs(
+    lengths: Sequence[int], cluster: Cluster, model: ModelConfig, num_sequences: int, sequence: int
+) -> tuple[PolicyCost, ...]:
+    """Return what policies cost the documents of a batch, those longer than a sequence cut."""
+    peaks = cluster.device.peak_flops_per_s
+    compute = max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
+    layer = forward_flops(model, 1, 1, 1) - 4 * model.num_heads * model.head_dim  # without a token's own attention
+    cost = WorkCost.of(
+        cluster,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        window=model.sliding_window,
+        token_s=3 * layer / (peaks.get(compute, 1.0) * cluster.device.kernels.gemm),
+        compute=compute,
+    )
+    pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
+    (batch,) = batches(num_sequences * sequence, 1, pieces)
+    capacity = CAPACITY * math.ceil(num_sequences * sequence / cluster.world_size)
+    return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
+
+
+def _cut(length: int, sequence: int) -> Iterator[int]:
+    yield from (min(sequence, length - start) for start in range(0, length, sequence))
