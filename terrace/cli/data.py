@@ -15,6 +15,7 @@ from terrace.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, forward_flops, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
+from terrace.spread.assign import sure_capacity
 from terrace.spread.balanced import CAPACITY
 from terrace.spread.cost import WorkCost
 from terrace.spread.distributions import batches, bimodal, one_huge, sample, scattered
@@ -164,7 +165,8 @@ def _costs(
     )
     pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
     (batch,) = batches(num_sequences * sequence, 1, pieces)
-    capacity = CAPACITY * math.ceil(num_sequences * sequence / cluster.world_size)
+    share = math.ceil(num_sequences * sequence / cluster.world_size)
+    capacity = max(CAPACITY * share, sure_capacity(batch, cluster.world_size))
     return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
 
 
