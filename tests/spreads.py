@@ -3,17 +3,25 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
+from terrace.model.attention import AttentionPlans
 from terrace.model.decoder import count_tokens, run_blocks
 from terrace.plan import MessageClass, Plan
-from terrace.runtime.batch import Batch, positions_of
+from terrace.plan.context import Pool, local_tokens
+from terrace.runtime.batch import Batch, documents_of, localise, positions_of
 from terrace.runtime.engine import Engine
 from terrace.runtime.launch import World
+from terrace.spread.build import spread
+from terrace.spread.layout import Layout
+from terrace.spread.segments import Segment
+from terrace.spread.view import cut_runs
 from tests.lanes import use_lane
 from tests.parity import ADAMW, FEW_STEPS, Outcome, _optimizer, _trainable, assemble, flatten
 from tests.toys import MODELS, VOCAB
@@ -98,11 +106,16 @@ def _train(world: World, cluster: Cluster, case: SpreadCase) -> Outcome:
     losses, norms = [], []
     for step in range(FEW_STEPS):
         whole = make_rows(case.rows, step, size * layout.data_degree * case.num_micros)
-        batches = []
+        batches: list[Batch] = []
         for micro in range(case.num_micros):
             first = size * (micro * layout.data_degree + layout.data_place(world.rank))
-            batches.append(tuple(part[first : first + size] for part in whole if part is not None))
-        result = engine.step(batches, ADAMW.lr)  # type: ignore[arg-type]
+            rows = slice(first, first + size)
+            if case.plan.balance == "cost":  # then the rows of all data ranks are one set of documents
+                first = size * micro * layout.data_degree
+                rows = slice(first, first + size * layout.data_degree)
+            part = cast(Batch, tuple(x[rows] for x in whole if x is not None))
+            batches.append(assigned(engine, part) if case.plan.balance == "cost" else part)
+        result = engine.step(batches, ADAMW.lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     complaint = ""
@@ -117,6 +130,39 @@ def _train(world: World, cluster: Cluster, case: SpreadCase) -> Outcome:
     parameters = flatten(blocks) if is_whole else assemble(engine)
     engine.close()
     return Outcome(losses, norms, parameters, complaint)
+
+
+def assigned(engine: Engine, batch: Batch) -> Batch:
+    """This rank's part of a batch whose documents go to rings of all places, of a node and to single places in turn.
+
+    Tokens are held as they come, so that most are attended to elsewhere.
+    """
+    program = engine.program
+    pool = Pool.of(program.cluster, program.plan, engine.rank)
+    places, inner = pool.num_places, next(degree for degree in pool.place_degrees if degree > 1)
+    rings = [
+        (tuple(range(places)), tuple(degree for degree in pool.place_degrees if degree > 1)),
+        (tuple(range(places - inner, places)), (inner,)),
+        *(((place,), (1,)) for place in range(places)),
+    ]
+    total, num_held = batch[1].numel(), local_tokens(program.plan, program.grid, program.sequence)
+    begins = documents_of(batch)
+    segments = tuple(
+        Segment(start, stop, *rings[index % len(rings)])
+        for index, (start, stop) in enumerate(pairwise((*begins, total)))
+    )
+    held = tuple(cut_runs([(0, total)], m * num_held, (m + 1) * num_held) for m in range(len(pool.members)))
+    layout = Layout(
+        segments=segments, documents=(), held=held, ulysses=pool.ulysses, num_held=num_held, window=window_of(engine)
+    )
+    return localise(batch, spread(layout, pool.members.index(engine.rank)))
+
+
+def window_of(engine: Engine) -> int:
+    """The window of the engine's model."""
+    axis = engine._context
+    assert axis is not None
+    return next((plans.window for _, plans in axis._replaced if isinstance(plans, AttentionPlans)), 0)
 
 
 @cache

@@ -1,15 +1,21 @@
 """The context axis: the same numbers as one process, and the bytes that it declares."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import terrace
+from terrace.base.errors import TerraceError
 from terrace.cluster import Cluster
+from terrace.model.decoder import DecoderLayer, token_loss
 from terrace.plan import Layout, Plan
-from terrace.runtime.launch import LocalPool
-from tests.parity import deviation, exact
-from tests.spreads import Rows, SpreadCase, in_one_process, train_spread
-from tests.toys import cluster_of
+from terrace.runtime.launch import LocalPool, World
+from tests.parity import ADAMW, FEW_STEPS, Outcome, deviation, exact, flatten
+from tests.spreads import Rows, SpreadCase, in_one_process, make_rows, train_spread
+from tests.toys import MODELS, cluster_of
 
 TOLERANCE = 1e-10
 
@@ -82,6 +88,89 @@ def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
         plan = context(cluster, mapping, name, recompute=again)
         cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("lazy", "thread")[index % 2]))
     check(pool, cluster, cases)
+
+
+BESIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"package": {"tensor": 2}, "node": forms(2, 1)}, {}),
+    ({"package": forms(1, 2), "node": {"tensor": {"columns": 2}}}, {"sequence_parallel": False}),
+    ({"package": {"tensor": 2}, "node": forms(1, 2)}, {"tensor_chunks": 2, "recompute": ("layers.1",)}),
+    ({"package": forms(2, 1), "node": {"pipeline": 2}}, {"schedule": "1f1b"}),
+    ({"package": forms(1, 2), "node": {"pipeline": 2}}, {"schedule": "zb-h1", "recompute": ("layers.0",)}),
+    ({"node": {"tensor": 2}}, {"balance": "cost"}),
+    ({"node": {"pipeline": 2}}, {"balance": "cost", "schedule": "1f1b"}),
+]
+
+
+def test_beside_tensor_and_pipeline_ranks(pool: LocalPool) -> None:
+    cluster, cases = cluster_of(2, 2), []
+    kinds = [ROWS[0], ROWS[4], ROWS[1], ROWS[3], ROWS[4], ROWS[0], ROWS[3]]
+    for (mapping, changes), rows in zip(BESIDE, kinds, strict=True):
+        plan = context(cluster, mapping, "zero2", **changes)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=3 if "schedule" in changes else 1))
+    check(pool, cluster, cases)
+
+
+def test_documents_anywhere_equal_one_process(pool: LocalPool) -> None:
+    """With balance = "cost" over data and context ranks: rings of several sizes, tokens held elsewhere, idle places."""
+    cluster, cases = cluster_of(2, 2, 2), []
+    mappings: list[dict[str, Any]] = [
+        {},
+        {"package": forms(2, 1), "node": forms(1, 2)},
+        {"package": forms(2, 1)},
+        {"node": forms(1, 2), "system": forms(2, 1)},
+    ]
+    for index, mapping in enumerate(mappings):
+        plan = context(cluster, mapping, "zero2", balance="cost", recompute=("layers.0",) if index % 2 else ())
+        rows = replace(ROWS[(0, 3, 1, 5)[index]], sequence=23, documents=DOCUMENTS)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("thread", "lazy")[index % 2]))
+    check(pool, cluster, cases)
+
+
+class OwnAttention(nn.Module):
+    """Attention of a user's own, with the parameters of the model's."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = other.query, other.key, other.value, other.output
+
+
+def train_with_trainer(world: World, cluster: Cluster, case: SpreadCase) -> tuple[Outcome, str, bool]:
+    """A run in a loop of one's own; what is said of attention that nobody knows; whether blocks are as before."""
+    model = MODELS[case.rows.model]
+    blocks = model.blocks(torch.float64)
+    layers = [block for block in blocks if isinstance(block, DecoderLayer)]
+    plans = [layer.attention.plans for layer in layers]
+    options: dict[str, Any] = {"plan": case.plan, "cluster": cluster, "loss": token_loss, "lr": ADAMW.lr}
+    options |= {"declared": model.declared, "activation": (case.rows.sequence, 16), "say": lambda line: None}
+    losses, norms = [], []
+    with terrace.Trainer(dict(zip(NAMES, blocks, strict=True)), **options) as trainer:
+        for step in range(FEW_STEPS):
+            inputs, labels, positions = make_rows(case.rows, step, case.plan.micro_batch)
+            result = trainer.step(inputs, labels, positions)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+        trainer.unload()
+    restored = plans == [layer.attention.plans for layer in layers]
+    outcome = Outcome(losses, norms, flatten(blocks))
+    blocks[1].attention = OwnAttention(layers[0].attention)
+    try:
+        terrace.Trainer(dict(zip(NAMES, blocks, strict=True)), **options)
+    except TerraceError as error:
+        return outcome, str(error), restored
+    return outcome, "", restored
+
+
+NAMES = ("embedding", "layers.0", "layers.1", "head")
+
+
+def test_in_a_loop_of_ones_own(pool: LocalPool) -> None:
+    cluster = cluster_of(4)
+    plan = context(cluster, {"package": forms(2, 2)}, micro_batch=2)
+    case = SpreadCase(plan=plan, rows=ROWS[3])
+    for outcome, refused, restored in pool.run(4, train_with_trainer, cluster, case, timeout_s=60.0):
+        assert max(deviation([outcome], in_one_process(case.rows, 2)).values()) < TOLERANCE
+        assert refused.startswith("block 'layers.0' is a DecoderLayer, whose attention is not declared"), refused
+        assert restored
 
 
 def test_a_fault_shows(pool: LocalPool) -> None:

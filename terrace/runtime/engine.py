@@ -180,6 +180,11 @@ class Engine:
             quantisation_error=relative_errors(errors.messages, rounding),
         )
 
+    @property
+    def talks_inside(self) -> bool:
+        """Whether blocks send messages while they run, which are counted, and which other ranks must wait for."""
+        return self.program.tensor.degree > 1 or self._context is not None
+
     def drain(self) -> None:
         """Wait until every parameter is up to date."""
         self._executor.drain()

@@ -24,8 +24,9 @@ from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import token_loss
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
+from terrace.plan.context import is_spread
 from terrace.program import StepReport
-from terrace.runtime.describe import describe
+from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.checkpoint import Checkpoint, latest, restore, save
@@ -53,8 +54,10 @@ class Trainer:
     - `num_micros`: into how many micro-batches a rank cuts its part of a batch.
     - `local_batches`: `step` is given this rank's part of the batch, which ranks at the same place of the data
       axis must share; otherwise it is given the whole batch, the same on every rank.
-    - `activation=(sequence, hidden)`: the shape of what passes between blocks, of one sample. A pipeline needs it.
-    - `declared`: what the dims of parameters count; a tensor axis needs it, and blocks of `terrace.model.decoder`.
+    - `activation=(sequence, hidden)`: the shape of what passes between blocks, of one sample. A pipeline and a context
+      axis need it.
+    - `declared`: what the dims of parameters count; a tensor and a context axis need it, and blocks of
+      `terrace.model.decoder`.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
     - `predict`: time the blocks and the links during the first step, about a second, to predict the steps after it.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
@@ -103,7 +106,8 @@ class Trainer:
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size)
             self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._adamw.name)
-            validate(self.cluster, self.plan, specs)
+            declared = declared or hidden_dims(specs, activation)
+            validate(self.cluster, self.plan, with_dims(specs, declared))
             if broadcast and self._joined.world_size > 1:
                 spread(self._blocks, specs, self._joined.device)
             move_buffers(self._blocks, self._joined.device)
@@ -117,7 +121,7 @@ class Trainer:
                 rank=self._joined.rank,
                 device=self._joined.device,
                 adamw=self._adamw,
-                declared=declared or hidden_dims(specs, activation),
+                declared=declared,
                 sequence=0 if activation is None else activation[0],
                 timeout=timedelta(seconds=2 * timeout_s),  # the watchdog speaks first
                 progress=self._progress,
@@ -258,7 +262,7 @@ class Trainer:
     def _first_step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
         if not self._local_batches and self._joined.world_size > 1:
             self._check_same(tensors)
-        first = FirstStep(self.names, self.device, self._predicts and self.engine.program.tensor.degree == 1)
+        first = FirstStep(self.names, self.device, self._predicts and not self.engine.talks_inside)
         with first.watching(self.engine):
             result = self._step(tensors, lr)
         self._is_new = False
@@ -285,9 +289,11 @@ class Trainer:
                 f"{unit}: give {near}, or another num_micros"
             )
         size = num // unit
-        if self.engine.program.stage.num_stages > 1 and size != self.plan.micro_batch:
+        spreads = is_spread(self.engine.program.grid, self.plan)
+        if (spreads or self.engine.program.stage.num_stages > 1) and size != self.plan.micro_batch:
+            does = "a context axis spreads the tokens" if spreads else "stages exchange activations"
             raise ConfigError(
-                f"a micro-batch of {size} samples: stages exchange activations of plan.micro_batch = "
+                f"a micro-batch of {size} samples: {does} of plan.micro_batch = "
                 f'{self.plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
                 f"{unit * self.plan.micro_batch} samples"
             )
