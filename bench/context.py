@@ -1,0 +1,225 @@
+"""What the context axis costs and saves, on local processes.
+
+    one rank   attention of a rank that exchanges nothing, through this path and by torch's own: at most 3 % more
+    memory     activations of a rank: the longest row on 8 ranks under what one rank takes for its longest: 7 times
+    links      a step on 2 x 2 ranks whose outer link is slow: Ulysses outside and the ring inside, beside the ring
+               outside and Ulysses inside, which must be faster
+
+`one rank` takes turns in one process and compares processor time; ratios are medians over rounds, with the quartiles.
+`memory` is the most that torch allocates at once in a step on the fullest rank, scratch of kernels included, as its
+profiler records it on the thread that computes: messages in one piece while they leave are not seen. The longest row is
+what a line through the peaks at 6 and 8 times the tokens says. `links` holds every message to the rate of its tier by
+sleeping (terrace.comm.pace), so other jobs disturb it less.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from bench.common import alternate, decoder, local_cluster, micro_batches, print_table, ratio, spread
+from terrace.cluster import Cluster
+from terrace.comm import Pacer
+from terrace.comm.among import Among
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.init import initial_value
+from terrace.plan import preset
+from terrace.plan.context import Pool
+from terrace.runtime.clock import HostClock
+from terrace.runtime.context.attention import attend
+from terrace.runtime.context.course import Course
+from terrace.runtime.context.moves import Mover
+from terrace.runtime.engine import Engine
+from terrace.runtime.launch import LocalPool, World
+from terrace.spread.build import spread as spread_of
+from terrace.spread.layout import Layout
+from terrace.spread.segments import Segment
+
+ONE_RANK_TARGET, MEMORY_TARGET = 1.03, 7.0
+CALL_S = 900.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Steps of one engine: degrees of both forms by tier, the row's tokens, how many steps."""
+
+    cluster: Cluster
+    forms: dict[str, dict[str, int]]
+    config: ModelConfig
+    sequence: int
+    num_steps: int
+    paced: bool = False
+
+
+def engine_of(world: World, job: Job) -> Engine:
+    """Return the engine of a job on this rank."""
+    specs = block_specs(job.config)
+    mapping = {tier: {"context": forms} for tier, forms in job.forms.items()}
+    return Engine(
+        build_blocks(job.config),
+        names=[spec.name for spec in specs],
+        cluster=job.cluster,
+        plan=replace(preset("ddp", job.cluster), mapping=mapping),
+        num_micros=1,
+        objective=token_loss,
+        rank=world.rank,
+        initial=lambda block, name, shape: initial_value(job.config, block, name, shape, 0),
+        declared=specs,
+        sequence=job.sequence,
+        pacer=Pacer(job.cluster, 1.0) if job.paced else None,
+    )
+
+
+def peak_bytes(world: World, job: Job) -> int:
+    """Return the most bytes that a step has allocated at once on this rank, of the step with the fewest."""
+    torch.set_num_threads(1)
+    engine = engine_of(world, job)
+    peaks = []
+    for step in range(job.num_steps):
+        batch = micro_batches(step, 0, 1, (1, job.sequence), job.config.vocab_size)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            engine.step(batch, 1e-3)
+            engine.drain()
+        results: Any = record.profiler
+        events = results.kineto_results.events()
+        sizes: list[int] = [event.nbytes() for event in events if event.name() == "[memory]"]
+        peaks.append(max(accumulate(sizes)))
+    engine.close()
+    return min(peaks)  # what other threads free is not seen, and what the first step makes stays
+
+
+def step_seconds(world: World, jobs: Sequence[Job], rounds: int) -> list[list[float]]:
+    """Return the wall seconds of the steps of each job, which take turns."""
+    torch.set_num_threads(1)
+    engines = [engine_of(world, job) for job in jobs]
+    found: list[list[float]] = [[] for _ in jobs]
+    for number in range(rounds + 1):
+        order = list(enumerate(jobs))
+        for index, job in order if number % 2 == 0 else order[::-1]:
+            batch = micro_batches(number, 0, 1, (1, job.sequence), job.config.vocab_size)
+            engines[index].exchange(None)  # all begin together
+            begin = time.perf_counter()
+            engines[index].step(batch, 1e-3)
+            if number:
+                found[index].append(time.perf_counter() - begin)
+    for engine in engines:
+        engine.check_bytes()
+        engine.close()
+    return found
+
+
+def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
+    """Return a row of the table, and the ratio."""
+    segment = Segment(0, num_tokens, (0,))
+    layout = Layout(segments=(segment,), documents=(0,), held=(((0, num_tokens),),), ulysses=1, num_held=num_tokens)
+    pool = Pool(members=(0,), ulysses=1, place_degrees=(1,), sizes=(1,))
+    mover = Mover(pool, 0, cast(Among, None), cast(Any, HostClock()))  # nothing is sent
+    course = Course(spread_of(layout, 0), mover, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    *tensors, grad = (torch.randn(1, num_tokens, 8, 64, generator=generator).transpose(1, 2) for _ in range(4))
+    for tensor in tensors:
+        tensor.requires_grad_()
+    query, key, value = tensors
+    runs: dict[str, Callable[[], Tensor]] = {
+        "plain": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
+        "spread": lambda: attend(query, key, value, course),
+    }
+
+    def step(name: str, _: int) -> float:
+        torch.autograd.grad(runs[name](), tensors, grad)
+        return 0.0
+
+    timings = alternate({name: partial(step, name) for name in runs}, rounds, 2, lambda: None)
+    plain, own = timings["plain"].cpu_s, timings["spread"].cpu_s
+    found, (low, high) = ratio(own, plain), spread(own, plain)
+    times = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (plain, own)]
+    return [str(num_tokens), *times, f"{found:.3f} ({low:.3f}, {high:.3f})"], found
+
+
+def memory(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]], float]:
+    """Return rows of the table, and how many times longer a row fits, the fewest of all forms."""
+    config, base = decoder(options.hidden, options.layers), options.tokens
+
+    def peak(size: int, forms: dict[str, int], sequence: int) -> int:
+        job = Job(local_cluster({"node": size}), {"node": forms}, config, sequence, 3)
+        peaks: list[int] = pool.run(size, peak_bytes, job, timeout_s=CALL_S)
+        return max(peaks)
+
+    cap = peak(1, {}, base)
+    rows, fewest = [["1", "", str(base), f"{cap / 1e6:.1f}", "1.00"]], float("inf")
+    for ulysses in options.ulysses:
+        forms = {"ulysses": ulysses, "ring": 8 // ulysses}
+        near, far = (peak(8, forms, times * base) for times in (6, 8))
+        longest = 6 + 2 * (cap - near) / (far - near)  # times the base: a step's memory is linear in its tokens
+        fewest = min(fewest, longest)
+        for times, peaked, found in ((6, near, ""), (8, far, f"{longest:.2f}")):
+            rows.append(["8", f"{ulysses} x {8 // ulysses}", str(times * base), f"{peaked / 1e6:.1f}", found])
+    return rows, fewest
+
+
+def links(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]], float]:
+    """Return rows of the table, and the ratio of the worse order to the better."""
+    cluster = local_cluster({"node": 2, "system": 2})
+    inner, outer = cluster.tiers
+    rates = (options.inner_bytes_per_s, options.outer_bytes_per_s)
+    tiers = tuple(replace(tier, bandwidth_bytes_per_s=rate) for tier, rate in zip((inner, outer), rates, strict=True))
+    cluster = replace(cluster, tiers=tiers)
+    config = replace(decoder(options.hidden, options.layers), num_kv_heads=2)
+    orders = [{"node": {"ulysses": 2}, "system": {"ring": 2}}, {"node": {"ring": 2}, "system": {"ulysses": 2}}]
+    jobs = [Job(cluster, forms, config, 4 * options.tokens // 2, 0, paced=True) for forms in orders]
+    by_rank = pool.run(4, step_seconds, jobs, options.rounds, timeout_s=CALL_S)
+    slowest = [[max(step) for step in zip(*(found[index] for found in by_rank), strict=True)] for index in (0, 1)]
+    found, (low, high) = ratio(slowest[1], slowest[0]), spread(slowest[1], slowest[0])
+    names = ("ring outside, ulysses inside", "ulysses outside, ring inside")
+    rows = [
+        [name, f"{1e3 * statistics.median(seconds):.0f}", each]
+        for name, seconds, each in zip(names, slowest, ("1", f"{found:.3f} ({low:.3f}, {high:.3f})"), strict=True)
+    ]
+    return rows, found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables; with `--check` return 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["one-rank", "memory", "links"])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a row on one rank")
+    parser.add_argument("--ulysses", type=int, nargs="+", default=[1, 2, 8], help="degrees, of 8 ranks, for `memory`")
+    parser.add_argument("--inner-bytes-per-s", type=float, default=200e6)
+    parser.add_argument("--outer-bytes-per-s", type=float, default=10e6)
+    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    met = []
+    if options.only in (None, "one-rank"):
+        rows, ratios = zip(*(one_rank(tokens, options.rounds) for tokens in (512, 2048)), strict=True)
+        print_table(("tokens", "plain ms", "spread ms", "ratio (quartiles)"), rows)
+        met.append(max(ratios) <= ONE_RANK_TARGET)
+    with LocalPool(8) as pool:
+        if options.only in (None, "memory"):
+            table, longest = memory(pool, options)
+            print_table(("ranks", "ulysses x ring", "tokens", "peak MB", "longest row under the cap"), table)
+            met.append(longest >= MEMORY_TARGET)
+        if options.only in (None, "links"):
+            table, found = links(pool, options)
+            print_table(("order", "step ms", "ratio (quartiles)"), table)
+            met.append(found > 1)
+    print("targets " + ("met" if all(met) else "MISSED"))
+    return 1 if options.check and not all(met) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
