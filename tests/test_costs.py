@@ -136,7 +136,7 @@ def test_with_free_memory_a_forward_is_its_flops(model: ModelConfig) -> None:
 @FAMILIES
 def test_tensor_and_context_ranks_share_the_flops(model: ModelConfig) -> None:
     whole = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2), 1)
-    cut = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2, tensor=4, context=2), 1)
+    cut = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2, tensor=4, ulysses=2), 1)
     assert cut.forward_s * 8 == pytest.approx(whole.forward_s)
     assert cut.backward_s * 8 == pytest.approx(whole.backward_s)
 

@@ -103,8 +103,11 @@ def chunk_tokens(sequence: int, ring: int) -> int:
 
 def place_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
     """Return the tokens of a micro-batch that a place attends to under `balance = "tokens"`, padding included."""
-    ring = grid.total("ring")
-    return plan.micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_A_PLACE)
+    return _place_tokens(plan.micro_batch, sequence, grid.total("ring"))
+
+
+def _place_tokens(micro_batch: int, sequence: int, ring: int) -> int:
+    return micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_A_PLACE)
 
 
 def batch_shape(plan: Plan, grid: Grid, sequence: int) -> tuple[int, int]:
@@ -114,10 +117,14 @@ def batch_shape(plan: Plan, grid: Grid, sequence: int) -> tuple[int, int]:
 
 def local_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
     """Return the tokens of a micro-batch that every rank holds between attention, padding included."""
-    ulysses = grid.total("ulysses")
-    if plan.balance == "cost":
-        return -(-plan.micro_batch * sequence // (ulysses * grid.total("ring")))
-    return -(-place_tokens(plan, grid, sequence) // ulysses)
+    return held_tokens(plan.micro_batch, sequence, grid.total("ulysses"), grid.total("ring"), plan.balance)
+
+
+def held_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int, balance: str = "tokens") -> int:
+    """Return the same of numbers alone."""
+    if balance == "cost":
+        return -(-micro_batch * sequence // (ulysses * ring))
+    return -(-_place_tokens(micro_batch, sequence, ring) // ulysses)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ refreshes of the blocks up to j, and a gather), all computing but the forwards o
 backwards of the blocks before k, then the reductions or synchronisations of the blocks from k down to the first, and
 CLIP's own message. And no lane of messages is shorter than the sum of what it carries.
 
+An open shape (terrace.planner.space) counts the forward, the backward and the memory of the form with least of each.
+
 Memory. Each state over the ranks it is sharded over, one block gathered, and the activations that wait.
 """
 
@@ -29,7 +31,7 @@ from terrace.plan.layout import DEVICE
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
-from terrace.planner.space import Rows, Shape
+from terrace.planner.space import Rows, Shape, Space, closed
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement
 
@@ -130,15 +132,19 @@ class Bounds:
         self.estimator, self.task = estimator, estimator.task
         self.num_layers = self.task.model.num_layers
         self.mail = Mail(estimator)
-        self._block_works: dict[tuple[Rows, int, int, bool], list[Work]] = {}
+        self._space = Space(task=self.task)
+        self._known_forms: dict[Rows, Sequence[Rows]] = {}
+        self._block_works: dict[tuple[Rows, bool, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
 
     def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
-        """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is."""
-        works = self._works(shape, micro_batch, recompute)
+        """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is.
+
+        Of an open shape it is also a bound over the forms of its context ranks.
+        """
+        works, kept = self._works(shape, micro_batch, recompute), self._kept(shape, micro_batch, recompute)
         numels = self.estimator.own_numels(shape)
         micros = self.task.batch // (shape.data * micro_batch)
-        kept = self.estimator.kept_bytes(LAYER, shape.rows, micro_batch, recompute)
         stages, layers = shape.pipeline, self.num_layers
         (embedding_s, layer_s, head_s) = ((work[0] + work[1]) for work in works)
         total_s = layers * layer_s + head_s + embedding_s
@@ -214,7 +220,7 @@ class Bounds:
         works = self._works(shape, core.micro_batch, core.recompute)
         counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
         parts = parts_of(counts, placement)
-        kept = self.estimator.kept_bytes(LAYER, shape.rows, core.micro_batch, core.recompute)
+        kept = self._kept(shape, core.micro_batch, core.recompute)
         numels = self.estimator.own_numels(shape)
         stages = {
             (
@@ -359,9 +365,24 @@ class Bounds:
         return self.estimator.whole_bytes(least) * _SLACK
 
     def _works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:
-        key = (shape.inner, micro_batch, recompute, shape.data * micro_batch < self.task.batch)
+        """Return what each kind of block does of a micro-batch; of an open shape the least that any form does."""
+        accumulate = self.estimator.accumulates(shape, micro_batch)
+        key = (shape.inner, shape.is_open, micro_batch, recompute, accumulate)
         found = self._block_works.get(key)
         if found is None:
-            found = [block_work(self.estimator, kind, shape, micro_batch, recompute) for kind in KINDS]
+            forms = self._forms(shape)
+            found = [block_work(self.estimator, kind, forms, micro_batch, recompute, accumulate) for kind in KINDS]
             self._block_works[key] = found
+        return found
+
+    def _kept(self, shape: Shape, micro_batch: int, recompute: int) -> int:
+        """Return the bytes that a layer keeps of a micro-batch: with fewest Ulysses ranks, key heads are there once."""
+        return self.estimator.kept_bytes(LAYER, self._forms(shape)[0], micro_batch, recompute)
+
+    def _forms(self, shape: Shape) -> Sequence[Rows]:
+        if not shape.is_open:
+            return (shape.inner,)
+        found = self._known_forms.get(shape.inner)
+        if found is None:
+            found = self._known_forms[shape.inner] = [form.inner for form in closed(self._space, shape)]
         return found

@@ -16,7 +16,7 @@ from terrace.planner.estimate import data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.space import Shape, shape_of
 from terrace.planner.stages import SERIAL, SIMPLEST, traits
-from terrace.planner.task import TENSOR, Choice, Row, Task, schedule_text
+from terrace.planner.task import TENSOR, Choice, Row, Task, row_of, schedule_text
 from terrace.program.schedules import takes_unit
 
 
@@ -86,8 +86,8 @@ def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
             f"the degrees of mapping.{tier} multiply to {data * tensor * context * pipeline}, but tier {tier!r} of "
             f"cluster {task.cluster.name!r} joins {size}: make them multiply to {size}"
         )
-    columns = plan.degree(tier, "columns", size)
-    return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
+    columns, ulysses = plan.degree(tier, "columns", size), plan.degree(tier, "ulysses", size)
+    return row_of(data, tensor, context, pipeline, columns, ulysses)
 
 
 def _check_tensor_wire(task: Task, plan: Plan, shape: Shape) -> None:

@@ -85,7 +85,7 @@ class Estimator:
         self.inner = Inner(task)
         attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._flash = attends and task.software.flash
-        self._blocks: dict[tuple[int, Rows, int, bool], Seconds] = {}
+        self._blocks: dict[tuple[int, Rows, int, int, bool], Seconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Rows, int], int] = {}
@@ -103,7 +103,8 @@ class Estimator:
             micro_batch=micro_batch,
             tensor=shape_of(rows).tensor,
             columns=shape_of(rows).columns,
-            context=shape_of(rows).context,
+            ulysses=shape_of(rows).ulysses,
+            ring=shape_of(rows).context // shape_of(rows).ulysses,
             sequence_parallel=software.sequence_parallel,
             recompute="full" if recompute else "none",
             flash=self._flash,
@@ -114,16 +115,43 @@ class Estimator:
     def block(self, kind: int, rows: Rows, micro_batch: int) -> Seconds:
         """Return the seconds of a block on one micro-batch."""
         shape = shape_of(rows)
-        accumulate = shape.data * micro_batch < self.task.batch  # several micro-batches add up their gradients
-        key = (kind, shape.inner, micro_batch, accumulate)
+        return self._block(kind, (shape.inner,), micro_batch, self.accumulates(shape, micro_batch))
+
+    def accumulates(self, shape: Shape, micro_batch: int) -> bool:
+        """Tell whether several micro-batches add up their gradients."""
+        return shape.data * micro_batch < self.task.batch
+
+    def least_block(self, kind: int, forms: Sequence[Rows], micro_batch: int, accumulate: bool) -> Seconds:
+        """Return seconds of a block that no form of a shape's context ranks gets below, of forms with Ulysses rising.
+
+        With a kernel that never writes its scores the last computes least: as many products, in the fewest rounds.
+        What runs beside messages shortens them by no more than it takes, so with their own least it bounds the sum.
+        """
+        if kind != LAYER:
+            return self._block(kind, forms[:1], micro_batch, accumulate)
+        if self._flash:
+            return self._block(kind, forms, micro_batch, accumulate)
+        each = [self._block(kind, (form,), micro_batch, accumulate) for form in forms]
+        numbers = zip(*((one.forward_s, one.backward_s, one.weight_s, one.again_s) for one in each), strict=True)
+        return Seconds(*map(min, numbers))
+
+    def _block(self, kind: int, forms: Sequence[Rows], micro_batch: int, accumulate: bool) -> Seconds:
+        """Return the seconds of the last of `forms`, with the messages of the context ranks that have the least."""
+        rows = forms[-1]
+        key = (kind, rows, len(forms), micro_batch, accumulate)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._block(kind, shape.inner, micro_batch, accumulate)
+            found = self._blocks[key] = self._summed(kind, forms, micro_batch, accumulate)
         return found
 
-    def _block(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> Seconds:
+    def _summed(self, kind: int, forms: Sequence[Rows], micro_batch: int, accumulate: bool) -> Seconds:
+        rows = forms[-1]
         own = self._compute(kind, rows, micro_batch, accumulate)
         inner = self.inner.seconds(kind, rows, self.work(rows, micro_batch), own)
+        if len(forms) > 1:
+            waits = [self.inner.context(form, self.work(form, micro_batch)) for form in forms]
+            forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
+            inner = inner._replace(context=(forward_s, backward_s, again_s))
         forward_s, backward_s, again_s = map(math.fsum, zip(*inner, strict=True))
         return Seconds(
             own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
@@ -137,12 +165,11 @@ class Estimator:
     def _compute(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> BlockSeconds:
         # Only attention sees sequences; an embedding and a head see tokens.
         shape = shape_of(rows)
-        tokens = micro_batch * self.task.sequence // shape.context
-        size = (shape.context, micro_batch) if kind == LAYER else (tokens,)
+        work, device = self.work(rows, micro_batch), self.task.cluster.device
+        size = (shape.ulysses, shape.context, micro_batch) if kind == LAYER else (work.tokens,)
         key = (kind, shape.tensor, shape.columns, accumulate, *size)
         found = self._kernels.get(key)
         if found is None:
-            work, device = self.work(rows, micro_batch), self.task.cluster.device
             found = block_seconds(device, work, self.index(kind), accumulate=accumulate)
             found = self._kernels[key] = at_once(found) if kind == HEAD and shape.tensor == 1 else found
         return found
@@ -155,7 +182,7 @@ class Estimator:
     def boundary_s(self, rows: Rows, micro_batch: int) -> float:
         """Return the seconds of an activation between two stages, on the slowest tier that a boundary crosses."""
         shape = shape_of(rows)
-        key = (shape.tensor, shape.context, micro_batch, shape.crossed)
+        key = (shape.tensor, shape.ulysses, shape.context, micro_batch, shape.crossed)
         found = self._edges.get(key)
         if found is None:
             part = self._boundary_bytes(rows, micro_batch)

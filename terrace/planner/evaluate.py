@@ -240,7 +240,9 @@ class Evaluator:
             for index, size in enumerate(sizes)
         ]
         program = build(data_cluster(self.task.cluster, shape.state), plan, blocks, micros)
-        alone = [block_work(self.estimator, kind, shape, choice.micro_batch, choice.recompute) for kind in KINDS]
+        accumulate, again = self.estimator.accumulates(shape, choice.micro_batch), choice.recompute
+        forms = (shape.inner,)
+        alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in KINDS]
         costs = Costs(
             forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds) for kinds in part.chunk_kinds),
             backward_s=tuple(math.fsum(alone[kind][1] for kind in kinds) for kinds in part.chunk_kinds),

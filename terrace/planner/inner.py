@@ -1,8 +1,7 @@
 """What ranks of the tensor and the context axis send one another inside the blocks of a task.
 
-What tensor ranks send, and what hides it, is read from a program of one block of each kind (terrace.simulate.inside).
-The context axis has no program yet: its ranks gather the keys and values of a layer and scatter their gradients (Dubey
-et al. 2407.21783, section 3.3.2), and nothing hides these messages.
+What tensor ranks send, and what hides it, is read from a program of one block of each kind (terrace.simulate.inside);
+the messages of context ranks are priced from their numbers (terrace.simulate.context), as those of a program are.
 """
 
 import math
@@ -14,13 +13,12 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.stage import whole_stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage
-from terrace.plan.wire import FORMATS
 from terrace.planner.space import Rows, shape_of
-from terrace.planner.task import CONTEXT, LAYER, TENSOR, Choice, Task, columns_of, tensor_entry
+from terrace.planner.task import CONTEXT, LAYER, TENSOR, Choice, Task, columns_of, tensor_entry, ulysses_of
 from terrace.program import Instruction, Op, Program
+from terrace.simulate.context import context_waits, exchanges_of
 from terrace.simulate.inside import Hidden, Waits, hidden_counts, message_seconds, waits_of
-from terrace.simulate.layers import BlockSeconds
-from terrace.simulate.links import all_gather_s
+from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.states import kind_blocks
 from terrace.simulate.work import Work
 
@@ -46,16 +44,12 @@ class Inner:
         self._counts: dict[tuple[int, ...], list[dict[Hidden, int]]] = {}
         self._found: dict[tuple[int, Rows, int], list[Waits]] = {}
         self._seconds: dict[Rows, tuple[Tensor, dict[TensorMessage, float]]] = {}
-        self._gathers: dict[tuple[object, ...], float] = {}
+        self._contexts: dict[tuple[object, ...], Passes] = {}
 
     def seconds(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> InnerSeconds:
         """Return what a block waits for on one micro-batch, where its products take `own`."""
         tensor = self._tensor(kind, rows, work, own) if work.tensor > 1 else _NOTHING
-        context = _NOTHING
-        if kind == LAYER and work.context > 1:
-            keys_s = self._keys_s(rows, work)
-            context = (keys_s, 2 * keys_s, keys_s)
-        return InnerSeconds(tensor, context)
+        return InnerSeconds(tensor, self.context(rows, work) if kind == LAYER and work.context > 1 else _NOTHING)
 
     def _tensor(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> Passes:
         penalty = self.task.cluster.device.overlap_penalty
@@ -65,12 +59,17 @@ class Inner:
         )
         return forward.exposed_s(0.0, 0.0, penalty, own.forward_s), backward_s, with_forward_s - backward_s
 
-    def _keys_s(self, rows: Rows, work: Work) -> float:
-        key = (axis_group(rows, CONTEXT), work.rows, work.micro_batch)
-        if key not in self._gathers:
-            num_bytes = key_bytes(work) * work.context
-            self._gathers[key] = all_gather_s(self.task.cluster, axis_group(rows, CONTEXT), num_bytes)
-        return self._gathers[key]
+    def context(self, rows: Rows, work: Work) -> Passes:
+        """Return what a layer waits for of its context ranks."""
+        degrees = context_degrees(rows)
+        key = (degrees, work.rows, work.micro_batch)
+        found = self._contexts.get(key)
+        if found is None:
+            cluster, hides = self.task.cluster, self.task.software.hides_messages
+            rounds = core_rounds(cluster.device, work)
+            waits = context_waits(cluster, exchanges_of(work, *degrees), rounds, hides=hides)
+            found = self._contexts[key] = (waits.forward_s, waits.backward_s, waits.forward_s)
+        return found
 
     def _waits(self, kind: int, rows: Rows, num_tokens: int) -> list[Waits]:
         """Return the messages inside a block: of a forward, a backward, and a backward that recomputes.
@@ -168,18 +167,13 @@ class Inner:
                 for message in program.inside(Instruction(op, kind, 0)):
                     for tier, num_bytes in program.tensor.sends(message):
                         sent[MessageClass.TENSOR.value, names[tier]] += count * num_micros * num_bytes
-        left = (3 + choice.recompute) * key_bytes(work) * work.context
-        for row, name in zip(choice.rows, names, strict=True):
-            if row[CONTEXT] > 1:
-                sent["context", name] = counts[LAYER] * num_micros * left * (row[CONTEXT] - 1) // row[CONTEXT]
-                left //= row[CONTEXT]
         return dict(sent)
 
 
-def key_bytes(work: Work) -> int:
-    """Return the bytes of a rank's keys and values of one layer and micro-batch."""
-    heads = math.ceil(work.model.num_kv_heads / work.rows)
-    return 2 * work.tokens * heads * work.model.head_dim * FORMATS[work.compute].element_bytes
+def context_degrees(rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the Ulysses and the ring degrees of every tier."""
+    ulysses = tuple(map(ulysses_of, rows))
+    return ulysses, tuple(row[CONTEXT] // here for row, here in zip(rows, ulysses, strict=True))
 
 
 def axis_group(rows: Rows, axis: int) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.plan import AXES
+from terrace.plan.plan import CONTEXT_AXES
 
-NUMBERS = (*AXES, "columns", "micro_batch", "unit", "chunks")
+NUMBERS = (*AXES, *CONTEXT_AXES, "columns", "micro_batch", "unit", "chunks")
 STATES = ("params", "grads", "optimizer")
 WORDS = {"recompute": ("none", "layers")}
 _NAMES = (*NUMBERS, *STATES, "params_backward", *WORDS, "schedule")
-_MOST = 1 << 62
+MOST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Pins:
 
     def allows(self, name: str, value: int) -> bool:
         """Tell whether `value` is within the pin of `name`, if there is one."""
-        low, high = self.ranges.get(name, (-_MOST, _MOST))
+        low, high = self.ranges.get(name, (-MOST, MOST))
         return low <= value <= high
 
 
@@ -52,7 +53,7 @@ def parse_pins(texts: Iterable[str], cluster: Cluster, schedules: Sequence[str])
             schedule = word
             continue
         value = _value(text, name, word, cluster)
-        low, high = ranges.get(name, (-_MOST, _MOST))
+        low, high = ranges.get(name, (-MOST, MOST))
         low, high = max(low, value if sign != "<=" else low), min(high, value if sign != ">=" else high)
         if low > high:
             raise PlanError(f"pin {text!r} and an earlier pin of {name} exclude each other: drop one of them")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terrace.planner.estimate import Estimator, Part
-from terrace.planner.space import Shape
+from terrace.planner.space import Rows, Shape
 from terrace.planner.stages import Waiting, pipeline, share_layers
 from terrace.planner.task import EMBEDDING, HEAD, LAYER
 from terrace.program.schedules import Orders, Placement, TaskSeconds
@@ -92,7 +92,11 @@ def build_pipeline(
 ) -> Pipeline:
     """Return a pipeline; raises `PlanError` for numbers that the schedule cannot honour."""
     orders, waiting = pipeline(schedule, shape.pipeline, chunks, num_micros, unit)
-    alone = [block_work(estimator, kind, shape, micro_batch, recompute) for kind in (EMBEDDING, LAYER, HEAD)]
+    accumulate = estimator.accumulates(shape, micro_batch)
+    alone = [
+        block_work(estimator, kind, (shape.inner,), micro_batch, recompute, accumulate)
+        for kind in (EMBEDDING, LAYER, HEAD)
+    ]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1
     contents = [(int(virtual == 0), count, int(virtual == last)) for virtual, count in enumerate(counts)]
@@ -125,9 +129,11 @@ def virtual_blocks(parts: Sequence[Part], placement: Placement) -> tuple[int, ..
     return tuple(counts[virtual] for virtual in range(len(counts)))
 
 
-def block_work(estimator: Estimator, kind: int, shape: Shape, micro_batch: int, recompute: int) -> Work:
-    """Return what a block does of a micro-batch; only layers are recomputed."""
-    block = estimator.block(kind, shape.rows, micro_batch)
+def block_work(
+    estimator: Estimator, kind: int, forms: Sequence[Rows], micro_batch: int, recompute: int, accumulate: bool
+) -> Work:
+    """Return what a block does of a micro-batch, of several forms at least; only layers are recomputed."""
+    block = estimator.least_block(kind, forms, micro_batch, accumulate)
     again_s = block.again_s if recompute and kind == LAYER else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s
 

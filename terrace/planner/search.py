@@ -1,8 +1,8 @@
 """The search: best first by lower bounds, and no choice is evaluated whose bound is above what was found.
 
-1. Every mapping table, micro-batch and recomputation gets the bound of its computing. What cannot fit with all
-   states sharded as far as possible is dropped.
-2. The best of these is taken up: each of its schedules gets a bound, then that of its cheapest placement.
+1. Every mapping table, micro-batch and recomputation gets the bound of its computing, one for all forms of its context
+   ranks. What cannot fit with all states sharded as far as possible is dropped.
+2. The best of these is taken up: each of its forms gets a bound, each of its schedules, and its cheapest placement.
 3. The best of those is played, and every placement and unit of it gets its own bounds of time and of memory.
 4. The best of those is evaluated: its step is built and played.
 
@@ -16,10 +16,11 @@ import gc
 import heapq
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster, Device, Tier
@@ -29,7 +30,17 @@ from terrace.planner.bound import Bounds, Core
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.ranking import Window, ranked, window
-from terrace.planner.space import Shape, Space, micro_batches, passing_units, placements, shapes, units
+from terrace.planner.space import (
+    Shape,
+    Space,
+    closed,
+    micro_batches,
+    open_shapes,
+    passing_units,
+    placements,
+    shapes,
+    units,
+)
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 from terrace.planner.task import Choice, Placement, Task, plan_of
 from terrace.program.schedules import takes_unit
@@ -96,7 +107,7 @@ class Search:
             tried += 1
             core, placement, unit = entry[3:]
             estimate = attempt(self.evaluator, core.choice(placement, unit))
-            if estimate is not None and self._has_room(estimate.needed_bytes, estimate.choice):
+            if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.choice, placement, unit)):
                 insort(fitting, estimate, key=lambda each: each.step_s)
                 open_window = window(fitting, count)
         nearest = None if fitting or self._smallest is None else attempt(self.evaluator, self._smallest[1])
@@ -121,14 +132,11 @@ class Search:
     def _roots(self) -> Iterator[Core]:
         """Yield the roots that may fit. Memory grows with the micro-batch, so the first that cannot ends a shape."""
         space = self.space
-        for shape in shapes(space):
+        for shape in open_shapes(space):
             places = placements(space, shape)[::-1]  # the one that shards most first
             for micro_batch in micro_batches(space, shape.data):
-                fitting = [
-                    root
-                    for root in roots_of(space, self.bounds, shape, micro_batch)
-                    if any(self._fits(root, placement, 1) for placement in places)
-                ]
+                roots = roots_of(space, self.bounds, shape, micro_batch)
+                fitting = [root for root in roots if self._fits_somewhere(root, places)]
                 yield from fitting
                 if not fitting:
                     break
@@ -136,13 +144,16 @@ class Search:
     def _opened(self, entry: Entry) -> Iterator[Entry]:
         """Yield what an entry stands for, one level further."""
         bound_s, level, _, core, _, _ = entry
-        if level is Level.ROOT:
-            stages = core.shape.pipeline
-            if stages not in self._schedules:
-                self._schedules[stages] = schedules(self.space, stages)
-            for open_core in self.bounds.cores(core, self._schedules[stages]):
+        if level is Level.ROOT and core.shape.is_open:
+            places = placements(self.space, core.shape)[::-1]
+            for shape in closed(self.space, core.shape):
+                root = self.bounds.root(shape, core.micro_batch, core.recompute)
+                if self._fits_somewhere(root, places):
+                    yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0
+        elif level is Level.ROOT:
+            for open_core in self.bounds.cores(core, self._schedules_of(core.shape.pipeline)):
                 for further in in_units(self.space, open_core):
-                    yield further.bound_s, Level.CORE, further.key, further, _NOWHERE, 0
+                    yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
         elif level is Level.CORE and not core.played:
             for excess_s, _, _ in self._placed(core)[:1]:
                 at_least_s = self.bounds.least_s(core, excess_s)
@@ -156,6 +167,11 @@ class Search:
                     if self._fits(played, placement, unit):
                         placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
                         yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
+
+    def _schedules_of(self, stages: int) -> list[tuple[str, int]]:
+        if stages not in self._schedules:
+            self._schedules[stages] = schedules(self.space, stages)
+        return self._schedules[stages]
 
     def _played(self, core: Core) -> Core | None:
         """Return a core played, unless what its stages keep fits nowhere; raises `PlanError` as the schedule does."""
@@ -182,15 +198,22 @@ class Search:
             )
         return found
 
+    def _fits_somewhere(self, root: Core, places: Sequence[Placement]) -> bool:
+        return any(self._fits(root, placement, 1) for placement in places)
+
     def _fits(self, core: Core, placement: Placement, unit: int) -> bool:
         least = self.bounds.least_bytes(core, placement, unit)
-        return least <= self.capacity_bytes or self._has_room(least, core.choice(placement, unit))
+        return least <= self.capacity_bytes or self._has_room(least, partial(self._choice, core, placement, unit))
 
-    def _has_room(self, needed_bytes: float, choice: Choice) -> bool:
+    def _choice(self, core: Core, placement: Placement, unit: int) -> Choice:
+        shape = closed(self.space, core.shape)[0] if core.shape.is_open else core.shape
+        return core._replace(shape=shape).choice(placement, unit)
+
+    def _has_room(self, needed_bytes: float, choice: Callable[[], Choice]) -> bool:
         if needed_bytes <= self.capacity_bytes:
             return True
         if self._smallest is None or needed_bytes < self._smallest[0]:
-            self._smallest = (needed_bytes, choice)
+            self._smallest = (needed_bytes, choice())
         return False
 
 

@@ -6,7 +6,8 @@ Degrees are chosen tier by tier, so that every choice is a mapping table. Three 
   the innermost tier divides it;
 - of the tensor ranks the innermost are columns, a power of two of them: one, but where a pin allows more. Depth is no
   choice of its own: it is data ranks with parameters sharded over their tier;
-- context follows tensor in the same way; pipeline and data share what is left in any order;
+- context follows tensor in the same way, as Ulysses, as a ring, or both on any tier, Ulysses inside the ring where a
+  tier has both; no degrees are taken that would pad sequences. Pipeline and data share what is left in any order;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
 `unit` counts only where a gather or a reduction is made per unit, or where a pipeline's schedule passes its chunks in
@@ -17,19 +18,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from terrace.plan import AXES
+from terrace.plan.context import CHUNKS_A_PLACE, Heads
 from terrace.plan.layout import DEVICE
+from terrace.plan.plan import CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
-from terrace.planner.pins import Pins
-from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task, columns_of
+from terrace.planner.pins import MOST, Pins
+from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task, columns_of, row_of, ulysses_of
 
 Rows = tuple[Row, ...]
 
 
 class Shape(NamedTuple):
-    """A mapping table with what follows from it: total degrees, and per tier those that states are sharded over."""
+    """A mapping table with what follows from it: total degrees, and per tier those that states are sharded over.
+
+    An *open* one leaves the forms of its context ranks to be chosen (`closed`); its rows say nothing of Ulysses.
+    """
 
     rows: Rows
     data: int
@@ -40,17 +47,20 @@ class Shape(NamedTuple):
     state: tuple[int, ...]
     inner: Rows  # the tensor and context degrees alone: what the seconds of a block depend on
     crossed: tuple[int, ...]  # the tiers that some boundary between pipeline stages crosses
+    ulysses: int  # of the context ranks
+    is_open: bool = False
 
 
 @lru_cache(maxsize=65536)
 def shape_of(rows: Rows) -> Shape:
     """Return the shape of a mapping table."""
     data, tensor, context, pipeline = (math.prod(row[axis] for row in rows) for axis in range(len(AXES)))
-    inner = tuple((1, row[TENSOR], row[CONTEXT], 1, columns_of(row)) for row in rows)
+    inner = tuple(row_of(1, row[TENSOR], row[CONTEXT], 1, columns_of(row), ulysses_of(row)) for row in rows)
     state = tuple(row[DATA] * row[CONTEXT] for row in rows)
     crossed = tuple(tier for tier, row in enumerate(rows) if row[PIPELINE] > 1)
     columns = math.prod(columns_of(row) for row in rows)
-    return Shape(rows, data, tensor, context, pipeline, columns, state, inner, crossed)
+    ulysses = math.prod(ulysses_of(row) for row in rows)
+    return Shape(rows, data, tensor, context, pipeline, columns, state, inner, crossed, ulysses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,52 @@ class Space:
 
 def shapes(space: Space) -> Iterator[Shape]:
     """Yield every mapping table that the model, the batch and the pins allow."""
+    for shape in open_shapes(space):
+        yield from closed(space, shape) if shape.is_open else (shape,)
+
+
+def closed(space: Space, shape: Shape) -> list[Shape]:
+    """Return an open shape in every form that its context ranks can have, those with fewest Ulysses ranks first."""
+    found = []
+    for forms in forms_of(space, shape.inner):
+        rows = (row_of(*row[:4], columns_of(row), ulysses) for row, ulysses in zip(shape.rows, forms, strict=True))
+        found.append(shape_of(tuple(rows)))
+    return found
+
+
+def forms_of(space: Space, inner: Rows) -> tuple[tuple[int, ...], ...]:
+    """Return the Ulysses degrees of every tier that context ranks can have; the rest of them is a ring.
+
+    Heads are dealt out whole: Ulysses divides those of a tensor rank, and of its key-value heads it divides the
+    number or is a multiple.
+    """
+    shape = shape_of(inner)
+    return _forms(
+        tuple(row[CONTEXT] for row in inner),
+        space.task.sequence,
+        space.task.heads(shape.tensor // shape.columns),
+        tuple(space.pins.ranges.get(form, (1, MOST)) for form in CONTEXT_AXES),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _forms(
+    degrees: tuple[int, ...], sequence: int, heads: Heads, ranges: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, ...], ...]:
+    total, found = math.prod(degrees), []
+    for forms in product(*map(divisors, degrees)):
+        ulysses = math.prod(forms)
+        ring = total // ulysses
+        chunks = 1 if ring == 1 else CHUNKS_A_PLACE * ring
+        if not all(low <= degree <= high for degree, (low, high) in zip((ulysses, ring), ranges, strict=True)):
+            continue
+        if heads.can_split(ulysses) and sequence % math.lcm(chunks, ring * ulysses) == 0:
+            found.append(forms)
+    return tuple(sorted(found, key=lambda forms: (math.prod(forms), forms)))
+
+
+def open_shapes(space: Space) -> Iterator[Shape]:
+    """Yield every mapping table, those with context ranks in no form yet."""
     task, pins = space.task, space.pins
     model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
 
@@ -82,11 +138,16 @@ def shapes(space: Space) -> Iterator[Shape]:
             and pipeline <= model.num_layers
         )
 
-    def extend(rows: Rows, product: tuple[int, int, int, int, int]) -> Iterator[Shape]:
+    def extend(rows: Rows, degrees: tuple[int, int, int, int, int]) -> Iterator[Shape]:
         tier = len(rows)
         if tier == len(sizes):
-            if all(pins.allows(axis, degree) for axis, degree in zip((*AXES, "columns"), product, strict=True)):
-                yield shape_of(rows)
+            if all(pins.allows(axis, degree) for axis, degree in zip((*AXES, "columns"), degrees, strict=True)):
+                shape = shape_of(rows)
+                if shape.context == 1:
+                    if all(pins.allows(form, 1) for form in CONTEXT_AXES):
+                        yield shape
+                elif forms_of(space, shape.inner):
+                    yield shape._replace(is_open=True)
             return
         inner = rows[-1] if rows else None
         for row in _rows(sizes[tier], space.axes, most_columns):
@@ -97,11 +158,11 @@ def shapes(space: Space) -> Iterator[Shape]:
             if inner is not None and row[CONTEXT] > 1 and inner[TENSOR] * inner[CONTEXT] != sizes[tier - 1]:
                 continue
             grown = (
-                product[DATA] * row[DATA],
-                product[TENSOR] * row[TENSOR],
-                product[CONTEXT] * row[CONTEXT],
-                product[PIPELINE] * row[PIPELINE],
-                product[4] * columns_of(row),
+                degrees[DATA] * row[DATA],
+                degrees[TENSOR] * row[TENSOR],
+                degrees[CONTEXT] * row[CONTEXT],
+                degrees[PIPELINE] * row[PIPELINE],
+                degrees[4] * columns_of(row),
             )
             if possible(*grown):
                 yield from extend((*rows, row), grown)

@@ -10,14 +10,15 @@ from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
 from terrace.plan import AXES, Plan
+from terrace.plan.context import Heads, attention_heads
 from terrace.simulate.block_tape import Backend
 
 EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
 DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
 
 # Degrees of one tier, in the order of AXES; they multiply to its size. A fifth is how many of the tensor ranks are
-# columns; where it is left out, none.
-Row = tuple[int, int, int, int] | tuple[int, int, int, int, int]
+# columns, a sixth how many of the context ranks are of Ulysses; where it is left out, one: rows and a ring.
+Row = tuple[int, int, int, int] | tuple[int, int, int, int, int] | tuple[int, int, int, int, int, int]
 _MOST = 10**9  # whose divisors are found in no time
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
 MOST_SEQUENCES = 100_000
@@ -107,6 +108,12 @@ class Task:
         """The blocks of the model."""
         return block_specs(self.model)
 
+    def heads(self, num_rows: int) -> Heads:
+        """Return the heads of a layer's attention on each of `num_rows` tensor rows."""
+        heads = attention_heads(self.blocks[LAYER], num_rows)
+        assert heads is not None, "a decoder's layers declare their heads"
+        return heads
+
     @property
     def peak_flops_per_s(self) -> float:
         """Peak of one device in the compute dtype."""
@@ -146,10 +153,32 @@ def columns_of(row: Row) -> int:
     return row[4] if len(row) == 5 else 1
 
 
+def ulysses_of(row: Row) -> int:
+    """Return how many of the context ranks of a tier exchange tokens for heads; the others are a ring."""
+    return row[5] if len(row) == 6 else 1
+
+
+def row_of(data: int, tensor: int, context: int, pipeline: int, columns: int = 1, ulysses: int = 1) -> Row:
+    """Return a row with no more numbers than it needs, so that equal ones are the same."""
+    if ulysses > 1:
+        return data, tensor, context, pipeline, columns, ulysses
+    return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
+
+
+def context_entry(row: Row) -> dict[str, int]:
+    """Return the context ranks of a tier as the mapping of a plan has them."""
+    forms = {"ulysses": ulysses_of(row), "ring": row[CONTEXT] // ulysses_of(row)}
+    return {form: degree for form, degree in forms.items() if degree > 1}
+
+
 def tensor_entry(row: Row) -> int | dict[str, int]:
     """Return the tensor ranks of a tier as the mapping of a plan has them."""
     columns = columns_of(row)
     return row[TENSOR] if columns == 1 else {"rows": row[TENSOR] // columns, "columns": columns}
+
+
+def _entry(axis: str, row: Row, degree: int) -> int | dict[str, int]:
+    return tensor_entry(row) if axis == "tensor" else context_entry(row) if axis == "context" else degree
 
 
 def num_micros(task: Task, choice: Choice) -> int:
@@ -163,9 +192,7 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
     mapping = {
         tier: {
-            axis: tensor_entry(row) if axis == "tensor" else degree
-            for axis, degree in zip(AXES, row[: len(AXES)], strict=True)
-            if degree > 1
+            axis: _entry(axis, row, degree) for axis, degree in zip(AXES, row[: len(AXES)], strict=True) if degree > 1
         }
         for tier, row in zip(tiers, choice.rows, strict=True)
         if any(row[axis] > 1 for axis in (TENSOR, CONTEXT, PIPELINE))

@@ -142,7 +142,7 @@ class _Decoder(BlockTape):
             self._add("look up", (INPUT,), OUTPUT, keeps, whole, matrix + whole)
             return
         self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
-        used = work.sequence // work.context * self.hidden * self.item  # summed over the sequences first
+        used = min(work.sequence, work.tokens) * self.hidden * self.item  # summed over the sequences first
         self._add("positions", ("rows",), OUTPUT, keeps, 0, used + model.max_positions * self.hidden * self.item, True)
 
     def layer(self) -> None:

@@ -29,7 +29,7 @@ from terrace.program import Instruction, Op, Program
 from terrace.simulate.inside import waits
 from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, optimizer_s
-from terrace.simulate.links import hop_s, send_s
+from terrace.simulate.links import hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
@@ -54,22 +54,19 @@ class Costs:
 
     def penalty(self, instruction: Instruction) -> float:
         """Return how much computing slows beside a collective instruction: the mean over its time on each tier."""
-        device, tiers = self.program.cluster.device, self.program.cluster.tiers
+        cluster = self.program.cluster
         own_s = self._own_s(instruction)
-        total_s, slowed_s = own_s, device.overlap_penalty * own_s
+        total_s, slowed_s = own_s, cluster.device.overlap_penalty * own_s
         for tier, seconds in self._hops(instruction):
-            here = tiers[tier].overlap_penalty
             total_s += seconds
-            slowed_s += seconds * (device.overlap_penalty if here is None else here)
+            slowed_s += seconds * tier_penalty(cluster, tier)
         return slowed_s / total_s if total_s else 0.0
 
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
         """Return the seconds of a message to another stage, and how much computing slows beside it."""
         cluster = self.program.cluster
         ((tier, num_bytes),) = self.program.sends(instruction)
-        here = cluster.tiers[tier].overlap_penalty
-        penalty = cluster.device.overlap_penalty if here is None else here
-        return send_s(cluster, tier, num_bytes), penalty
+        return send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier)
 
     def _own_s(self, instruction: Instruction) -> float:
         """Return the seconds of a collective that pass inside the rank: coding, and the memory of the whole block."""

@@ -12,7 +12,8 @@ is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum t
 For GPT with dropout that is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. What stands outside the
 tensor-parallel products is cut over the rows under sequence parallelism. Tensor columns cut the residual stream and
 the hidden side of every product, and repeat the rest. Query, key and value count as one product, and so do gate and
-up. Messages are not in these figures: `terrace.simulate.inside`.
+up. Attention goes over the rounds of a ring, and over the heads of a Ulysses rank. Messages are not in these figures:
+`terrace.simulate.inside`, `terrace.simulate.context`.
 """
 
 import math
@@ -162,20 +163,42 @@ def _widths(work: Work) -> tuple[int, int]:
     return heads * work.model.head_dim, kv_heads * work.model.head_dim
 
 
-def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
+@lru_cache(maxsize=65536)
+def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return (forward, backward) seconds of a layer's attention: of the first round of a ring, and of every later one.
+
+    Rows are taken for one document each. Without a window every round has as many products, for the chunks of a place
+    are an early and a late one: in the first those of a causal square over both, later half of that square. From the
+    second on, results are added to those before: outputs forward, backward gradients of queries and of keys. A window
+    leaves nearly all to the first rounds: all is counted there, so that nothing hides behind the others.
+    """
     keys, causal = core_keys(work, device.backend)
-    return attention_s(
+    queries = math.ceil(work.attended / work.micro_batch)
+    windowed = 0 < work.model.sliding_window < work.sequence
+    first = attention_s(
         device,
         batch=work.micro_batch,
-        heads=math.ceil(work.model.num_heads / work.rows),
-        queries=work.sequence // work.context,
-        keys=keys,
+        heads=work.attended_heads,
+        queries=queries,
+        keys=keys if work.ring == 1 or windowed else queries,
         head_dim=work.model.head_dim,
         flash=work.flash,
         causal=causal,
         dropout=work.dropout,
         dtype=work.compute,
     )
+    if work.ring == 1:
+        return first, (0.0, 0.0)
+    row = work.attended * FORMATS[work.compute].element_bytes * work.model.head_dim  # bytes of a head
+    outputs_s = memory_s(device, 3 * row * work.attended_heads)
+    sums_s = memory_s(device, 3 * row * (work.attended_heads + 2 * work.attended_kv_heads), 3)
+    own = (0.0, 0.0) if windowed else first
+    return first, (own[0] + outputs_s, own[1] + sums_s)
+
+
+def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
+    first, later = core_rounds(device, work)
+    return first[0] + (work.ring - 1) * later[0], first[1] + (work.ring - 1) * later[1]
 
 
 def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:

@@ -99,18 +99,33 @@ def all_to_all_s(cluster: Cluster, group: Group, num_bytes: float, *, concurrent
     The part for peers that differ on tier i at the outermost crosses that tier: S (r_(i+1) - r_i) / n. Messages to
     peers start together, so a tier's latency counts once; tiers follow one another.
     """
+    return math.fsum(all_to_all_tiers(cluster, group, num_bytes, concurrent=concurrent).values())
+
+
+def all_to_all_tiers(
+    cluster: Cluster, group: Group, num_bytes: float, *, concurrent: int | None = None
+) -> dict[int, float]:
+    """Return the same by tier index; the launch counts on the first one crossed."""
     degrees = _degrees(cluster, group, concurrent)
     num_ranks = math.prod(degrees)
     if num_ranks == 1 or not num_bytes:
-        return 0.0
-    total, inside = cluster.device.kernels.launch_s, 1
+        return {}
+    found: dict[int, float] = {}
+    launch_s, inside = cluster.device.kernels.launch_s, 1
     for tier, degree in enumerate(degrees):
         if degree > 1:
             part = num_bytes * inside * (degree - 1) / num_ranks
             rate = rate_bytes_per_s(cluster, tier, part, degree=degree, concurrent=_at(cluster, tier, concurrent))
-            total += cluster.tiers[tier].latency_s + part / rate
+            found[tier] = launch_s + cluster.tiers[tier].latency_s + part / rate
+            launch_s = 0.0
         inside *= degree
-    return total
+    return found
+
+
+def tier_penalty(cluster: Cluster, tier: int) -> float:
+    """Return by what part of the time that a message takes on a tier computing beside it slows."""
+    own = cluster.tiers[tier].overlap_penalty
+    return cluster.device.overlap_penalty if own is None else own
 
 
 def send_s(cluster: Cluster, tier: int, num_bytes: float, *, concurrent: int | None = None) -> float:

@@ -1,10 +1,12 @@
 """Work: what one rank computes of one micro-batch, in the numbers that costs and activations depend on."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
+from terrace.plan.context import held_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,9 @@ class Work:
     the product with V; Korthikanti et al. 2205.05198, section 5), or all of it. `flash` tells a kernel that never
     writes the S x S scores; such a kernel recomputes the core by itself, so `selective` then changes nothing.
     `documents` tells that a row may hold several, which attend to themselves alone (terrace.model.attention).
+
+    The context axis is `ulysses` x `ring` ranks (terrace.plan.context): between attention each holds `tokens`, padding
+    included; for attention the `ulysses` ranks of a place have `attended` tokens and a part of the heads each.
     """
 
     model: ModelConfig
@@ -25,7 +30,9 @@ class Work:
     micro_batch: int = 1
     tensor: int = 1
     columns: int = 1
-    context: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    balance: Literal["tokens", "cost"] = "tokens"
     sequence_parallel: bool = True  # norms and residual cut over the tensor rows; without effect at one row
     recompute: Literal["none", "selective", "full"] = "none"
     flash: bool = True
@@ -56,6 +63,26 @@ class Work:
         return self.columns * (self.rows if self.sequence_parallel else 1)
 
     @property
+    def context(self) -> int:
+        """Ranks of the context axis."""
+        return self.ulysses * self.ring
+
+    @property
     def tokens(self) -> int:
-        """Tokens of the micro-batch on one context rank."""
-        return self.micro_batch * self.sequence // self.context
+        """Tokens of the micro-batch on a rank between attention."""
+        return held_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
+
+    @property
+    def attended(self) -> int:
+        """Tokens of the micro-batch that a rank has in attention: those of all ranks of its place."""
+        return self.ulysses * self.tokens
+
+    @property
+    def attended_heads(self) -> int:
+        """Query heads that a rank has in attention."""
+        return math.ceil(math.ceil(self.model.num_heads / self.rows) / self.ulysses)
+
+    @property
+    def attended_kv_heads(self) -> int:
+        """Key-value heads that a rank has in attention: with more Ulysses ranks than there are, one each."""
+        return math.ceil(math.ceil(self.model.num_kv_heads / self.rows) / self.ulysses)
