@@ -26,7 +26,6 @@ from terrace.planner import (
     plan_of,
     preset_verdicts,
     reasons,
-    runnable_axes,
     runs_today,
 )
 from terrace.planner.explain import lack
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--output {options.output} must end in .toml: that is how commands know a plan's file")
     task = read_task(options, rest)
     pins = parse_pins(options.pin, task.cluster, schedule_names())
-    axes = runnable_axes() if options.axes is None else parse_axes(options.axes)
+    axes = parse_axes(options.axes)
     space = Space(task=task, axes=axes, pins=pins)
     found, evaluator = find(space, count=options.best, limit=options.limit)
     if not found.best:
@@ -98,34 +97,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     near = reasons(space, evaluator, best.choice)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
-    if options.axes is None and set(axes) != set(AXES):
-        print(f"{_beyond(task, pins, best, options.limit)}\n")
     print(outcome)
     return 0
-
-
-def _beyond(task: Task, pins: Pins, best: Estimate, limit: int) -> str:
-    """Return what the best plan over all axes would be, in a line."""
-    found, _ = find(Space(task=task, pins=pins), count=1, limit=limit)
-    if not found.best:
-        return "over all axes: nothing was found within the limit"
-    other = found.best[0]
-    refused = runs_today(task, other.choice)
-    if refused is None:
-        return "over all axes: the same plan is the best"
-    used = _not_run(other)
-    words = plan_words(task, other.choice)
-    faster = best.step_s / other.step_s
-    return (
-        f"over all axes, not runnable yet ({_axes(used)}): {words}; step "
-        f"{seconds(other.step_s)}, {faster:.2f} times as fast"
-    )
-
-
-def _not_run(estimate: Estimate) -> list[str]:
-    """Return the axes of a plan that this version does not run."""
-    run = runnable_axes()
-    return [name for axis, name in enumerate(AXES) if name not in run and estimate.choice.degree(axis) > 1]
 
 
 def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
@@ -136,8 +109,7 @@ def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: 
         near = " or ".join(str(each) for each in (below, below + ranks) if 0 < each <= MOST_SEQUENCES)
         return (
             f"--batch {task.batch} does not divide over the {ranks} ranks of the data axis: use "
-            f"{f'--batch {near}, ' if near else ''}{_sizes_that_divide(task)}or --axes all, which searches axes that "
-            "this version predicts but does not run"
+            f"{f'--batch {near}, ' if near else ''}{_sizes_that_divide(task)}or --axes all"
         )
     if found.nearest is None:
         return _no_shape(task, pins, axes, pinned)
@@ -214,9 +186,7 @@ def _write(task: Task, best: Estimate, evaluator: Evaluator, options: argparse.N
     write_output(options.output, head + tomli_w.dumps(table))
     look = f"to look at its step: terrace simulate {options.output}"
     if refused is not None:
-        used = _not_run(best)
-        why = f"this version does not train the {_axes(used)}" if used else f"it cannot be trained, since {refused}"
-        return f"wrote {options.output}, to be looked at: {why}\n{look}"
+        return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"
     return f"wrote {options.output}\nto train: terrace train --plan {options.output}\n{look}"
 
 

@@ -11,7 +11,7 @@ from terrace.base.files import write_atomic
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, run_table, take_word
 from terrace.cli.output import Terminal
-from terrace.cli.simulate_axes import other_axes, play_axes
+from terrace.cli.simulate_axes import has_pipeline, play_axes
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
 from terrace.plan import parse_plan
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     table = run_table(options, rest)
     cluster = parse_cluster(dict(table["cluster"]))
     whole = parse_plan(table["plan"], cluster)
-    if other_axes(whole):
+    if has_pipeline(whole):
         played = play_axes(table, cluster, whole)
         written = [_write(path, getattr(played, name)) for name, path in outputs.items()]
         print(f"{played.words}\n")

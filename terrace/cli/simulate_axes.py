@@ -1,12 +1,10 @@
-"""`terrace simulate` of a plan with a context or pipeline axis.
+"""`terrace simulate` of a plan with a pipeline: it is played as orders (terrace.planner.staged).
 
-A plan with a pipeline is played as orders (terrace.planner.staged). One without is the program of the data ranks of one
-tensor and context coordinate, with the messages of the other axes inside its blocks. Both are the evaluation of
-`terrace plan`, and say its seconds.
+That is the evaluation of `terrace plan`, and says its seconds.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
@@ -15,23 +13,20 @@ from terrace.cli.output import Terminal
 from terrace.cli.task import task_words
 from terrace.cluster import Cluster
 from terrace.plan import Plan
-from terrace.planner import Choice, Evaluator, Task, runnable_axes
+from terrace.planner import Choice, Evaluator, Task
 from terrace.planner.bound import Bounds
 from terrace.planner.chosen import choice_of
-from terrace.planner.estimate import Estimator, Part
+from terrace.planner.estimate import Estimator
 from terrace.planner.explain import choice_changes, lack
-from terrace.planner.staged import inner_seconds, inner_words, message_places, path_sentence, played_words, stage_steps
-from terrace.planner.stages import SERIAL
+from terrace.planner.staged import path_sentence, played_words, stage_steps
 from terrace.planner.task import Software, num_micros
-from terrace.report import plan_table, time_table, wire_words
-from terrace.report.advice import advice_words, timeline_text
-from terrace.report.page import page_html
+from terrace.report import plan_table, wire_words
+from terrace.report.advice import advice_words
 from terrace.report.plans import sent_table, split_table
 from terrace.report.stages import exposed_table, stages_page, stages_table
 from terrace.report.tables import quantity, seconds
-from terrace.simulate import CriticalPath, Recording, critical_path, critical_words, memory_curve, record
 from terrace.simulate.timeline_picture import memory_picture, picture
-from terrace.simulate.trace import stages_trace_json, trace_json
+from terrace.simulate.trace import stages_trace_json
 from terrace.train.config import parse_sections
 
 
@@ -74,7 +69,7 @@ def play_axes(table: Mapping[str, Any], cluster: Cluster, plan: Plan) -> Played:
         raise PlanError(
             f"plan {plan.name!r} {lack(task, estimate)}: take a smaller micro_batch or shard states further"
         )
-    return _serial(evaluator, choice, plan) if choice.schedule == SERIAL else _staged(evaluator, choice, plan)
+    return _staged(evaluator, choice, plan)
 
 
 def _subtitle(task: Task, choice: Choice) -> str:
@@ -121,88 +116,12 @@ def _staged(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
     )
 
 
-def _serial(evaluator: Evaluator, choice: Choice, plan: Plan) -> Played:
-    task = evaluator.task
-    part = Part(True, (task.model.num_layers,), True)
-    recording = record(*evaluator.program(part, choice, num_micros(task, choice)))
-    inner = inner_seconds(evaluator, choice, part)
-    places = message_places(evaluator, choice)
-    path = _with_inner(critical_path(recording), recording, inner, places)
-    recording = replace(recording, report=replace(recording.report, time_s=_split(recording.report.time_s, inner)))
-    kept_bytes = evaluator.estimator.kept_bytes
-    kept = [kept_bytes(kind, choice.rows, choice.micro_batch, choice.recompute) for kind in part.kinds]
-    curve = memory_curve(recording, kept)
-    candidates, sent = choice_changes(evaluator, choice), evaluator.sent_bytes(choice)
-    step_s, tiers = recording.report.step_s, [tier.name for tier in task.cluster.tiers]
-    advice = advice_words(candidates, step_s)
-    exposed: dict[tuple[str, str], float] = {}
-    for category, spent in recording.report.time_s.items():
-        if category in places:
-            exposed[places[category]] = exposed.get(places[category], 0.0) + spent
-    note = (
-        f"Played is the program of the data ranks of one {' and '.join(inner)} coordinate, with the messages of "
-        f"{' and '.join(inner)} ranks inside its blocks. {' '.join(inner_words(choice))} This version runs the "
-        f"{' and '.join(runnable_axes())} axes only, so this step cannot be trained yet."
-    )
-
-    def show() -> None:
-        console = Terminal()
-        _show_plan(console, task, plan, sent)
-        console.print(time_table(recording.report))
-        console.print(exposed_table(exposed, tiers, step_s, "messages that nothing hides"))
-        memory = evaluator.evaluate(choice).memory_bytes
-        capacity = task.cluster.device.memory_bytes
-        title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
-        console.print(split_table(memory, title, "B", capacity))
-        console.print("a steady step of one rank", style="bold")
-        print(f"{timeline_text(recording)}\n\nstep {seconds(step_s)}, as terrace plan says")
-        print(f"{critical_words(path)}\n{advice}\n\n{note}")
-
-    whole = (task.cluster, plan)
-    words = _subtitle(task, choice)
-    page = page_html(
-        recording, curve, path, candidates, subtitle=words, advice=advice, whole=whole, sent=sent, note=note
-    )
-    return Played(
-        words=words,
-        page=page,
-        trace=trace_json(recording, curve),
-        show=show,
-    )
-
-
 def _show_plan(console: Terminal, task: Task, plan: Plan, sent: Mapping[tuple[str, str], int]) -> None:
     console.print(plan_table(task.cluster, plan))
     console.print(sent_table(sent, [tier.name for tier in task.cluster.tiers]))
     print(wire_words(plan))
 
 
-def _split(time_s: Mapping[str, float], inner: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Take the messages of tensor and context ranks out of the forward and the backward."""
-    found = dict(time_s)
-    for index, name in enumerate(("forward", "backward")):
-        found[name] -= fsum(each[index] for each in inner.values())
-    return found | {name: fsum(each) for name, each in inner.items()}
-
-
-def _with_inner(
-    path: CriticalPath,
-    recording: Recording,
-    inner: Mapping[str, tuple[float, float]],
-    places: Mapping[str, tuple[str, str]],
-) -> CriticalPath:
-    """Split what computes on a path in the same way: all of it is alike."""
-    found = dict(path.seconds)
-    for index, name in enumerate(("forward", "backward")):
-        whole_s, passed_s = recording.report.time_s[name], found.get(("", name), 0.0)
-        for axis, each in inner.items():
-            share_s = passed_s * each[index] / whole_s
-            found["", name] -= share_s
-            key = (places[axis][1], axis)
-            found[key] = found.get(key, 0.0) + share_s
-    return replace(path, seconds=found)
-
-
-def other_axes(plan: Plan) -> bool:
-    """Tell whether a plan has an axis for which the program of one rank does not stand for all."""
-    return any(row.get(axis, 1) != 1 for row in plan.mapping.values() for axis in ("context", "pipeline"))
+def has_pipeline(plan: Plan) -> bool:
+    """Tell whether a plan has stages, so that the program of one rank does not stand for all."""
+    return any(row.get("pipeline", 1) != 1 for row in plan.mapping.values())

@@ -29,7 +29,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     _check_depth(cluster, plan, layout)
     _check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
-    _check_context(cluster, plan, blocks)
+    check_context(cluster, plan, blocks)
     if plan.update == "muon":
         _check_muon(cluster, plan, blocks)
     return layout
@@ -167,7 +167,8 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     )
 
 
-def _check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    """Raise `PlanError` where attention cannot be spread over ranks as the plan says."""
     grid = Grid.of(cluster, plan)
     if plan.balance == "cost" and places_degree(grid, plan) == 1:
         raise PlanError(

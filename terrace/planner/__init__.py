@@ -4,7 +4,7 @@ from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.explain import Verdict, preset_verdicts, reasons
 from terrace.planner.pins import Pins, parse_axes, parse_pins
 from terrace.planner.scaling import Point, curve
-from terrace.planner.search import Found, Search, find, runnable_axes, runs_today
+from terrace.planner.search import Found, Search, find, runs_today
 from terrace.planner.space import Space
 from terrace.planner.task import Choice, Placement, Task, plan_of
 
@@ -27,6 +27,5 @@ __all__ = [
     "plan_of",
     "preset_verdicts",
     "reasons",
-    "runnable_axes",
     "runs_today",
 ]

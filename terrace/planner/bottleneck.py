@@ -11,7 +11,7 @@ from terrace.planner.bound import Bounds
 from terrace.planner.chosen import choice_of
 from terrace.planner.estimate import Estimator, Part
 from terrace.planner.evaluate import Estimate, Evaluator
-from terrace.planner.search import find, runnable_axes
+from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.staged import stage_steps
 from terrace.planner.stages import SERIAL
@@ -64,8 +64,8 @@ def bottleneck(task: Task, plan: Plan) -> Bottleneck:
 
 
 def better_plan(task: Task, step_s: float, limit: int) -> Better | None:
-    """Return the best runnable plan that `limit` simulations find, if it beats a step of `step_s` by `LEAST_GAIN`."""
-    found, _ = find(Space(task=task, axes=runnable_axes()), count=1, limit=limit)
+    """Return the best plan that `limit` simulations find, if it beats a step of `step_s` by `LEAST_GAIN`."""
+    found, _ = find(Space(task=task), count=1, limit=limit)
     if not found.best or step_s / found.best[0].step_s < LEAST_GAIN:
         return None
     return Better(estimate=found.best[0], gain=step_s / found.best[0].step_s, proved=found.proved)

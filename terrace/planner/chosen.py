@@ -1,7 +1,7 @@
 """A plan as a choice of the planner: the way back from `plan_of`.
 
 A plan may say more than a choice can: what a choice has no word for is refused, and so is a mapping that the model or
-the cluster cannot have. Whether this version runs the plan is another question (`terrace.plan.validate`).
+the cluster cannot have.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from terrace.plan import AXES, MessageClass, Plan, num_micro_batches, validate
 from terrace.plan.grid import Grid
 from terrace.plan.layout import Layout
 from terrace.plan.slices import slice_blocks
-from terrace.plan.validate import check_degree
+from terrace.plan.validate import check_context, check_degree
 from terrace.planner.estimate import data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.space import Shape, shape_of
@@ -35,11 +35,14 @@ def choice_of(task: Task, plan: Plan) -> Choice:
     schedule, chunks = (
         (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(SIMPLEST if plan.schedule is None else plan.schedule)
     )
-    if shape.context == shape.pipeline == 1:
+    if plan.balance != "tokens":
+        raise PlanError(f'balance = "{plan.balance}": plans are priced with balance = "tokens"; leave it out')
+    if shape.pipeline == 1:
         validate(task.cluster, plan, task.blocks)
         slice_blocks(task.blocks, Grid.of(task.cluster, plan))  # the degrees must divide the heads
     else:
         _check_model(task, shape)
+        check_context(task.cluster, plan, task.blocks)
         # What is left of a plan is that of the data ranks of one tensor, context and pipeline coordinate.
         _check_tensor_wire(task, plan, shape)
         wire = {message: row for message, row in plan.wire.items() if message != MessageClass.TENSOR.value}
@@ -117,7 +120,5 @@ def _check_model(task: Task, shape: Shape) -> None:
             raise PlanError(f"a tensor degree of {num_rows} rows does not divide the {size} {name} of the model")
     if model.hidden_size % shape.columns:
         raise PlanError(f"{shape.columns} columns do not divide the hidden size {model.hidden_size} of the model")
-    if task.sequence % shape.context:
-        raise PlanError(f"a context degree of {shape.context} does not divide sequences of {task.sequence} tokens")
     if shape.pipeline > model.num_layers:
         raise PlanError(f"{shape.pipeline} pipeline stages of {model.num_layers} layers: use at most one a layer")

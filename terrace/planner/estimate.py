@@ -215,17 +215,6 @@ class Estimator:
         work = self.work(rows, micro_batch)
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
-    def inner_bytes(self, choice: Choice, num_micros: int, part: Part) -> dict[tuple[str, str], int]:
-        """Return what a rank of a stage sends in a step to its tensor and context ranks, by (axis, tier)."""
-        return self.inner.sent_bytes(choice, self.work(choice.rows, choice.micro_batch), num_micros, part.counts)
-
-    def boundary_bytes(self, choice: Choice, num_micros: int) -> dict[tuple[str, str], int]:
-        """Return what a rank of a middle stage sends in a step to its neighbours, on the outermost tier crossed."""
-        tiers = self.task.cluster.tiers
-        crossed = [tier.name for row, tier in zip(choice.rows, tiers, strict=True) if row[PIPELINE] > 1]
-        part = self._boundary_bytes(choice.rows, choice.micro_batch)
-        return {("pipeline", crossed[-1]): int(2 * num_micros * choice.chunks * part)} if crossed else {}
-
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
         """Return the seconds of the optimizer on a rank's part of `numel` parameters."""
         return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))

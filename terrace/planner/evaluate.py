@@ -1,7 +1,7 @@
 """The final evaluation of a choice: its step is built, priced and played, its memory counted.
 
-Without pipeline and context the program of the plan is built and simulated. With them, that of the data ranks of a
-stage: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its data ranks see.
+Without a pipeline the program of the plan is built and simulated. With one, that of the data ranks of a stage: for one
+tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its data ranks see.
 Two short steps are played, of two and of three units of micro-batches; more units repeat the third, so a step of M
 units follows in a straight line,
 
@@ -29,12 +29,13 @@ from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, virtual_blocks
 from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import CONTEXT, KINDS, Choice, Task, Wire, num_micros, plan_of
+from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build, build_stages
 from terrace.program.schedules import takes_unit
 from terrace.simulate import Costs
 from terrace.simulate.cost import update_seconds
 from terrace.simulate.events import step_seconds
+from terrace.simulate.layers import core_rounds
 
 BUBBLE = "wait pipeline"
 SYNC = f"wait {MessageClass.SYNC.value}"
@@ -104,18 +105,11 @@ class Evaluator:
     def sent_bytes(self, choice: Choice) -> dict[tuple[str, str], int]:
         """Return what a rank sends in a step, by (message, tier); of a pipeline, on the stage that sends most."""
         micros, part = num_micros(self.task, choice), self._whole()
-        if choice.schedule != SERIAL and choice.degree(CONTEXT) == 1:
-            return self._stage_bytes(choice, micros)
         if choice.schedule != SERIAL:
-            part = max(self.stages(choice)[0].parts, key=lambda part: part.counts[1])
+            return self._stage_bytes(choice, micros)
         program, _ = self.program(part, choice, 1)
-        sent = {
-            (message.value, tier): count
-            for (message, tier), count in step_bytes(
-                program.cluster, program.plan, program.blocks, micros, program.sequence
-            ).items()
-        }
-        return sent | self.estimator.inner_bytes(choice, micros, part) | self.estimator.boundary_bytes(choice, micros)
+        sent = step_bytes(program.cluster, program.plan, program.blocks, micros, program.sequence)
+        return {(message.value, tier): count for (message, tier), count in sent.items()}
 
     def _stage_bytes(self, choice: Choice, micros: int) -> dict[tuple[str, str], int]:
         """Return what a rank sends on the stage that sends most: the bytes of the plan's own programs."""
@@ -211,11 +205,11 @@ class Evaluator:
     def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
         """Return the program of a stage for a step of `micros` micro-batches, and its costs.
 
-        Without pipeline and context it is the very program of the plan. With them that of the data ranks alone, where
-        what tensor and context ranks send is part of computing.
+        Without a pipeline it is the very program of the plan. With one that of the data ranks alone, where what tensor
+        and context ranks send is part of computing.
         """
         estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
-        if choice.schedule == SERIAL and shape.tensor > 1 and shape.context == 1:
+        if choice.schedule == SERIAL and shape.tensor * shape.context > 1:
             return self._whole_program(part, choice, micros)
         plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
         if takes_unit(choice.schedule):
@@ -263,6 +257,7 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             hides_inside=task.software.hides_messages,
+            rounds=core_rounds(task.cluster.device, self.estimator.work(choice.rows, choice.micro_batch)),
         )
         return program, costs
 

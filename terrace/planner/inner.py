@@ -5,8 +5,7 @@ the messages of context ranks are priced from their numbers (terrace.simulate.co
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
@@ -14,7 +13,7 @@ from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.stage import whole_stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage
 from terrace.planner.space import Rows, shape_of
-from terrace.planner.task import CONTEXT, LAYER, TENSOR, Choice, Task, columns_of, tensor_entry, ulysses_of
+from terrace.planner.task import CONTEXT, LAYER, TENSOR, Task, columns_of, tensor_entry, ulysses_of
 from terrace.program import Instruction, Op, Program
 from terrace.simulate.context import context_waits, exchanges_of
 from terrace.simulate.inside import Hidden, Waits, hidden_counts, message_seconds, waits_of
@@ -154,20 +153,6 @@ class Inner:
             instructions=(),
             sequence=num_tokens,
         )
-
-    def sent_bytes(
-        self, choice: Choice, work: Work, num_micros: int, counts: Sequence[int]
-    ) -> dict[tuple[str, str], int]:
-        """Return what a rank that holds `counts` embeddings, layers and heads sends in a step, by (axis, tier)."""
-        sent = defaultdict[tuple[str, str], int](int)
-        names = [tier.name for tier in self.task.cluster.tiers]
-        program = self._program(choice.rows, work.tokens, choice.recompute)
-        for kind, count in enumerate(counts):
-            for op in (Op.FORWARD, Op.BACKWARD):
-                for message in program.inside(Instruction(op, kind, 0)):
-                    for tier, num_bytes in program.tensor.sends(message):
-                        sent[MessageClass.TENSOR.value, names[tier]] += count * num_micros * num_bytes
-        return dict(sent)
 
 
 def context_degrees(rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...]]:

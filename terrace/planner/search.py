@@ -23,8 +23,7 @@ from enum import IntEnum
 from functools import partial
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster, Device, Tier
-from terrace.plan import AXES, Plan, validate
+from terrace.plan import validate
 from terrace.plan.layout import DEVICE
 from terrace.planner.bound import Bounds, Core
 from terrace.planner.estimate import Estimator
@@ -276,26 +275,12 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
 
 
 def runs_today(task: Task, choice: Choice) -> str | None:
-    """Return why this version cannot run a choice, or None where it can."""
+    """Return why a choice cannot be trained, or None where it can."""
     try:
         validate(task.cluster, plan_of(task, choice), task.blocks)
     except PlanError as error:
         return str(error)
     return None
-
-
-def runnable_axes() -> tuple[str, ...]:
-    """Return the axes that this version's runtime takes, as the check of plans says."""
-    tier = Tier(name="pair", size=2, bandwidth_bytes_per_s=1.0, latency_s=0.0)
-    device = Device(name="any", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1.0, peak_flops_per_s={"fp32": 1.0})
-    cluster = Cluster(name="pair", device=device, tiers=(tier,))
-    found = []
-    for axis in AXES:
-        plan = Plan(params="device", grads="device", optimizer="device", mapping={"pair": {axis: 2}})
-        with suppress(PlanError):
-            validate(cluster, plan, ())
-            found.append(axis)
-    return tuple(found)
 
 
 def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluator]:

@@ -23,7 +23,6 @@ from terrace.plan import AXES, MessageClass
 from terrace.planner.estimate import Part
 from terrace.planner.evaluate import TIE, Estimate, Evaluator
 from terrace.planner.pipelines import Pipeline
-from terrace.planner.search import runnable_axes
 from terrace.planner.space import shape_of
 from terrace.planner.task import CONTEXT, EMBEDDING, HEAD, KINDS, LAYER, TENSOR, Choice, Task, num_micros
 from terrace.program.schedules import Kind
@@ -296,7 +295,9 @@ def inner_words(choice: Choice) -> list[str]:
     if choice.degree(TENSOR) > 1:
         lines.append("Messages of tensor ranks hide behind the products beside which the runtime sends them.")
     if choice.degree(CONTEXT) > 1:
-        lines.append("Nothing hides the messages of context ranks.")
+        lines.append(
+            "Messages of Ulysses ranks are waited for; those of a ring hide behind the round that is computed meanwhile."
+        )
     return lines
 
 
@@ -307,13 +308,6 @@ def played_words(step: StagedStep) -> Sequence[str]:
         "its stages; a message between stages costs the stages no time of their own. The programs themselves, with "
         "every gather and reduction in its place, are what terrace explain prices."
     ]
-    if step.choice.degree(CONTEXT) > 1:
-        lines = [
-            "Played as orders, not as the runtime's program: this version runs the axes "
-            f"{', '.join(runnable_axes())} only, so this step cannot be trained yet. The orders of schedule "
-            f"{step.choice.schedule} are played with the seconds of its stages; a message between stages costs the "
-            "stages no time of their own."
-        ]
     if step.stretch > 1.0005:
         lines.append(
             "What stages wait for their data ranks comes from playing the program of those, and makes every task "

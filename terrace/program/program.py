@@ -191,6 +191,10 @@ class Program:
     def _attention(self) -> list[Passes]:
         return ContextAxis(self.plan, self.grid, self.sequence).messages(self.blocks)
 
+    def recomputes(self, block: int) -> bool:
+        """Whether the backward of a block runs its forward again."""
+        return block in self._recomputed
+
     @cached_property
     def _recomputed(self) -> frozenset[int]:
         return recomputed(self.plan, self.blocks)

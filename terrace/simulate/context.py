@@ -24,13 +24,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from terrace.cluster import Cluster
+from terrace.plan.context_traffic import ContextLeg
+from terrace.plan.grid import CONTEXT
 from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program import Instruction, Op, Program
 from terrace.simulate.links import all_to_all_tiers, send_s, tier_penalty
 from terrace.simulate.work import Work
 
 WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"  # the category of their seconds, of a clock as of a prediction
 
 Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
+
+NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,24 @@ class Passes(NamedTuple):
     backward_s: float
 
 
+def exchanges_in(program: Program, block: int) -> Exchanges | None:
+    """Return what a block sends for a micro-batch; None where its attention stays on the rank.
+
+    With `balance = "cost"` it depends on the batch, and nothing is known of it (terrace.plan.context_traffic).
+    """
+    messages = program.attention(Instruction(Op.FORWARD, block))
+    if not messages:
+        return None
+    sizes = {message.leg: sum(size for _, size in message.sends) for message in messages}
+    ulysses, ring = (program.grid.combined([form]) for form in CONTEXT)
+    parts = math.prod(ulysses)
+
+    def dealt(leg: ContextLeg) -> int:
+        return sizes[leg] // (parts - 1) * parts if parts > 1 else 0
+
+    return Exchanges(ulysses, ring, dealt(ContextLeg.INTO), dealt(ContextLeg.BACK), sizes.get(ContextLeg.KEYS, 0))
+
+
 def exchanges_of(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> Exchanges:
     """Return the exchanges of a micro-batch; the degrees by tier multiply to those of `work`."""
     head_bytes = work.attended * work.model.head_dim * FORMATS[work.compute].element_bytes
@@ -68,7 +91,7 @@ def context_waits(cluster: Cluster, exchanges: Exchanges, rounds: Rounds, *, hid
 
     `hides` False: software that waits for every one of them.
     """
-    first, later = rounds if hides else ((0.0, 0.0), (0.0, 0.0))
+    first, later = rounds if hides else NO_ROUNDS
     dealt_s = math.fsum(
         seconds
         for num_bytes in (exchanges.inputs_bytes, exchanges.outputs_bytes)

@@ -13,22 +13,27 @@ a whole block, gathered or of gradients, where it is new each time (`kernels.fre
 the cluster's, and its `marks` say whether they are preset, measured or fitted.
 
 A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with
-members and padding of its own. What tensor ranks send inside a block is priced by `terrace.simulate.inside`.
+members and padding of its own. What is sent inside a block is priced by `terrace.simulate.inside` (tensor ranks) and
+`terrace.simulate.context`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
+from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatSpec
+from terrace.plan.grid import CONTEXT
 from terrace.plan.memory import keeps_master
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
+from terrace.simulate.context import NO_ROUNDS, Passes, Rounds, context_waits, exchanges_in
 from terrace.simulate.inside import waits
 from terrace.simulate.kernels import fresh_s, gemm_s
-from terrace.simulate.layers import block_seconds, optimizer_s
+from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s
 from terrace.simulate.links import hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 
@@ -47,6 +52,7 @@ class Costs:
     program: Program
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
     hides_inside: bool = True  # whether messages inside blocks travel beside products, as this project's runtime does
+    rounds: Rounds = NO_ROUNDS  # of a layer's attention, behind which messages of context ranks hide
 
     def collective_s(self, instruction: Instruction) -> float:
         """Return the seconds a collective instruction occupies the lane."""
@@ -92,11 +98,25 @@ class Costs:
         penalty = self.program.cluster.device.overlap_penalty
         return hiding.exposed_s(self.backward_s[block] - weight_s, weight_s, penalty, self.forward_s[block])
 
+    def context_s(self, instruction: Instruction) -> float:
+        """Return the seconds that a FORWARD or a BACKWARD waits for the context ranks of its block."""
+        found = self._context_waits(instruction.block)
+        if instruction.op is Op.FORWARD or found is None:
+            return found.forward_s if found else 0.0
+        again = self.program.recomputes(instruction.block)
+        return found.backward_s + (found.forward_s if again else 0.0)
+
+    def _context_waits(self, block: int) -> Passes | None:
+        exchanges = exchanges_in(self.program, block)
+        if exchanges is None:
+            return None
+        return context_waits(self.program.cluster, exchanges, self.rounds, hides=self.hides_inside)
+
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
     """Price a program, from what a rank computes of a micro-batch or from the forward FLOPs of every whole block.
 
-    Tensor ranks share the FLOPs of a block evenly.
+    Tensor and context ranks share the FLOPs of a block evenly.
     From FLOPs, the backward of a block takes twice its forward: one product for the gradient of the input and
     one for that of the weight, which a frozen block does without.
     Raises `PlanError` when the plan and the work disagree.
@@ -127,7 +147,7 @@ def _from_work(program: Program, work: Work) -> Costs:
         forward.append(seconds.forward_s)
         weight.append(seconds.weight_s * _trained_part(block))
         backward.append(seconds.input_s + weight[-1])
-    return _costs(program, forward, backward, update_seconds(program), weight)
+    return _costs(program, forward, backward, update_seconds(program), weight, core_rounds(device, work))
 
 
 def _costs(
@@ -136,6 +156,7 @@ def _costs(
     backward: Sequence[float],
     update: Sequence[float],
     weight: Sequence[float],
+    rounds: Rounds,
 ) -> Costs:
     """Return the costs; of a head whose loss goes in chunks all is in its backward (terrace.runtime.head)."""
     if program.tensor.degree == 1:
@@ -147,6 +168,7 @@ def _costs(
         update_s=tuple(update),
         program=program,
         weight_s=tuple(weight),
+        rounds=rounds,
     )
 
 
@@ -192,9 +214,10 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
+    shared = program.tensor.degree * math.prod(program.grid.combined(CONTEXT))
     forward, backward, weight, update = [], [], [], []
     for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
-        flops = whole_flops / program.tensor.degree
+        flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * _trained_part(block))
@@ -203,4 +226,14 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
-    return _costs(program, forward, backward, update, weight)
+    return _costs(program, forward, backward, update, weight, _rounds(program, peak))
+
+
+def _rounds(program: Program, peak: float) -> Rounds:
+    """Return the rounds of a layer's attention from the FLOPs of its scores and their products with the values."""
+    heads = next(filter(None, (attention_heads(each, program.grid.total("rows")) for each in program.blocks)), None)
+    if heads is None:
+        return NO_ROUNDS
+    scores = program.plan.micro_batch * program.sequence**2 * heads.queries / program.grid.total("ulysses")
+    forward_s = 4 * scores * heads.size / program.grid.total("ring") ** 2 / peak
+    return (forward_s, 2 * forward_s), (forward_s, 2 * forward_s)

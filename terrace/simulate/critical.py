@@ -4,15 +4,16 @@ The walk starts at the end of the compute stream. What computed came after what 
 came after a message; a message came after whichever was last of its being issued, its lane being free, and
 what it reads being there. The pieces so found lie behind one another without a gap and cover the step. A
 message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do. What a block
-waits for inside itself (terrace.simulate.inside) is on the path as messages of class `tensor`.
+waits for inside itself (terrace.simulate.inside, terrace.simulate.context) is on the path as messages of class `tensor`
+or `context`.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from terrace.plan import MessageClass
-from terrace.program import Instruction, Program
+from terrace.program import Instruction, Op, Program
+from terrace.simulate.context import WAIT_CONTEXT, exchanges_in, tier_seconds
 from terrace.simulate.inside import WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording
 
@@ -49,7 +50,7 @@ def critical_path(recording: Recording) -> CriticalPath:
     number = max((n for n, span in enumerate(spans) if span.lane == COMPUTE), default=-1)
     while number >= 0 and spans[number].end_s > 0.0:
         span = spans[number]
-        is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category != WAIT_TENSOR
+        is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category not in INSIDE
         if not is_wait and span.end_s > span.start_s:
             pieces.append(Piece(number, max(0.0, span.start_s), span.end_s))
         number = span.after
@@ -58,8 +59,11 @@ def critical_path(recording: Recording) -> CriticalPath:
     for piece in pieces:
         span = spans[piece.number]
         instruction = recording.program.instructions[span.position]
-        if span.category == WAIT_TENSOR:
-            shares, category = inside_shares(recording.program, instruction), MessageClass.TENSOR.value
+        if span.category in INSIDE:
+            shares, category = (
+                INSIDE[span.category](recording.program, instruction),
+                span.category.removeprefix("wait "),
+            )
         elif span.lane == COMPUTE:
             seconds["", span.category] += piece.end_s - piece.start_s
             continue
@@ -88,8 +92,8 @@ def exposed_by_tier(recording: Recording) -> dict[str, float]:
     for wait in spans[recording.first :]:
         if wait.lane != COMPUTE or not wait.category.startswith("wait "):
             continue
-        if wait.category == WAIT_TENSOR:
-            for tier, share in inside_shares(program, program.instructions[wait.position]).items():
+        if wait.category in INSIDE:
+            for tier, share in INSIDE[wait.category](program, program.instructions[wait.position]).items():
                 seconds[program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
         number, end_s = wait.after, wait.end_s
@@ -112,8 +116,23 @@ def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
 
 
 def inside_shares(program: Program, instruction: Instruction) -> dict[int, float]:
-    """Return which part of the seconds of messages inside a block belongs to which tier index."""
+    """Return which part of the seconds of tensor messages inside a block belongs to which tier index."""
     return _shares(inside_seconds(program.cluster, program.tensor, program.inside(instruction)))
+
+
+def context_shares(program: Program, instruction: Instruction) -> dict[int, float]:
+    """Return the same of messages of context ranks, those that are hidden included."""
+    exchanges = exchanges_in(program, instruction.block)
+    if exchanges is None:
+        return {}
+    forward, backward = tier_seconds(program.cluster, exchanges)
+    if instruction.op is Op.FORWARD:
+        return _shares(forward)
+    again = forward if program.recomputes(instruction.block) else {}
+    return _shares({tier: backward.get(tier, 0.0) + again.get(tier, 0.0) for tier in {*backward, *again}})
+
+
+INSIDE = {WAIT_TENSOR: inside_shares, WAIT_CONTEXT: context_shares}  # waits inside a block -> tier shares
 
 
 def _shares(weights: Mapping[int, float]) -> dict[int, float]:

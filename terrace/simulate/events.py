@@ -18,16 +18,19 @@ A program repeats the same few instructions for every micro-batch, so each disti
 the play itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps what it saw.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass
+from terrace.plan.grid import CONTEXT
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, PASSES, Instruction, Op, Program, StepReport
+from terrace.simulate.context import WAIT_CONTEXT
 from terrace.simulate.cost import Costs
 from terrace.simulate.inside import WAIT_TENSOR
 
@@ -95,7 +98,7 @@ class Event:
     category: str  # of its compute, or of waiting for it
     needs: tuple[int, ...] = ()  # blocks whose parameters it reads
     opens: bool = False  # whether it needs a gradient buffer
-    inside_s: float = 0.0  # of messages inside the block, which it waits for beside its own seconds
+    inside: tuple[tuple[str, float], ...] = ()  # waits for messages inside the block, beside its own: category, seconds
     penalty: float = 0.0  # of a message: by what part of the shared time it slows computing
 
 
@@ -131,9 +134,10 @@ class _Pricing:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
         self._again = recomputed(program.plan, program.blocks)
+        self._sends_inside = program.tensor.degree * math.prod(program.grid.combined(CONTEXT)) > 1
         self._buffered = [has_gradient_buffer(program, block) for block in range(len(program.blocks))]
         self._messages: dict[tuple[object, ...], Event] = {}
-        self._inside: dict[tuple[object, ...], float] = {}
+        self._inside: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -166,9 +170,9 @@ class _Pricing:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
         needs = (index, *blocks[index].borrows)
         act = Rank.run_replicated if self.program.layout.params == DEVICE else Rank.run
-        inside_s = self._inside_s(instruction)
+        inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
-            return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs, inside_s=inside_s)
+            return act, Event(op, index, self.costs.forward_s[index], -1, "forward", needs, inside=inside)
         opens = any(self._buffered[needed] for needed in needs)
         weight_s = self.costs.weight_s[index] if self.costs.weight_s else 0.0
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
@@ -176,16 +180,17 @@ class _Pricing:
         seconds = self.costs.backward_s[index] + (self.costs.forward_s[index] if index in self._again else 0.0)
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
-        return act, Event(op, index, seconds, -1, "backward", needs, opens, inside_s=inside_s)
+        return act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside)
 
-    def _inside_s(self, instruction: Instruction) -> float:
-        if self.program.tensor.degree == 1:
-            return 0.0
+    def _waits_inside(self, instruction: Instruction) -> tuple[tuple[str, float], ...]:
+        if not self._sends_inside:
+            return ()
         index, blocks = instruction.block, self.program.blocks
         ends = (index == 0, index == len(blocks) - 1)
         key = (instruction.op, id(blocks[index].params), *ends, index in self._again)
         if key not in self._inside:
-            self._inside[key] = self.costs.inside_s(instruction)
+            waits = ((WAIT_TENSOR, self.costs.inside_s(instruction)), (WAIT_CONTEXT, self.costs.context_s(instruction)))
+            self._inside[key] = tuple((category, seconds) for category, seconds in waits if seconds)
         return self._inside[key]
 
 
@@ -266,8 +271,8 @@ class Rank:
             while len(reductions) > 1:
                 self.wait(reductions.popleft(), "wait reduce")
         self.compute(event)
-        if event.inside_s:
-            self.inside(event)
+        for category, seconds in event.inside:
+            self.inside(category, seconds)
 
     def reduce(self, event: Event) -> None:
         """REDUCE of a unit's gradient."""
@@ -368,10 +373,10 @@ class Rank:
                     most_s = slowed_s
         return most_s
 
-    def inside(self, event: Event) -> None:
+    def inside(self, category: str, seconds: float) -> None:
         """Wait for the messages inside a block; that they come in between its kernels changes no sum."""
-        self.time_s[WAIT_TENSOR] += event.inside_s
-        self.now_s += event.inside_s
+        self.time_s[category] += seconds
+        self.now_s += seconds
 
 
 _START: Moment = (0.0, -1)  # before anything

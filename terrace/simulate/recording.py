@@ -13,7 +13,6 @@ from typing import NamedTuple
 from terrace.program import COLLECTIVES, Instruction, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
-from terrace.simulate.inside import WAIT_TENSOR
 
 COMPUTE = -1  # the lane of the compute stream; the others are tier indexes
 
@@ -191,12 +190,12 @@ class _Recorder(Rank):
         if self.mutual and self.now_s > start_s and longer_s > 0.0:
             self.halts.append((start_s, self.now_s, longer_s))
 
-    def inside(self, event: Event) -> None:
+    def inside(self, category: str, seconds: float) -> None:
         """Wait for messages inside a block, which nothing else is waited for."""
         start_s = self.now_s
-        super().inside(event)
+        super().inside(category, seconds)
         self.done_s[-1] = self.now_s
-        self._add(COMPUTE, start_s, self.now_s, WAIT_TENSOR, self.newest[COMPUTE])
+        self._add(COMPUTE, start_s, self.now_s, category, self.newest[COMPUTE])
 
     def _add(self, lane: int, start_s: float, end_s: float, category: str, after: int) -> int:
         self.newest[lane] = number = len(self.spans)

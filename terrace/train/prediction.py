@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from terrace.cluster import Cluster
 from terrace.model.config import forward_flops
-from terrace.plan.grid import Grid
 from terrace.program import Program, StepReport, build_stages
 from terrace.simulate import Costs, Work, simulate, simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
@@ -24,9 +23,7 @@ def priced_programs(run: RunConfig, cluster: Cluster) -> tuple[list[Program], li
         cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents
     )
     if cluster is not run.cluster:
-        grid = Grid.of(run.cluster, run.plan)
-        num_ranks = grid.total("ulysses") * grid.total("ring")  # which share a micro-batch evenly
-        work = [forward_flops(run.model, block, *sizes) / num_ranks for block in range(run.model.num_blocks)]
+        work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
     return programs, [step_costs(program, work) for program in programs]
 
 
