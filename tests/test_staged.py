@@ -99,7 +99,7 @@ def test_tensor_messages_are_taken_out_of_the_passes_and_named() -> None:
     words = " ".join(played_words(step))
     assert "Played as orders, not as the runtime's program" in words
     assert "Messages of tensor ranks hide" in words
-    assert "Nothing hides the messages of context ranks" in words
+    assert "those of a ring hide behind the round" in words
     assert path_sentence(step).startswith("On the critical path of the step: ")
 
 

@@ -296,7 +296,7 @@ def inner_words(choice: Choice) -> list[str]:
         lines.append("Messages of tensor ranks hide behind the products beside which the runtime sends them.")
     if choice.degree(CONTEXT) > 1:
         lines.append(
-            "Messages of Ulysses ranks are waited for; those of a ring hide behind the round that is computed meanwhile."
+            "Messages of Ulysses ranks are waited for; those of a ring hide behind the round computed meanwhile."
         )
     return lines
 

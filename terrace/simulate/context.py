@@ -6,7 +6,7 @@ In the attention of a layer on one micro-batch (terrace.runtime.context does it)
                keys of round s + 1                                                           beside round s
                back                  outputs                                                             waited for
     backward   into                  gradients of the outputs                                            waited for
-               keys of round s + 1, and gradients of the keys of round s - 1                 beside round s
+               keys of round s + 1, and, from s = 2 on, gradients of the keys of s - 1       beside round s
                home                  gradients of the last round's keys                                  waited for
                back                  gradients of queries, keys and values                               waited for
 
@@ -83,7 +83,14 @@ def exchanges_of(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> Exc
     """Return the exchanges of a micro-batch; the degrees by tier multiply to those of `work`."""
     head_bytes = work.attended * work.model.head_dim * FORMATS[work.compute].element_bytes
     queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
-    return Exchanges(tuple(ulysses), tuple(ring), queries + keys, queries, keys)
+    dealt = work.ulysses > 1
+    return Exchanges(
+        tuple(ulysses),
+        tuple(ring),
+        inputs_bytes=queries + keys if dealt else 0,
+        outputs_bytes=queries if dealt else 0,
+        keys_bytes=keys if work.ring > 1 else 0,
+    )
 
 
 def context_waits(cluster: Cluster, exchanges: Exchanges, rounds: Rounds, *, hides: bool = True) -> Passes:
@@ -103,13 +110,18 @@ def context_waits(cluster: Cluster, exchanges: Exchanges, rounds: Rounds, *, hid
     inner, home = steps[0], steps[-1]
     forward_s, backward_s = _beside([inner], first[0]), _beside([inner], first[1])
     forward_s += (inner.num - 1) * _beside([inner], later[0])
-    backward_s += _beside([inner], later[1]) + home.seconds
-    both_inner = sum(step.num for step in steps) - 1  # rounds beside which keys come and gradients leave
+    backward_s += home.seconds
+    both_inner = sum(step.num for step in steps) - 1  # of rounds 1 ... R-2, beside which keys come and gradients leave
     for step in steps[1:]:
         forward_s += step.num * _beside([step], later[0])
         backward_s += 2 * step.num * _beside([step, inner], later[1])
         both_inner -= 2 * step.num
     backward_s += both_inner * _beside([inner, inner], later[1])
+    if sum(step.num for step in steps) > 1:
+        # Beside round 1 there are keys alone, which cross the next tier if the innermost has two places only, and
+        # beside the last round gradients alone.
+        second = steps[1] if len(steps) > 1 and exchanges.ring[inner.tier] == 2 else inner
+        backward_s += _beside([second], later[1]) - _beside([second, inner], later[1]) + _beside([inner], later[1])
     return Passes(dealt_s + forward_s, dealt_s + backward_s)
 
 
@@ -123,7 +135,7 @@ def tier_seconds(cluster: Cluster, exchanges: Exchanges) -> tuple[Mapping[int, f
     steps = _steps(cluster, exchanges)
     for step in steps:
         forward[step.tier] += step.num * step.seconds
-        backward[step.tier] += (2 * step.num + (step is steps[-1])) * step.seconds
+        backward[step.tier] += (2 * step.num - (step is steps[0]) + (step is steps[-1])) * step.seconds
     return forward, backward
 
 
