@@ -97,7 +97,7 @@ def test_tensor_messages_are_taken_out_of_the_passes_and_named() -> None:
     assert whole == pytest.approx(played["forward"] + played["backward"])
     assert {("node", "tensor"), ("system", "context")} <= step.path_s.keys()
     words = " ".join(played_words(step))
-    assert "Played as orders, not as the runtime's program" in words
+    assert "Played are the orders of schedule 1f1b" in words
     assert "Messages of tensor ranks hide" in words
     assert "those of a ring hide behind the round" in words
     assert path_sentence(step).startswith("On the critical path of the step: ")

@@ -50,7 +50,9 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser("plan", help="find the fastest plan, say why, and write it", epilog=TASK_EPILOG)
     add_task_options(parser)
-    parser.add_argument("--axes", metavar="LIST", help="axes to search, e.g. data,tensor, or all (default: what runs)")
+    parser.add_argument(
+        "--axes", metavar="LIST", default="all", help="axes to search, e.g. data,tensor, or all (default: all)"
+    )
     parser.add_argument(
         "--pin", action="append", default=[], metavar="PIN", help="fix a choice: tensor=1, pipeline<=4, params=node"
     )
