@@ -61,18 +61,8 @@ TARGET = 1.5
 LIMIT = 1e-4  # of differences of losses and norms, in fp32
 BALANCES = ("tokens", "cost")
 LONGEST = 196608  # tokens of a document of the histogram
-HEADER = [
-    "tiers",
-    "balance",
-    "steps",
-    "median s",
-    "quartiles",
-    "CPU s",
-    "waiting",
-    "even",
-    "tokens / cost",
-    "loss diff",
-]
+HEADER = ["ranks", "balance", "steps", "median s", "all s", "CPU s", "busiest CPU s", "waiting", "modelled"]
+HEADER += ["median ratio", "ratio of all", "of busiest CPU", "loss diff"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +72,7 @@ class Job:
     folder: Path
     tiers: tuple[tuple[str, int], ...]
     pace: float = 0.0  # of the rates below; 0: messages are not held
-    hidden: int = 128
+    hidden: int = 64
     layers: int = 2
     scale: int = 24
     documents: int = 4000
@@ -104,8 +94,9 @@ class Job:
                 "vocab_size": 257,
                 "hidden_size": self.hidden,
                 "num_hidden_layers": self.layers,
-                "num_attention_heads": self.hidden // 32,
-                "num_key_value_heads": self.hidden // 32,
+                "head_dim": 32,
+                "num_attention_heads": self.hidden // 16,
+                "num_key_value_heads": self.hidden // 16,
                 "intermediate_size": -(-8 * self.hidden // 3 // 32) * 32,
                 "max_position_embeddings": self.sequence,
                 "tie_word_embeddings": True,
@@ -135,7 +126,8 @@ class Result:
 
     timing: Timing
     norms: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)  # of this rank: the share of each step
+    waits: list[float] = field(default_factory=list)  # the share of each step, mean over ranks
+    busiest_s: list[float] = field(default_factory=list)  # processor seconds of the rank that has most of them
     balances: list[float] = field(default_factory=list)
 
 
@@ -210,7 +202,9 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
     timings = alternate(steps, job.rounds, warmup=2, before=dist.barrier)
     for balance, result in results.items():
         engines[balance].check_bytes()
-        result.timing = over_ranks(timings[balance])
+        busiest = torch.tensor(timings[balance].cpu_s)
+        dist.all_reduce(busiest, dist.ReduceOp.MAX)
+        result.busiest_s, result.timing = busiest.tolist(), over_ranks(timings[balance])
         waits = torch.tensor(result.waits[2:])
         dist.all_reduce(waits)
         result.waits = (waits / world.world_size).tolist()
@@ -223,14 +217,18 @@ def rows(job: Job, results: dict[str, Result]) -> list[list[str]]:
     found, equal = [], results["tokens"]
     tiers = " x ".join(f"{size} {name}" for name, size in job.tiers) + (f", paced {job.pace:g}" if job.pace else "")
     for balance, result in results.items():
-        wall = result.timing.wall_s
-        low, _, high = statistics.quantiles(wall, n=4)
-        row = [tiers, balance, str(job.rounds), f"{statistics.median(wall):.3f}", f"{low:.3f} - {high:.3f}"]
-        row += [f"{statistics.median(result.timing.cpu_s):.2f}", f"{100 * statistics.fmean(result.waits):.0f} %"]
+        wall, busiest = result.timing.wall_s, result.busiest_s
+        row = [tiers, balance, str(job.rounds), f"{statistics.median(wall):.3f}", f"{sum(wall):.1f}"]
+        row += [
+            f"{sum(result.timing.cpu_s):.1f}",
+            f"{sum(busiest):.1f}",
+            f"{100 * statistics.fmean(result.waits):.0f} %",
+        ]
         if balance == "cost":
             low, high = quartiles(equal.timing.wall_s, wall)
             row += [f"{statistics.fmean(result.balances):.2f}"]
             row += [f"{ratio(equal.timing.wall_s, wall):.2f} ({low:.2f} - {high:.2f})"]
+            row += [f"{sum(equal.timing.wall_s) / sum(wall):.2f}", f"{sum(equal.busiest_s) / sum(busiest):.2f}"]
             row += [f"{loss_difference(result.timing, equal.timing):.0e}"]
         found.append(row + [""] * (len(HEADER) - len(row)))
     return found
