@@ -215,6 +215,10 @@ def _curves(left: _Left) -> list[Curve]:
             level=("predicted", predicted_s) if predicted_s else None,
         ),
     ]
+    balance = line(lambda record: record.balance)
+    if balance:
+        words = "busiest place over the mean one, predicted"
+        curves.append(Curve(title="Balance of attention", unit=words, lines={"balance": balance}))
     messages = dict.fromkeys(name for record in left.records for name in record.quantisation_error)
     if messages:
         lines = {name: line(lambda record, name=name: record.quantisation_error.get(name)) for name in messages}  # type: ignore[misc]

@@ -12,7 +12,7 @@ Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T token
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import numpy as np
@@ -31,6 +31,8 @@ from terrace.spread.static import static_spread
 from terrace.spread.view import Run, Spread
 from terrace.train.data.batches import Arrays, Batches
 from terrace.train.data.samples import IGNORED, Parts
+
+_KEPT_SPREADS = 8
 
 Ids = npt.NDArray[np.int64]
 ReadRows = Callable[[Ids], Arrays]
@@ -66,6 +68,10 @@ class Spreading:
         self._pool = Pool.of(cluster, plan, rank)
         self._member = self._pool.members.index(rank)
         self._num_held = local_tokens(plan, self._grid, batches.sequence)
+        # Without documents all are alike, and what the engine makes of one is of use again.
+        self._static_spread = lru_cache(maxsize=_KEPT_SPREADS)(
+            lambda begins: static_spread(plan, self._grid, batches.sequence, cost.window, begins, self._member)
+        )
 
     def step(self, step: int) -> LocalStep:
         """Return this rank's part of a step."""
@@ -95,9 +101,10 @@ class Spreading:
         size, sequence = self._plan.micro_batch, self._batches.sequence
         first = (micro * self._data_degree + self._data_place) * size
         whole = self._batches.rows(step, np.arange(first, first + size))
-        begins = np.flatnonzero(document_begins(whole, sequence)).tolist()
-        made = static_spread(self._plan, self._grid, sequence, self._cost.window, begins, self._member)
-        local = local_micro(made, sequence, lambda wanted: tuple(array[wanted] for array in whole))
+        begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
+        local = local_micro(
+            self._static_spread(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
+        )
         ring, seconds = self._grid.total("ring"), []
         for place in range(self._data_degree):
             first = (micro * self._data_degree + place) * size
