@@ -29,8 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.common import alternate, decoder, local_cluster, micro_batches, print_table, ratio, spread
 from terrace.cluster import Cluster
-from terrace.comm import Pacer
-from terrace.comm.among import Among
+from terrace.comm import Among, Pacer, make_lane
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
@@ -42,6 +41,8 @@ from terrace.runtime.context.course import Course
 from terrace.runtime.context.moves import Mover
 from terrace.runtime.engine import Engine
 from terrace.runtime.launch import LocalPool, World
+from terrace.runtime.linear import WeightGradients
+from terrace.runtime.means import Means
 from terrace.spread.build import spread as spread_of
 from terrace.spread.layout import Layout
 from terrace.spread.segments import Segment
@@ -124,7 +125,8 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
     segment = Segment(0, num_tokens, (0,))
     layout = Layout(segments=(segment,), documents=(0,), held=(((0, num_tokens),),), ulysses=1, num_held=num_tokens)
     pool = Pool(members=(0,), ulysses=1, place_degrees=(1,), sizes=(1,))
-    mover = Mover(pool, 0, cast(Among, None), cast(Any, HostClock()))  # nothing is sent
+    means = Means(make_lane(torch.device("cpu")), HostClock(), WeightGradients())
+    mover = Mover(pool, 0, cast(Among, None), means)  # nothing is sent
     course = Course(spread_of(layout, 0), mover, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     *tensors, grad = (torch.randn(1, num_tokens, 8, 64, generator=generator).transpose(1, 2) for _ in range(4))

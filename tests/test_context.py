@@ -14,7 +14,7 @@ from terrace.model.decoder import DecoderLayer, token_loss
 from terrace.plan import Layout, Plan
 from terrace.runtime.launch import LocalPool, World
 from tests.parity import ADAMW, FEW_STEPS, Outcome, deviation, exact, flatten
-from tests.spreads import Rows, SpreadCase, in_one_process, make_rows, train_spread
+from tests.spreads import Rows, SpreadCase, engine_of, in_one_process, make_rows, train_spread
 from tests.toys import MODELS, cluster_of
 
 TOLERANCE = 1e-10
@@ -171,6 +171,27 @@ def test_in_a_loop_of_ones_own(pool: LocalPool) -> None:
         assert max(deviation([outcome], in_one_process(case.rows, 2)).values()) < TOLERANCE
         assert refused.startswith("block 'layers.0' is a DecoderLayer, whose attention is not declared"), refused
         assert restored
+
+
+def too_long(world: World, cluster: Cluster, plan: Plan) -> str:
+    """What a rank says of a row that is longer than the positions that are learned."""
+    blocks = MODELS["wide gpt2"].blocks(torch.float64)
+    case = SpreadCase(plan=plan, rows=Rows(model="wide gpt2", sequence=10))
+    engine = engine_of(world, cluster, case, blocks)
+    tokens, labels, _ = make_rows(case.rows, 0, 1)
+    try:
+        engine.step([(tokens, labels)], 1e-3)
+    except TerraceError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_no_rank_waits_for_one_that_has_a_position_beyond(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    said = pool.run(2, too_long, cluster, context(cluster, {"package": forms(1, 2)}), timeout_s=60.0)
+    assert said == ["a sequence of 10 tokens needs as many positions; the model has 8"] * 2
 
 
 def test_a_fault_shows(pool: LocalPool) -> None:

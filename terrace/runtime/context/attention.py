@@ -67,7 +67,7 @@ class _Attend(Function):
 
         arrival = course.mover.start(course.into, give, [heads.queries], grad)
         if not course.into.is_silent:
-            course.mover.means.use_wait()
+            course.mover.means.use_wait()  # the weight gradients of what follows attention
         (own,) = arrival.whole(course.num_attended)
         return *_back(course, heads, _backward(course, own, *ctx.saved_tensors)), None
 
@@ -136,6 +136,7 @@ def _backward(
             brought = _pass_on(course, step, done)
         if arrival is not None:
             keys = arrival.whole(course.turns[step + 1].num_rows)
+    course.mover.means.use_wait()  # unless they were computed before
     for home in homes:
         _add(home, own)
     return [each.result() for each in (of_query, *own)]

@@ -16,7 +16,7 @@ from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
 from terrace.program import Program
-from terrace.runtime.batch import Batch, documents_of, localise, spread_of
+from terrace.runtime.batch import Batch, documents_of, localise, positions_of, spread_of
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.course import Course
 from terrace.runtime.context.moves import Mover
@@ -42,6 +42,8 @@ class ContextAxis:
             return static_spread(plan, grid, sequence, window, documents, mover.member)
 
         self._static = static
+        of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
+        self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self.declared: dict[tuple[MessageClass, str], int] = defaultdict(int)  # bytes, of all steps so far
         self._courses: list[Course] = []
         self._course: Course | None = None
@@ -57,7 +59,7 @@ class ContextAxis:
     def take(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return this rank's part of a step's micro-batches: those that come whole are cut here.
 
-        Raises `PlanError` for one of another shape than the plan's.
+        Raises `PlanError` for one of another shape than the plan's, `ModelError` for one beyond its positions.
         """
         local = [self._localised(batch) for batch in batches]
         known = {id(course.spread): course for course in self._courses}
@@ -101,7 +103,11 @@ class ContextAxis:
                 f"a micro-batch has inputs {tuple(batch[0].shape)} and labels {shape}, and the plan spreads "
                 f"{expected[0]} x {expected[1]} tokens over ranks: give as many"
             )
-        return batch if spread_of(batch) is not None else localise(batch, self._static(documents_of(batch)))
+        if spread_of(batch) is not None:
+            return batch
+        if self._num_positions:  # one rank alone may hold the token that is beyond, and others would wait for it
+            decoder.check_positions(batch[0], positions_of(batch), self._num_positions)
+        return localise(batch, self._static(documents_of(batch)))
 
     def run(self, micro: int) -> None:
         """Have what runs from now on be of a micro-batch."""
