@@ -149,9 +149,15 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
     return [str(num_tokens), *times, f"{found:.3f} ({low:.3f}, {high:.3f})"], found
 
 
+def model_of(options: argparse.Namespace) -> ModelConfig:
+    """Return a decoder in which four query heads share a key-value head."""
+    config = decoder(options.hidden, options.layers)
+    return replace(config, num_kv_heads=config.num_heads // 4)
+
+
 def memory(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]], float]:
     """Return rows of the table, and how many times longer a row fits, the fewest of all forms."""
-    config, base = decoder(options.hidden, options.layers), options.tokens
+    config, base = model_of(options), options.tokens
 
     def peak(size: int, forms: dict[str, int], sequence: int) -> int:
         job = Job(local_cluster({"node": size}), {"node": forms}, config, sequence, 3)
@@ -177,7 +183,7 @@ def links(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]]
     rates = (options.inner_bytes_per_s, options.outer_bytes_per_s)
     tiers = tuple(replace(tier, bandwidth_bytes_per_s=rate) for tier, rate in zip((inner, outer), rates, strict=True))
     cluster = replace(cluster, tiers=tiers)
-    config = replace(decoder(options.hidden, options.layers), num_kv_heads=2)
+    config = model_of(options)
     orders = [{"node": {"ulysses": 2}, "system": {"ring": 2}}, {"node": {"ring": 2}, "system": {"ulysses": 2}}]
     jobs = [Job(cluster, forms, config, 4 * options.tokens // 2, 0, paced=True) for forms in orders]
     by_rank = pool.run(4, step_seconds, jobs, options.rounds, timeout_s=CALL_S)
