@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from bench.validation import bandwidth, fsdp, megatron, passes
+from bench.validation import balance, bandwidth, fsdp, megatron, passes
 from bench.validation.rows import Table, markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
@@ -27,6 +27,7 @@ def tables() -> list[Table]:
         passes.table(),
         bandwidth.table("perlmutter", mean_limit=0.03, max_limit=0.05),
         bandwidth.table("frontier", mean_limit=0.60, max_limit=1.10),
+        balance.table(),
     ]
 
 

@@ -13,11 +13,11 @@ from terrace.cli.options import parse_overrides, take_word
 from terrace.cli.output import Terminal
 from terrace.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
-from terrace.model.config import ModelConfig, forward_flops, parse_model
+from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
+from terrace.simulate.attention_cost import attention_cost
 from terrace.spread.assign import sure_capacity
 from terrace.spread.balanced import CAPACITY
-from terrace.spread.cost import WorkCost
 from terrace.spread.distributions import batches, bimodal, one_huge, sample, scattered
 from terrace.spread.policies import PolicyCost, policy_costs
 
@@ -153,16 +153,7 @@ def _costs(
     """Return what policies cost the documents of a batch, those longer than a sequence cut."""
     peaks = cluster.device.peak_flops_per_s
     compute = max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
-    layer = forward_flops(model, 1, 1, 1) - 4 * model.num_heads * model.head_dim  # without a token's own attention
-    cost = WorkCost.of(
-        cluster,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        window=model.sliding_window,
-        token_s=3 * layer / (peaks.get(compute, 1.0) * cluster.device.kernels.gemm),
-        compute=compute,
-    )
+    cost = attention_cost(cluster, model, compute=compute)
     pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
     (batch,) = batches(num_sequences * sequence, 1, pieces)
     share = math.ceil(num_sequences * sequence / cluster.world_size)

@@ -11,8 +11,9 @@ from typing import Any
 
 from terrace.base.schema import dump, load
 from terrace.cluster import Cluster
-from terrace.model.config import forward_flops, to_table
+from terrace.model.config import to_table
 from terrace.plan.grid import Grid
+from terrace.simulate.attention_cost import attention_cost
 from terrace.spread.cost import WorkCost
 from terrace.train.config import RunConfig
 
@@ -22,24 +23,16 @@ KEY = "attention_cost"  # of a checkpoint's facts
 def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
     """Return what a layer costs a rank of a run on `cluster`, whose constants are measured or those of its file.
 
-    What is not attention is that of all blocks, shared among the layers. Raises `ClusterError` for a device that has no
-    peak of the plan's compute dtype.
+    Raises `ClusterError` for a device that has no peak of the plan's compute dtype.
     """
-    model, plan = run.model, run.plan
-    grid = Grid.of(cluster, plan)
-    rows = grid.total("rows")
-    flops = sum(forward_flops(model, block, 1, 1) for block in range(model.num_blocks)) / model.num_layers
-    flops -= 4 * model.num_heads * model.head_dim  # of one token to itself
-    peak = cluster.device.peak_flops_per_s.get(plan.compute, 1.0) * cluster.device.kernels.gemm
-    return WorkCost.of(
+    grid = Grid.of(cluster, run.plan)
+    return attention_cost(
         cluster,
-        heads=max(1, model.num_heads // rows),
-        kv_heads=max(1, model.num_kv_heads // rows),
-        head_dim=model.head_dim,
+        run.model,
+        rows=grid.total("rows"),
+        columns=grid.total("columns"),
         ulysses=grid.total("ulysses"),
-        window=model.sliding_window,
-        token_s=3 * flops / (grid.total("columns") * rows * peak),
-        compute=plan.compute,
+        compute=run.plan.compute,
     )
 
 
