@@ -253,6 +253,9 @@ class _Decoder(BlockTape):
 
     def _core(self) -> None:
         """Softmax of the products of queries and keys, times the values."""
+        if self.work.context > 1 and self.backend != "published":
+            self._spread_core()
+            return
         model, reads = self.work.model, self._seen()
         statistics = self.work.tokens * self.heads * self.wide if self.backend != "published" else 0
         if not self._plain:
@@ -277,6 +280,28 @@ class _Decoder(BlockTape):
         keeps = reads if again else (*inputs, *core)
         adds = 2 * score + (sum(self.sizes[name] for name in core) if again else 0)
         self._add("attention", reads, "mixed", keeps, forward_adds=adds, backward_adds=adds)
+
+    def _spread_core(self) -> None:
+        """Attention over context ranks (terrace.runtime.context): its operands and its output are kept where it runs.
+
+        With Ulysses these are other tensors than the layer's own, in messages on their way; of a ring there are the
+        keys of two rounds at a time, in the backward with their gradients.
+        """
+        work, reads, output = self.work, ("query", "key", "value"), "mixed"
+        row = work.attended * work.model.head_dim * self.item  # of a head
+        keys = 2 * row * work.attended_kv_heads
+        passing = 2 * keys if work.ring > 1 else 0
+        if work.ulysses > 1:
+            reads, output = ("attended query", "attended key", "attended value"), "attended output"
+            self.sizes |= dict.fromkeys(reads[1:], keys // 2)
+            self.sizes |= dict.fromkeys((reads[0], output), row * work.attended_heads)
+            for name, dealt in zip(("query", "key", "value"), reads, strict=True):
+                self._add(f"deal {name}", (name,), dealt)
+        self.sizes["log-sums"] = statistics = work.attended * work.attended_heads * self.wide
+        keeps = (*reads, output, "log-sums")
+        self._add("attention", reads, output, keeps, forward_adds=passing, backward_adds=statistics + 2 * passing)
+        if work.ulysses > 1:
+            self._add("deal output", (output,), "mixed")
 
     def _mlp(self, source: str, target: str) -> None:
         model, published = self.work.model, self.backend == "published"
