@@ -1,7 +1,8 @@
 """What holds for the whole suite.
 
 Property tests draw the same examples in every run, so that a change is judged by what it changes.
-`pytest --hypothesis-profile=explore` draws new ones.
+`pytest --hypothesis-profile=explore` draws new ones. They have no deadline of their own: on a busy machine any would
+be missed now and then.
 
 `make test` runs two files at a time: half of the suite starts ranks and mostly waits for them, the other half computes
 in one process. Files stay whole, since their tests share what they set up, and those that take long go first, so that
@@ -17,8 +18,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from terrace.runtime.launch import LocalPool
 
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("fixed")
 
 LONGEST = ("docs", "train", "hang", "rehearse_run", "launch", "stop", "bench_pipelining")

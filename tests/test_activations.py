@@ -202,7 +202,8 @@ def test_plain_products_in_bf16(name: str) -> None:
     saved, forward, backward, predicted = run_block(name, "bf16", 64, 1)
     assert sum(predicted.saved.values()) == saved
     assert predicted.forward_peak_bytes == pytest.approx(forward, rel=0.1)
-    assert predicted.backward_peak_bytes == pytest.approx(backward, rel=0.1)
+    # Wider: a CPU without products of bf16 keeps other temporaries in the backward than one that has them.
+    assert predicted.backward_peak_bytes == pytest.approx(backward, rel=0.15)
     assert CPU_PLAIN_SEQUENCE == SHORT_SEQUENCE
 
 
