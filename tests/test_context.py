@@ -1,7 +1,8 @@
 """The context axis: the same numbers as one process, and the bytes that it declares."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,9 +11,22 @@ from torch import nn
 import terrace
 from terrace.base.errors import TerraceError
 from terrace.cluster import Cluster
+from terrace.comm import Among
 from terrace.model.decoder import DecoderLayer, token_loss
-from terrace.plan import Layout, Plan
+from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.context import Pool
+from terrace.runtime.clock import make_clock
+from terrace.runtime.context import Mover
+from terrace.runtime.context.attention import attend
+from terrace.runtime.context.course import Course
 from terrace.runtime.launch import LocalPool, World
+from terrace.runtime.linear import WeightGradients
+from terrace.runtime.means import Means
+from terrace.spread import layout as spreads
+from terrace.spread.build import spread
+from terrace.spread.segments import Segment
+from tests.allocations import allocated
+from tests.lanes import EagerLane
 from tests.parity import ADAMW, FEW_STEPS, Outcome, deviation, exact, flatten
 from tests.spreads import Rows, SpreadCase, engine_of, in_one_process, make_rows, train_spread
 from tests.toys import MODELS, cluster_of
@@ -201,3 +215,34 @@ def test_a_fault_shows(pool: LocalPool) -> None:
     for distance, complaint in run(pool, cluster, cases):
         assert min(distance.values()) > 1e-4, distance
         assert not complaint
+
+
+class NobodyThere:
+    """Has everything that is received be zero."""
+
+    def exchange(self, message: MessageClass, sends: object, receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for _, values in receives:
+            values.zero_()
+
+
+def peak_of_a_ring(num_places: int) -> int:
+    """The bytes that attention takes at its peak, forward and backward, on a rank of a ring of so many places."""
+    segment = Segment(0, num_places * 64, tuple(range(num_places)), (num_places,))
+    held = tuple(segment.shard(place) for place in segment.places)
+    made = spread(spreads.Layout(segments=(segment,), documents=(), held=held, ulysses=1, num_held=64), 1)
+    pool = Pool(members=segment.places, ulysses=1, place_degrees=(num_places,), sizes=(num_places,))
+    cpu = torch.device("cpu")
+    means = Means(EagerLane(), make_clock(cpu), WeightGradients())
+    course = Course(made, Mover(pool, 1, cast(Among, NobodyThere()), means), cpu)
+    parts = [torch.zeros(1, 64, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
+
+    def run() -> None:
+        output = attend(parts[0], parts[1], parts[2], course)
+        torch.autograd.backward(output, torch.ones_like(output))
+
+    run()  # what a course makes once, and the gradients, are there afterwards
+    return allocated(run)[0]
+
+
+def test_memory_does_not_grow_with_the_rounds_of_a_ring() -> None:
+    assert peak_of_a_ring(16) <= 1.05 * peak_of_a_ring(4)

@@ -120,10 +120,12 @@ class Arrival:
     """Rows under way, and those that stay."""
 
     def __init__(self, mover: "Mover", move: Move, give: Give, heads: Sequence[int], like: Tensor) -> None:
-        self._mover, self._move, self._give = mover, move, give
+        self._mover, self._move = mover, move
         self._ticket: Ticket | None = None
         self._messages: list[tuple[int, Tensor]] = []
-        self._heads, self._size, self._like = heads, like.shape[3], like[:, :, :0]
+        # Of what is given, only what stays is kept on: a backward holds an arrival of every round until its end.
+        self._own = [] if move.own is None else [move.own[0].of(x) for x in give(mover.member)]
+        self._heads, self._size, self._like = heads, like.shape[3], like.new_empty(0)
         if move.is_silent:
             return
         for member, rows in move.receives:
@@ -162,9 +164,7 @@ class Arrival:
             values = torch.split(message, [math.prod(shape) for shape in shapes])
             yield member, rows, [x.view(shape).transpose(1, 2) for x, shape in zip(values, shapes, strict=True)]
         if self._move.own is not None:
-            here, there = self._move.own
-            member = self._mover.member
-            yield member, there, [here.of(x) for x in self._give(member)]
+            yield self._mover.member, self._move.own[1], self._own
 
 
 class Mover:
