@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
+from terrace.plan.context import tier_between
 from terrace.spread.balanced import balanced_layout
 from terrace.spread.build import spread
-from terrace.spread.held import moves, tier_of
+from terrace.spread.held import moves
 from terrace.spread.view import num_rows
 from tests.test_balance import cost_on, documents, pools
 
@@ -60,7 +61,7 @@ def test_no_layout_has_fewer_tokens_cross_a_tier_from_nodes_outwards(
     for tier, inside in enumerate(itertools.accumulate(degrees, lambda inside, degree: inside * degree)):
         if inside < size:
             continue
-        leave = sum(number for source, to, number in found if tier_of(source, to, degrees) > tier)
+        leave = sum(number for source, to, number in found if tier_between(degrees, source, to) > tier)
         units = [sum(attended[first : first + inside]) for first in range(0, len(attended), inside)]
         assert leave == sum(max(0, unit - room * inside) for unit in units)  # each has to give away as many
 
@@ -71,7 +72,7 @@ def test_a_tiny_transport_problem_is_solved_as_well_as_trying_all(attended: list
     """Two nodes of two places: of all layouts, none has fewer tokens cross between nodes."""
     room = -(-sum(attended) // 4) + spare
     found = moves(attended, (2, 2), room)
-    crossed = sum(number for source, to, number in found if tier_of(source, to, (2, 2)))
+    crossed = sum(number for source, to, number in found if tier_between((2, 2), source, to))
     first = sum(attended[:2])  # what the first node attends to
     ways = itertools.product(range(room + 1), repeat=4)  # how many tokens each place holds
     assert crossed == min(abs(first - sum(held[:2])) for held in ways if sum(held) == sum(attended))

@@ -16,8 +16,7 @@ from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
 from terrace.simulate.attention_cost import attention_cost
-from terrace.spread.assign import sure_capacity
-from terrace.spread.balanced import CAPACITY
+from terrace.spread.balanced import place_capacity
 from terrace.spread.distributions import batches, bimodal, one_huge, sample, scattered
 from terrace.spread.policies import PolicyCost, policy_costs
 
@@ -157,7 +156,7 @@ def _costs(
     pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
     (batch,) = batches(num_sequences * sequence, 1, pieces)
     share = math.ceil(num_sequences * sequence / cluster.world_size)
-    capacity = max(CAPACITY * share, sure_capacity(batch, cluster.world_size))
+    capacity = place_capacity(batch, cluster.world_size, share)
     return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
 
 

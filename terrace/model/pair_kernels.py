@@ -15,7 +15,7 @@ Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, 
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,10 +57,10 @@ def without_infinity(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def side_by_side(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory of the shape of `like` (B, N, L, D) with the heads of a token side by side."""
-    batch, heads, length, size = like.shape
-    return torch.empty(batch, length, heads, size, dtype=dtype, device=like.device).transpose(1, 2)
+def side_by_side(like: Tensor, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> Tensor:
+    """Return memory for (B, N, L, D) with the heads of a token side by side; what is not said is that of `like`."""
+    batch, heads, length, size = like.shape if shape is None else shape
+    return like.new_empty((batch, length, heads, size), dtype=dtype).transpose(1, 2)
 
 
 def _spans(query: Tensor, num_keys: int) -> Iterator[slice]:

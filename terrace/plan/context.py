@@ -72,7 +72,7 @@ class Pool:
 
 
 def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
-    """Return the index of the outermost tier on which two different ranks differ."""
+    """Return the index of the outermost tier on which two different ranks differ; so of places, and their degrees."""
     assert rank != other, f"rank {rank} needs no link to itself"
     crossed = 0
     for tier, size in enumerate(sizes):

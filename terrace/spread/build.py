@@ -18,7 +18,7 @@ from typing import NamedTuple
 from terrace.spread.layout import Layout
 from terrace.spread.pairs import Stretch, pairs_across, pairs_within
 from terrace.spread.segments import Segment, Step, route
-from terrace.spread.view import NOTHING, Exchange, Round, Run, Spread, num_rows
+from terrace.spread.view import NOTHING, Exchange, Round, Run, Spread, merged_runs, num_rows
 
 Messages = tuple[tuple[int, tuple[Run, ...]], ...]
 
@@ -82,23 +82,12 @@ def _rows(shards: Iterable[_Shard]) -> tuple[Run, ...]:
     """Return the rows of shards in the order of messages."""
     shards = list(shards)
     tokens = (stretch.rows(stretch.start, stretch.stop) for shard in shards for stretch in shard.stretches)
-    return _merged(chain(tokens, (shard.padding for shard in shards)))
-
-
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the same rows in the same order, neighbours in one run."""
-    merged: list[Run] = []
-    for start, stop in runs:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        elif start < stop:
-            merged.append((start, stop))
-    return tuple(merged)
+    return merged_runs(chain(tokens, (shard.padding for shard in shards)))
 
 
 def _messages(rows: Mapping[int, Iterable[Run]]) -> Messages:
     """Return the messages of peers, those without rows left out."""
-    messages = ((peer, _merged(runs)) for peer, runs in sorted(rows.items()))
+    messages = ((peer, merged_runs(runs)) for peer, runs in sorted(rows.items()))
     return tuple((peer, runs) for peer, runs in messages if runs)
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from terrace.base.errors import PlanError
 from terrace.spread.segments import Segment
-from terrace.spread.view import Run, cut_runs, num_rows
+from terrace.spread.view import Run, cut_runs, merged_runs, num_rows
 
 Move = tuple[int, int, int]  # from a place that attends, to a place that holds, so many tokens
 
@@ -43,7 +43,7 @@ def held_tokens(
         held[place] += cut_runs(runs, 0, rest[place])
     members: list[tuple[Run, ...]] = []
     for runs in held:
-        rising = _merged(sorted(runs))
+        rising = merged_runs(sorted(runs))
         members += (cut_runs(rising, part * num_held, (part + 1) * num_held) for part in range(ulysses))
     return tuple(members)
 
@@ -107,15 +107,6 @@ def _nested(counts: Sequence[int], degrees: Sequence[int], room: int) -> list[Mo
     return found
 
 
-def tier_of(place: int, other: int, place_degrees: Sequence[int]) -> int:
-    """Return the index of the outermost tier on which two different places differ."""
-    crossed = 0
-    for tier, degree in enumerate(place_degrees):
-        (place, here), (other, there) = divmod(place, degree), divmod(other, degree)
-        crossed = tier if here != there else crossed
-    return crossed
-
-
 def _even(most: Sequence[int], number: int) -> list[int]:
     """Return amounts that are `number` together, as even as can be where each is at most so much."""
     amounts = [0] * len(most)
@@ -159,13 +150,3 @@ def _paired(sources: Sequence[tuple[int, int]], sinks: Sequence[tuple[int, int]]
             moved = min(number, room)
             yield source, to, moved
             number, room = number - moved, room - moved
-
-
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
-    merged: list[Run] = []
-    for start, stop in runs:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)

@@ -18,10 +18,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terrace.plan.context import tier_between
 from terrace.spread.assign import Assignment, assign
 from terrace.spread.bound import makespan_bound_s
 from terrace.spread.cost import WorkCost, crossings, ring_tokens
-from terrace.spread.held import moves, tier_of
+from terrace.spread.held import moves
 from terrace.spread.view import num_rows
 
 POLICIES = ("tokens", "even ring", "tiered ring", "cost")
@@ -87,7 +88,7 @@ def _flat_rounds(place_degrees: Sequence[int]) -> tuple[list[_Messages], _Messag
     """Return the messages of every round of a flat ring over all places, and of the way home."""
     num_places, once = math.prod(place_degrees), [0] * len(place_degrees)
     for place in range(num_places if num_places > 1 else 0):
-        once[tier_of(place, (place + 1) % num_places, place_degrees)] += 1
+        once[tier_between(place_degrees, place, (place + 1) % num_places)] += 1
     return [tuple(once)] * (num_places - 1), tuple(once)
 
 
@@ -158,7 +159,7 @@ def _cost(
     gone = [[0] * num_places for _ in cost.links]
     come = [[0] * num_places for _ in cost.links]
     for source, to, number in moves(attended, place_degrees, room):
-        tier = tier_of(source, to, place_degrees)
+        tier = tier_between(place_degrees, source, to)
         gone[tier][source] += number
         come[tier][to] += number
         sent[tier] += number * (4 * cost.query_bytes + 2 * cost.key_bytes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from terrace.spread.view import Run
+from terrace.spread.view import Run, merged_runs
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,9 @@ class Segment:
     def shard(self, index: int) -> tuple[Run, ...]:
         """Return the runs of tokens, rising, of the place at an index; one where its chunks are neighbours."""
         chunks = (0,) if len(self.places) == 1 else (index, self.num_chunks - 1 - index)
-        runs: list[Run] = []
-        for chunk in chunks:
-            start = self.start + chunk * self.chunk_tokens
-            stop = min(start + self.chunk_tokens, self.stop)
-            if start < stop and runs and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], stop)
-            elif start < stop:
-                runs.append((start, stop))
-        return tuple(runs)
+        starts = (self.start + chunk * self.chunk_tokens for chunk in chunks)
+        runs = ((start, min(start + self.chunk_tokens, self.stop)) for start in starts)
+        return merged_runs((start, stop) for start, stop in runs if start < stop)
 
     def padding(self, index: int) -> int:
         """Return how many rows of padding the shard at `index` has."""

@@ -100,6 +100,17 @@ def num_rows(runs: tuple[Run, ...]) -> int:
     return sum(stop - start for start, stop in runs)
 
 
+def merged_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Return the same rows in the same order: none of the runs empty, and neighbours in one."""
+    merged: list[Run] = []
+    for start, stop in runs:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
 def cut_runs(runs: Iterable[Run], start: int, stop: int) -> tuple[Run, ...]:
     """Return rows `start` ... `stop` - 1 of what runs have together, fewer if they end before."""
     cut = []

@@ -30,9 +30,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from terrace.model.blockwise import Attended, Sums, pair_backward, pair_forward, rows
-from terrace.model.pair_kernels import precise
+from terrace.model.pair_kernels import precise, side_by_side
 from terrace.runtime.context.course import Course, Heads
-from terrace.runtime.context.moves import Arrival, Move, side_by_side
+from terrace.runtime.context.moves import Arrival, Move
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, course: Course) -> Tensor:
@@ -166,7 +166,7 @@ def _back(course: Course, heads: Heads, given: Sequence[Tensor]) -> list[Tensor]
     for index, x in enumerate(given):
         adds = index > 0 and heads.shared > 1
         num_heads = x.shape[1] * num_parts // (heads.shared if adds else 1)
-        whole = side_by_side((1, num_heads, course.num_held, x.shape[3]), x, precise(x.dtype) if adds else None)
+        whole = side_by_side(x, precise(x.dtype) if adds else None, (1, num_heads, course.num_held, x.shape[3]))
         if adds or not covers:
             whole.zero_()
         for member, there, values in parts:

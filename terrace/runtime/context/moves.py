@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from terrace.comm import Among, Ticket
+from terrace.model.pair_kernels import side_by_side
 from terrace.plan import MessageClass
 from terrace.plan.context import Pool
 from terrace.runtime.means import Means
-from terrace.spread.view import Exchange, Run, num_rows
+from terrace.spread.view import Exchange, Run, merged_runs, num_rows
 
 Give = Callable[[int], Sequence[Tensor]]  # member of the pool -> the tensors that it is given rows of
 
@@ -25,7 +26,7 @@ class Rows:
     """Some rows of a tensor (1, heads, rows, D): those of `runs`, one after the other."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
-        self.runs = _joined(runs)
+        self.runs = merged_runs(runs)
         self.num = num_rows(self.runs)
         self._index: Tensor | None = None
         if len(self.runs) > 1:
@@ -55,23 +56,6 @@ class Rows:
             x.index_add_(2, self._index, values.to(x.dtype))
         else:
             self.of(x).add_(values)
-
-
-def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Return the runs without empty ones, and those that go on with the one before as one with it."""
-    found: list[Run] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
-
-
-def side_by_side(shape: tuple[int, int, int, int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return memory for a tensor of `shape` (1, heads, rows, D), the heads of a row side by side."""
-    batch, heads, num, size = shape
-    return like.new_empty((batch, num, heads, size), dtype=dtype).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -146,7 +130,7 @@ class Arrival:
         parts = list(self.parts())
         if len(parts) == 1 and parts[0][1].is_all(num):
             return parts[0][2]
-        found = [side_by_side((1, heads, num, self._size), self._like) for heads in self._heads]
+        found = [side_by_side(self._like, shape=(1, heads, num, self._size)) for heads in self._heads]
         for x in found if sum(rows.num for _, rows, _ in parts) < num else ():
             x.zero_()
         for _, rows, values in parts:
