@@ -12,7 +12,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster import load_cluster
 from terrace.spread.assign import Assignment, assign, sure_capacity
 from terrace.spread.bound import makespan_bound_s
-from terrace.spread.cost import Link, WorkCost, hidden_from, ring_tokens
+from terrace.spread.cost import Link, WorkCost, ring_tokens
 from terrace.spread.distributions import bimodal, one_huge, sample
 from terrace.spread.micro import micro_steps
 
@@ -80,17 +80,6 @@ def places_of_a_ring_are_whole_units(places: tuple[int, ...], shape: tuple[int, 
 def test_a_document_that_no_place_has_room_for_is_refused() -> None:
     with pytest.raises(PlanError, match=r"100 tokens, the longest document 100, do not fit on 4 places of 10 tokens"):
         assign([100], (2, 2), cost_on(2), 10)
-
-
-def test_zones_begin_where_a_round_hides_its_exchange() -> None:
-    cost = cost_on(3)
-    starts = [hidden_from(cost, tier) for tier in range(3)]
-    assert starts == sorted(starts)
-    for tier, tokens in enumerate(starts):
-        for some, hidden in ((tokens, True), (tokens - 2, False)):
-            round_s, key_s = cost.pair_s * some**2 / 2, cost.links[tier].seconds(some * cost.key_bytes)
-            both_s = cost.links[tier].seconds(2 * some * cost.key_bytes)
-            assert (round_s >= key_s and cost.backward * round_s >= both_s) == hidden
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.integers(1, 4))

@@ -15,6 +15,7 @@ from terrace.program import Program, program_text
 from terrace.program.schedules import Orders, to_csv
 from terrace.program.stages import plan_orders
 from terrace.report import (
+    ASSIGNED,
     attention_table,
     bytes_table,
     inside_table,
@@ -145,8 +146,7 @@ def _print_inside(console: Terminal, program: Program) -> None:
     if not is_spread(program.grid, program.plan):
         return
     if program.plan.balance == "cost":
-        print('balance = "cost": what ranks send in attention depends on the documents of a batch, so that it is')
-        print("missing here; terrace data lengths says what policies cost on a data set\n")
+        print(f"{ASSIGNED}\n")
     else:
         console.print(attention_table(program))
 

@@ -22,6 +22,7 @@ from terrace.plan.memory import model_state_bytes
 from terrace.plan.slices import slice_blocks
 from terrace.program import StepReport, build_stages
 from terrace.report import (
+    ASSIGNED,
     bytes_table,
     comparison_tables,
     loss_svg,
@@ -120,6 +121,8 @@ class Screen:
             f"  {links}\n"
             f"predicted step: {seconds(predicted.step_s)}" + (f"; resuming after step {first_step}" * bool(first_step))
         )
+        if self._job.run.plan.balance == "cost":
+            print(ASSIGNED)
         print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)))
         warning = slow_warning(self._job.run, cluster)
         print(f"warning: {warning}\n" if warning else "", end="", flush=True)

@@ -16,7 +16,7 @@ from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
 from terrace.plan import parse_plan
 from terrace.program import Program, build, verify
-from terrace.report import bytes_table, memory_table, plan_table, time_table, wire_words
+from terrace.report import ASSIGNED, bytes_table, memory_table, plan_table, time_table, wire_words
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.page import page_html
 from terrace.report.stages import exposed_table
@@ -130,6 +130,8 @@ def _show(recording: Recording) -> None:
     console.print(plan_table(program.cluster, program.plan))
     console.print(bytes_table(report.sent_bytes, program.layout.tiers))
     print(wire_words(program.plan))
+    if program.plan.balance == "cost":
+        print(f"{ASSIGNED}\n")
     console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
     console.print(time_table(report))
     exposed = {("data", tier): spent for tier, spent in exposed_by_tier(recording).items()}

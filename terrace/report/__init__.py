@@ -1,6 +1,6 @@
 """What people look at: plans and step reports in the terminal, the loss curve as a picture."""
 
-from terrace.report.inside import attention_table, inside_table
+from terrace.report.inside import ASSIGNED, attention_table, inside_table
 from terrace.report.plot import loss_svg
 from terrace.report.tables import (
     band_words,
@@ -14,6 +14,7 @@ from terrace.report.tables import (
 )
 
 __all__ = [
+    "ASSIGNED",
     "attention_table",
     "band_words",
     "bytes_table",

@@ -51,6 +51,13 @@ def inside_table(program: Program) -> Table:
     return table
 
 
+ASSIGNED = (
+    'balance = "cost": what a rank sends, computes and keeps in attention depends on the documents of a batch.\n'
+    'Predicted are the computing and the memory of balance = "tokens", and no messages in attention;\n'
+    "terrace data lengths says what policies cost on a data set"
+)
+
+
 def attention_table(program: Program) -> Table:
     """Return what a rank of the context axis sends in the attention of a micro-batch, in order, for each kind of block.
 

@@ -144,18 +144,3 @@ def crossings(degrees: Sequence[int]) -> list[int]:
         found.append(beyond - beyond // degree)
         beyond //= degree
     return found
-
-
-def hidden_from(cost: WorkCost, tier: int) -> int:
-    """Return the fewest tokens a place from which a ring over a tier hides its exchange: where zones begin.
-
-    The least s with pair_s s^2 / 2 >= seconds of a message of the keys of s tokens, forward and backward; under a
-    window, of sequences within it.
-    """
-    link = cost.links[tier]
-    fixed_s = link.seconds(cost.key_bytes) - cost.key_bytes / link.bytes_per_s
-    least = 0
-    for pair_s, key_bytes in ((cost.pair_s, cost.key_bytes), (cost.backward * cost.pair_s, 2 * cost.key_bytes)):
-        token_s = key_bytes / link.bytes_per_s
-        least = max(least, math.ceil((token_s + math.sqrt(token_s * token_s + 2 * pair_s * fixed_s)) / pair_s))
-    return least
