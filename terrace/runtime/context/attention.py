@@ -136,7 +136,8 @@ def _backward(
             brought = _pass_on(course, step, done)
         if arrival is not None:
             keys = arrival.whole(course.turns[step + 1].num_rows)
-    course.mover.means.use_wait()  # unless they were computed before
+    if any(not turn.home.is_silent for turn in course.turns):
+        course.mover.means.use_wait()  # unless they were computed before
     for home in homes:
         _add(home, own)
     return [each.result() for each in (of_query, *own)]
