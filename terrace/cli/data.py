@@ -27,6 +27,7 @@ _DISTRIBUTIONS = {
     "one-huge": lambda sequence: one_huge(_NUM_SAMPLES, sequence),
 }
 _MOST_PLACES = 4096  # whose documents are assigned in about a second
+_MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
 
 
 def add_parser(commands: Any) -> None:
@@ -118,6 +119,8 @@ def _described(
     table = resolve_table(None, flags, {name: overrides[name] for name in ("cluster",) if name in overrides})
     if options.distribution is not None and "data" in overrides:
         raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")
+    if "path" in overrides.get("data", {}):
+        raise ConfigError("--data.path has no effect beside PATH: leave it out")
     data = merge({"path": path}, dict(overrides.get("data", {}))) if path is not None else {}
     return parse_model(table["model"]), parse_cluster(table["cluster"]), data
 
@@ -149,11 +152,20 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
 def _costs(
     lengths: Sequence[int], cluster: Cluster, model: ModelConfig, num_sequences: int, sequence: int
 ) -> tuple[PolicyCost, ...]:
-    """Return what policies cost the documents of a batch, those longer than a sequence cut."""
+    """Return what policies cost the documents of a batch, those longer than a sequence cut.
+
+    Raises `ConfigError` for more documents than can be assigned at once.
+    """
     peaks = cluster.device.peak_flops_per_s
     compute = max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
     cost = attention_cost(cluster, model, compute=compute)
     pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
+    num_documents = num_sequences * sequence * len(pieces) // sum(pieces)
+    if num_documents > _MOST_DOCUMENTS:
+        raise ConfigError(
+            f"{num_sequences} sequences x {sequence} tokens are about {num_documents:,} of these documents, and up to "
+            f"{_MOST_DOCUMENTS:,} are assigned together: lower --batch or --sequence"
+        )
     (batch,) = batches(num_sequences * sequence, 1, pieces)
     share = math.ceil(num_sequences * sequence / cluster.world_size)
     capacity = place_capacity(batch, cluster.world_size, share)
