@@ -190,7 +190,8 @@ class _Run:
         if is_spread(program.grid, run.plan):
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
-            self.cost = self.cost or work_cost(run, cluster)
+            # Of one rank: where ranks measured other figures, each would assign documents in its own way.
+            self.cost = self.engine.exchange(self.cost or work_cost(run, cluster))[0]
             spreading = Spreading(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
         return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", spreading)
 
