@@ -102,6 +102,7 @@ def test_other_distributions_are_shown(name: str, capsys: pytest.CaptureFixture[
             "resize a tier, for example --cluster.tiers.",
         ),
         (["--distribution", "bimodal", "--picture", "."], "--picture"),
+        (["--distribution", "bimodal", "--picture", "lengths.png"], "name a file that ends in .svg"),
         (["--distribution", "gauss"], "invalid choice: 'gauss'"),
     ],
 )

@@ -11,7 +11,7 @@ from terrace.cluster import load_cluster
 from terrace.plan import MessageClass, preset
 from terrace.program import StepReport
 from terrace.report import band_words, bytes_table, comparison_tables, loss_svg, memory_table, plan_table
-from terrace.report.tables import quantity, seconds
+from terrace.report.tables import equal_bytes, quantity, seconds
 
 LOCAL = load_cluster("local")
 
@@ -67,6 +67,16 @@ def test_comparison_says_where_bytes_differ() -> None:
     assert "[" not in text, "markup of a table is shown as it stands"
     assert "-50 %" in text
     assert "equal" in _text(*comparison_tables(predicted, predicted))
+
+
+def test_bytes_that_only_a_batch_tells_are_not_called_different() -> None:
+    sent = {(MessageClass.SYNC, "node"): 8}
+    predicted = StepReport(time_s={}, sent_bytes=sent, memory_bytes={})
+    measured = StepReport(time_s={}, sent_bytes={**sent, (MessageClass.CONTEXT, "node"): 7}, memory_bytes={})
+    assert equal_bytes(predicted, measured)
+    assert not equal_bytes(measured, predicted)
+    assert "as its batches say" in _text(*comparison_tables(predicted, measured))
+    assert "DIFFERENT" in _text(*comparison_tables(measured, predicted))
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB")])

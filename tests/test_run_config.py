@@ -119,6 +119,7 @@ BAD = [
     (PlanError, ("--plan.mapping.node.context", "3"), "multiply to 3, but tier 'node' joins 2"),
     (PlanError, ("--plan.mapping.node.context.ulysses", "2"), "cannot split the 5 heads and 5 key-value heads"),
     (PlanError, ("--plan.mapping.node.context.rings", "2"), "names 'rings'; did you mean 'ring'"),
+    (PlanError, ("--plan.mapping.node.ring", "2"), "which is a part of context: write mapping.node.context.ring"),
     (ConfigError, ("--plan.balance", "costs"), "plan.balance = 'costs' is not one of its values"),
     (
         PlanError,

@@ -74,6 +74,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError("--sequence and --batch must be at least 1")
     if options.picture is not None:
         check_writable("--picture", options.picture)
+        if options.picture.suffix != ".svg":
+            raise ConfigError(f"--picture {options.picture}: it is written as SVG; name a file that ends in .svg")
     model, cluster, data = _described(options, path, rest)
     if cluster.world_size > _MOST_PLACES:
         raise ConfigError(
@@ -82,7 +84,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     num_sequences = options.batch or cluster.world_size
     name, lengths = _lengths(options, data)
-    costs = _costs(lengths, cluster, model, num_sequences, options.sequence)
+    batch = _batch(lengths, num_sequences, options.sequence)
+    costs = _costs(batch, cluster, model, num_sequences * options.sequence)
     bins = bins_of(lengths)
     if options.picture is not None:  # first, so that a file that cannot be written is all there is to read
         write_file("--picture", options.picture, lengths_svg(bins, f"lengths of documents of {name}"))
@@ -93,10 +96,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(
         f"\n{num_sequences} sequences x {options.sequence} tokens on cluster {cluster.name}, {tiers}: "
         f"{cluster.world_size} ranks that attend together\n"
+        f"a batch of them: {len(batch):,} documents, the longest {max(batch):,} tokens\n"
     )
     console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
     num_cut = sum(length > options.sequence for length in lengths)
-    print(f"bytes are those of all ranks; {num_cut:,} documents are longer than a sequence and were cut")
+    cut = f"; {num_cut:,} documents are longer than a sequence and were cut" * bool(num_cut)
+    print(f"bytes are those of all ranks{cut}")
     if options.picture is not None:
         print(f"wrote {options.picture}")
     return 0
@@ -149,16 +154,11 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
     return " and ".join(source.name for source in sources), found
 
 
-def _costs(
-    lengths: Sequence[int], cluster: Cluster, model: ModelConfig, num_sequences: int, sequence: int
-) -> tuple[PolicyCost, ...]:
-    """Return what policies cost the documents of a batch, those longer than a sequence cut.
+def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[int, ...]:
+    """Return the documents of a batch, a fair sample of all; those longer than a sequence are cut into such.
 
     Raises `ConfigError` for more documents than can be assigned at once.
     """
-    peaks = cluster.device.peak_flops_per_s
-    compute = max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
-    cost = attention_cost(cluster, model, compute=compute)
     pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
     num_documents = num_sequences * sequence * len(pieces) // sum(pieces)
     if num_documents > _MOST_DOCUMENTS:
@@ -166,8 +166,15 @@ def _costs(
             f"{num_sequences} sequences x {sequence} tokens are about {num_documents:,} of these documents, and up to "
             f"{_MOST_DOCUMENTS:,} are assigned together: lower --batch or --sequence"
         )
-    (batch,) = batches(num_sequences * sequence, 1, pieces)
-    share = math.ceil(num_sequences * sequence / cluster.world_size)
+    return batches(num_sequences * sequence, 1, pieces)[0]
+
+
+def _costs(batch: Sequence[int], cluster: Cluster, model: ModelConfig, num_tokens: int) -> tuple[PolicyCost, ...]:
+    """Return what policies cost the documents of a batch of so many tokens."""
+    peaks = cluster.device.peak_flops_per_s
+    compute = max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
+    cost = attention_cost(cluster, model, compute=compute)
+    share = math.ceil(num_tokens / cluster.world_size)
     capacity = place_capacity(batch, cluster.world_size, share)
     return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
 

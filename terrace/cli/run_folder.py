@@ -146,11 +146,14 @@ def _notes(left: _Left) -> list[str]:
     waits_s = statistics.fmean(
         sum(spent for name, spent in record.time_s.items() if name.startswith("wait ")) for record in steady
     )
-    return [
+    notes = [
         f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)} "
         f"({100 * (predicted_s / measured_s - 1):+.0f} %). Rank 0 waits for messages for "
         f"{100 * waits_s / measured_s:.0f} % of it."
     ]
+    if left.run is not None and left.run.plan.balance == "cost":
+        notes.append("Messages of attention depend on the documents of a batch, and no prediction has them.")
+    return notes
 
 
 def _figures(left: _Left, first_steps: Sequence[int]) -> list[tuple[str, str]]:
@@ -291,7 +294,7 @@ def _event_row(event: Mapping[str, Any]) -> tuple[str, str, str]:
         return when, f"saved after step {event.get('step')}", str(event.get("folder", ""))
     if name == "finished":
         return when, f"finished after step {event.get('step')}", ""
-    return when, str(name), str(event.get("why", ""))
+    return when, str(name), str(event.get("why") or event.get("text") or "")
 
 
 def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]:

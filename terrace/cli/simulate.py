@@ -27,7 +27,7 @@ from terrace.simulate import (
     changes,
     critical_path,
     critical_words,
-    exposed_by_tier,
+    exposed_by_axis,
     memory_curve,
     record,
     step_costs,
@@ -134,7 +134,7 @@ def _show(recording: Recording) -> None:
         print(f"{ASSIGNED}\n")
     console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
     console.print(time_table(report))
-    exposed = {("data", tier): spent for tier, spent in exposed_by_tier(recording).items()}
+    exposed = exposed_by_axis(recording)
     if exposed:
         title = "messages that nothing hides (no pipeline, so no bubble)"
         console.print(exposed_table(exposed, program.layout.tiers, report.step_s, title))

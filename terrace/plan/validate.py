@@ -58,7 +58,7 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
             raise PlanError(f"mapping names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
         for axis, degree in row.items():
             if axis not in AXES:
-                raise PlanError(f"mapping.{name} names axis {axis!r}{did_you_mean(axis, AXES)}")
+                raise PlanError(f"mapping.{name} names axis {axis!r}{axis_hint(name, axis)}")
             check_degree(f"mapping.{name}.{axis}", axis, degree)
         product = math.prod(plan.degree(name, axis, sizes[name]) for axis in AXES)
         if product != sizes[name]:
@@ -66,6 +66,14 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
                 f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
                 f"make them multiply to {sizes[name]}, or leave the row out to give the tier to the data axis"
             )
+
+
+def axis_hint(tier: str, word: str) -> str:
+    """Return what may have been meant by `word`, which stands where an axis of a tier's mapping should."""
+    for axis, factors in FACTORS.items():
+        if word in factors:
+            return f", which is a part of {axis}: write mapping.{tier}.{axis}.{word}"
+    return did_you_mean(word, AXES)
 
 
 def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:

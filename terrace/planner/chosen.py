@@ -11,7 +11,7 @@ from terrace.plan import AXES, MessageClass, Plan, num_micro_batches, validate
 from terrace.plan.grid import Grid
 from terrace.plan.layout import Layout
 from terrace.plan.slices import slice_blocks
-from terrace.plan.validate import check_context, check_degree
+from terrace.plan.validate import axis_hint, check_context, check_degree
 from terrace.planner.estimate import data_cluster
 from terrace.planner.explain import placement_of
 from terrace.planner.space import Shape, shape_of
@@ -81,7 +81,7 @@ def parse_schedule(text: str) -> tuple[str, int]:
 def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
     for axis, entry in plan.mapping.get(tier, {}).items():
         if axis not in AXES:
-            raise PlanError(f"mapping.{tier} names axis {axis!r}{did_you_mean(axis, AXES)}")
+            raise PlanError(f"mapping.{tier} names axis {axis!r}{axis_hint(tier, axis)}")
         check_degree(f"mapping.{tier}.{axis}", axis, entry)
     data, tensor, context, pipeline = (plan.degree(tier, axis, size) for axis in AXES)
     if data * tensor * context * pipeline != size:

@@ -2,7 +2,7 @@
 
 from terrace.simulate.changes import Change, best_change, changes
 from terrace.simulate.cost import Costs, step_costs
-from terrace.simulate.critical import CriticalPath, critical_path, critical_words, exposed_by_tier
+from terrace.simulate.critical import CriticalPath, critical_path, critical_words, exposed_by_axis, exposed_by_tier
 from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.recording import Recording, Span, record
@@ -22,6 +22,7 @@ __all__ = [
     "changes",
     "critical_path",
     "critical_words",
+    "exposed_by_axis",
     "exposed_by_tier",
     "memory_curve",
     "record",

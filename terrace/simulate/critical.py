@@ -82,26 +82,35 @@ def critical_path(recording: Recording) -> CriticalPath:
 
 
 def exposed_by_tier(recording: Recording) -> dict[str, float]:
-    """Return what the compute stream waits for messages in the step, in seconds by tier.
+    """Return what the compute stream waits for messages in the step, in seconds by tier."""
+    seconds: dict[str, float] = defaultdict(float)
+    for (_, tier), spent in exposed_by_axis(recording).items():
+        seconds[tier] += spent
+    return dict(seconds)
+
+
+def exposed_by_axis(recording: Recording) -> dict[tuple[str, str], float]:
+    """Return the same by (axis, tier).
 
     A wait is cut into the messages under way in it, the last of which ends it. What is waited for inside a block
     goes to the tiers of its messages.
     """
     program, spans = recording.program, recording.spans
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
     for wait in spans[recording.first :]:
         if wait.lane != COMPUTE or not wait.category.startswith("wait "):
             continue
         if wait.category in INSIDE:
+            axis = wait.category.removeprefix("wait ")
             for tier, share in INSIDE[wait.category](program, program.instructions[wait.position]).items():
-                seconds[program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
+                seconds[axis, program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
         number, end_s = wait.after, wait.end_s
         while number >= 0 and end_s > wait.start_s:
             span = spans[number]
             start_s = max(wait.start_s, min(span.start_s, end_s))
             for tier, share in tier_shares(program, program.instructions[span.position]).items():
-                seconds[program.layout.tiers[tier]] += share * (end_s - start_s)
+                seconds["data", program.layout.tiers[tier]] += share * (end_s - start_s)
             number, end_s = span.after, start_s
     return dict(seconds)
 

@@ -49,8 +49,8 @@ def bimodal(num_documents: int, short: int = 512, long: int = 16384, one_in: int
 
 
 def one_huge(num_documents: int, huge: int, short: int = 1024) -> tuple[int, ...]:
-    """Return short documents, and one huge one in the middle."""
-    return tuple(huge if number == num_documents // 2 else short for number in range(num_documents))
+    """Return one huge document, and short ones after it."""
+    return (huge, *[short] * (num_documents - 1))
 
 
 def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
