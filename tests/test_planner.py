@@ -32,7 +32,7 @@ from terrace.planner.figures import hfu, mfu
 from terrace.planner.ranking import TIE, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import cores_of, exhaustive
-from terrace.planner.space import Rows, placements, shape_of, shapes, units
+from terrace.planner.space import Rows, closed, open_shapes, placements, shape_of, shapes, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, PIPELINE, TENSOR, Choice, Placement, num_micros
 from terrace.program import build
@@ -78,6 +78,12 @@ def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(list(shapes(space))))
     core = data.draw(st.sampled_from(list(cores_of(space, evaluator.bounds, shape))))
     root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
+    # Where its context ranks have no form yet, what is said of all forms holds for this one.
+    unformed = next((each for each in open_shapes(space) if each.is_open and shape in closed(space, each)), shape)
+    open_root = evaluator.bounds.root(unformed, core.micro_batch, core.recompute)
+    open_core = evaluator.bounds.core(open_root, core.schedule, core.chunks)
+    assert open_core is not None
+    open_core = open_core.passing(core.unit) if core.unit else open_core
     try:
         played = core if core.played else evaluator.bounds.play(core)
     except PlanError:
@@ -88,7 +94,9 @@ def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
     placed_s = evaluator.bounds.placed_s(played, placement, unit)
     assert root.bound_s <= core.bound_s * (1 + 1e-9)
     assert max(root.bound_s, core.bound_s, played.bound_s, placed_s) <= estimate.step_s
-    for each in (root, core, played):
+    open_placed_s = evaluator.bounds.placed_s(open_core, placement, unit)
+    assert max(open_root.bound_s, open_core.bound_s, open_placed_s) <= estimate.step_s
+    for each in (open_root, open_core, root, core, played):
         assert evaluator.bounds.least_bytes(each, placement, unit) <= estimate.needed_bytes
     # A bound that says little would be of no use: computing is most of what these take.
     assert max(played.bound_s, placed_s) >= 0.25 * estimate.step_s

@@ -17,7 +17,10 @@ refreshes of the blocks up to j, and a gather), all computing but the forwards o
 backwards of the blocks before k, then the reductions or synchronisations of the blocks from k down to the first, and
 CLIP's own message. And no lane of messages is shorter than the sum of what it carries.
 
-An open shape (terrace.planner.space) counts the forward, the backward and the memory of the form with least of each.
+An open shape (terrace.planner.space) counts the forward, the backward and the memory of the form with least of each,
+and as what hides messages the forward and the backward of the form with most. A share of layers depends on a form by
+what the head is worth in layers alone, and the last virtual stage never gets more when the head is worth more: where
+the least and the most share alike, so does every form; elsewhere nothing is said of schedules.
 
 Memory. Each state over the ranks it is sharded over, one block gathered, and the activations that wait.
 """
@@ -135,6 +138,7 @@ class Bounds:
         self._space = Space(task=self.task)
         self._known_forms: dict[Rows, Sequence[Rows]] = {}
         self._block_works: dict[tuple[Rows, bool, int, int, bool], list[Work]] = {}
+        self._most_layer: dict[tuple[Rows, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
 
     def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
@@ -173,7 +177,10 @@ class Bounds:
         )
 
     def core(self, root: Core, schedule: str, chunks: int) -> Core | None:
-        """Return the bound of a root with a schedule; None for more virtual stages than layers, or too many passes."""
+        """Return the bound of a root with a schedule; None for more virtual stages than layers, or too many passes.
+
+        Of an open shape it is that of the root where its forms may share the layers differently.
+        """
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
         shape, num_layers = root.shape, self.num_layers
@@ -183,6 +190,13 @@ class Bounds:
         works = self._works(shape, root.micro_batch, root.recompute)
         trait = traits()[schedule]
         shares = _shares(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped, trait.folded)
+        if shape.is_open:
+            most = self._most_works(shape, root.micro_batch, root.recompute)
+            least_counts, most_counts = (
+                share_layers(num_layers, num_virtual, head_layers(each)) for each in (works, most)
+            )
+            if least_counts != most_counts:
+                return root._replace(schedule=schedule, chunks=chunks, heavy=None)
         forward_s, backward_s, weight_s = works[LAYER]
         head_forward_s, head_s = works[HEAD][0], works[HEAD][0] + works[HEAD][1]
         edge_s = self.estimator.boundary_s(shape.rows, root.micro_batch)
@@ -265,14 +279,14 @@ class Bounds:
         The chain of the module's docstring ends where it is longest: at the first or the last block of some kind.
         """
         if core.unit:
-            return self._chunks_excess_s(core, placement)
+            return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
         counts = core.heavy
         if counts is None:
             return 0.0
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape)
         messages = self.mail.messages(shape.state, numels, placement)
-        works = self._works(shape, core.micro_batch, core.recompute)
+        works = self._most_works(shape, core.micro_batch, core.recompute)  # all of it hides messages
         held = sum(numel * count for numel, count in zip(numels, counts, strict=True))
         update_s = estimator.update_s(shape.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
@@ -373,6 +387,25 @@ class Bounds:
             forms = self._forms(shape)
             found = [block_work(self.estimator, kind, forms, micro_batch, recompute, accumulate) for kind in KINDS]
             self._block_works[key] = found
+        return found
+
+    def _most_works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:
+        """Return the same, of an open shape the most that any form does."""
+        works = self._works(shape, micro_batch, recompute)
+        if not shape.is_open:
+            return works
+        accumulate = self.estimator.accumulates(shape, micro_batch)
+        key = (shape.inner, micro_batch, recompute, accumulate)
+        found = self._most_layer.get(key)
+        if found is None:
+            each = [
+                block_work(self.estimator, LAYER, (form,), micro_batch, recompute, accumulate)
+                for form in self._forms(shape)
+            ]
+            forward_s, backward_s, weight_s = map(max, zip(*each, strict=True))
+            found = list(works)
+            found[LAYER] = (forward_s, backward_s, weight_s)
+            self._most_layer[key] = found
         return found
 
     def _kept(self, shape: Shape, micro_batch: int, recompute: int) -> int:

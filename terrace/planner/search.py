@@ -2,7 +2,8 @@
 
 1. Every mapping table, micro-batch and recomputation gets the bound of its computing, one for all forms of its context
    ranks. What cannot fit with all states sharded as far as possible is dropped.
-2. The best of these is taken up: each of its forms gets a bound, each of its schedules, and its cheapest placement.
+2. The best of these is taken up: each of its schedules gets a bound, then that of its cheapest placement, then each form
+   of its context ranks the same.
 3. The best of those is played, and every placement and unit of it gets its own bounds of time and of memory.
 4. The best of those is evaluated: its step is built and played.
 
@@ -143,13 +144,7 @@ class Search:
     def _opened(self, entry: Entry) -> Iterator[Entry]:
         """Yield what an entry stands for, one level further."""
         bound_s, level, _, core, _, _ = entry
-        if level is Level.ROOT and core.shape.is_open:
-            places = placements(self.space, core.shape)[::-1]
-            for shape in closed(self.space, core.shape):
-                root = self.bounds.root(shape, core.micro_batch, core.recompute)
-                if self._fits_somewhere(root, places):
-                    yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0
-        elif level is Level.ROOT:
+        if level is Level.ROOT:
             for open_core in self.bounds.cores(core, self._schedules_of(core.shape.pipeline)):
                 for further in in_units(self.space, open_core):
                     yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
@@ -157,6 +152,9 @@ class Search:
             for excess_s, _, _ in self._placed(core)[:1]:
                 at_least_s = self.bounds.least_s(core, excess_s)
                 yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0
+        elif core.shape.is_open:
+            for further in self._closed(core):
+                yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
         else:
             with suppress(PlanError):
                 played = core if core.played else self._played(core)
@@ -166,6 +164,15 @@ class Search:
                     if self._fits(played, placement, unit):
                         placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
                         yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
+
+    def _closed(self, core: Core) -> Iterator[Core]:
+        """Yield a core of an open shape in every form that its context ranks can have."""
+        places = placements(self.space, core.shape)[::-1]
+        for shape in closed(self.space, core.shape):
+            root = self.bounds.root(shape, core.micro_batch, core.recompute)
+            found = self.bounds.core(root, core.schedule, core.chunks) if self._fits_somewhere(root, places) else None
+            if found is not None:
+                yield found.passing(core.unit) if core.unit else found
 
     def _schedules_of(self, stages: int) -> list[tuple[str, int]]:
         if stages not in self._schedules:
