@@ -9,7 +9,8 @@ weight gradient may). So with M micro-batches no pipeline ends before
     M (f + b of the last stage)   + (p - 1)   (f0 + b0),       M (f + b of the busiest stage),
     (f + b of all virtual stages but the last, and its messages) + M (f + b of the last virtual stage),
 
-the last with the weight gradient's part left out of a split b. A later bound plays the orders with f and b.
+the last with the weight gradient's part left out of a split b. A later bound plays the orders with f and b, and before
+that takes the tasks on the critical path of other seconds played in the same orders.
 
 Time of the messages between data ranks. Steps follow one another, so a stage's step is no shorter than a chain that
 leads from one CLIP to the next (`Bounds.excess_s`): what must come before block j's first forward (the updates, or the
@@ -27,20 +28,18 @@ Memory. Each state over the ranks it is sharded over, one block gathered, and th
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
+from terrace.planner.shares import Counts, heaviest, shares_of
 from terrace.planner.space import Rows, Shape, Space, closed
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement
 
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
-
-Counts = tuple[int, int, int]  # embeddings, layers and heads
 
 
 class Core(NamedTuple):
@@ -88,44 +87,8 @@ class Core(NamedTuple):
         return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.rows)
 
 
-class _Shares(NamedTuple):
-    """Layers of the lightest virtual stage and of the last, and of looped stages: of the busiest and of the last.
-
-    `heavy` is what the stage with most layers holds, where the placement of the schedule tells.
-    """
-
-    least: int
-    last: int
-    most: int
-    last_stage: int
-    heavy: Counts | None
-
-
-@lru_cache(maxsize=65536)
-def _shares(
-    num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool, is_folded: bool
-) -> _Shares:
-    counts = share_layers(num_layers, num_stages * chunks, head_layers)
-    return _shared(counts, num_stages, is_looped, is_folded)
-
-
-@lru_cache(maxsize=65536)
-def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded: bool) -> _Shares:
-    """Return the shares of a count of layers by virtual stage; of other placements than these two, little is said."""
-    if not is_looped and not is_folded:
-        return _Shares(min(counts), counts[-1], 0, 0, None)
-    if is_looped:
-        layers, last = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
-    else:
-        layers, last = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
-    held = [(count, int(stage == 0), int(stage == last)) for stage, count in enumerate(layers)]
-    return _Shares(min(counts), counts[-1], max(layers), layers[-1], _heaviest(held))
-
-
-def _heaviest(stages: Sequence[tuple[int, int, int]]) -> Counts:
-    """Return what the stage with most layers holds, of stages with (layers, embeddings, heads)."""
-    layers, embeddings, heads = max(stages)
-    return embeddings, layers, heads
+def _orders_key(core: Core) -> tuple[object, ...]:
+    return core.schedule, core.shape.pipeline, core.chunks, core.num_micros, core.unit
 
 
 class Bounds:
@@ -140,6 +103,7 @@ class Bounds:
         self._block_works: dict[tuple[Rows, bool, int, int, bool], list[Work]] = {}
         self._most_layer: dict[tuple[Rows, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
+        self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by what its orders depend on
 
     def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
         """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is.
@@ -189,7 +153,7 @@ class Bounds:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
         trait = traits()[schedule]
-        shares = _shares(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped, trait.folded)
+        shares = shares_of(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped, trait.folded)
         if shape.is_open:
             most = self._most_works(shape, root.micro_batch, root.recompute)
             least_counts, most_counts = (
@@ -243,14 +207,28 @@ class Bounds:
             )
             for part, waiting in zip(parts, most, strict=True)
         }
-        heavy = _heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
+        heavy = heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
         return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(stages)))
 
     def play(self, core: Core) -> Core:
         """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
         numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
         pipeline = self.pipeline(core.shape, *numbers)
+        self._first_played.setdefault(_orders_key(core), pipeline)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
+
+    def chained(self, core: Core) -> Core:
+        """Return a core with the bound of its tasks on the critical path of one of the same orders, if one was played.
+
+        No order ends before what follows one another in it. Raises `PlanError` as the schedule does.
+        """
+        before = self._first_played.get(_orders_key(core))
+        if before is None:
+            return core
+        pipeline = self.pipeline(
+            core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1
+        )
+        return core._replace(span_s=max(core.span_s, pipeline.along_s(before.critical)))
 
     def pipeline(
         self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1

@@ -1,18 +1,28 @@
 """A pipeline of one task: which stage holds what, in which order it works, and how long its tasks take alone."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from terrace.planner.estimate import Estimator, Part
 from terrace.planner.space import Rows, Shape
 from terrace.planner.stages import Waiting, pipeline, share_layers
 from terrace.planner.task import EMBEDDING, HEAD, LAYER
-from terrace.program.schedules import Orders, Placement, TaskSeconds
-from terrace.simulate.timeline import play
+from terrace.program.schedules import Kind, Orders, Placement, TaskSeconds
+from terrace.simulate.timeline import Timeline, play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
+
+
+class Chain(NamedTuple):
+    """Tasks of which each waits for the one before: how many of each kind and virtual stage, and messages between."""
+
+    tasks: tuple[tuple[tuple[Kind, int], int], ...]
+    num_messages: int
 
 
 @dataclass(frozen=True)
@@ -56,9 +66,27 @@ class Pipeline:
         return (*between, 0.0), (0.0, *between)
 
     @cached_property
+    def timeline(self) -> Timeline:
+        """The orders played, when all tasks take what they compute."""
+        return play(self.orders, self.seconds([1.0] * self.orders.num_stages))
+
+    @cached_property
     def span_s(self) -> float:
         """Seconds from the first task to the end of the last, when all tasks take what they compute."""
-        return play(self.orders, self.seconds([1.0] * self.orders.num_stages)).makespan_s
+        return self.timeline.makespan_s
+
+    @cached_property
+    def critical(self) -> Chain:
+        """What the critical path is made of."""
+        path, placement = self.timeline.critical_path(), self.orders.placement
+        tasks = Counter((step.task.kind, placement[step.stage][step.task.chunk]) for step in path)
+        return Chain(tuple(tasks.items()), sum(one.stage != two.stage for one, two in pairwise(path)))
+
+    def along_s(self, chain: Chain) -> float:
+        """Return the seconds of a chain that leads through these orders."""
+        seconds = self.seconds([1.0] * self.orders.num_stages)
+        tasks_s = math.fsum(times * seconds.of(kind)[virtual] for (kind, virtual), times in chain.tasks)
+        return tasks_s + (chain.num_messages * seconds.edge_s[0] if seconds.edge_s else 0.0)
 
     @cached_property
     def stages_s(self) -> tuple[float, ...]:

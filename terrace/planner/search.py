@@ -2,8 +2,8 @@
 
 1. Every mapping table, micro-batch and recomputation gets the bound of its computing, one for all forms of its context
    ranks. What cannot fit with all states sharded as far as possible is dropped.
-2. The best of these is taken up: each of its schedules gets a bound, then that of its cheapest placement, then each form
-   of its context ranks the same.
+2. The best of these is taken up: each of its schedules gets a bound, then that of its cheapest placement, then each
+   form of its context ranks the same.
 3. The best of those is played, and every placement and unit of it gets its own bounds of time and of memory.
 4. The best of those is evaluated: its step is built and played.
 
@@ -157,13 +157,22 @@ class Search:
                 yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
         else:
             with suppress(PlanError):
-                played = core if core.played else self._played(core)
-                if played is None:
+                chained = core if core.played else self.bounds.chained(core)
+                if chained.span_s > core.span_s:
+                    at_least_s = self.bounds.least_s(chained, self._placed(core)[0][0])
+                    yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, chained, _NOWHERE, 0
                     return
-                for excess_s, placement, unit in self._placed(played):
-                    if self._fits(played, placement, unit):
-                        placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
-                        yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
+                yield from self._all_placed(bound_s, core)
+
+    def _all_placed(self, bound_s: float, core: Core) -> Iterator[Entry]:
+        """Yield the whole choices of a core, which is played first; raises `PlanError` as the schedule does."""
+        played = core if core.played else self._played(core)
+        if played is None:
+            return
+        for excess_s, placement, unit in self._placed(played):
+            if self._fits(played, placement, unit):
+                placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
+                yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
 
     def _closed(self, core: Core) -> Iterator[Core]:
         """Yield a core of an open shape in every form that its context ranks can have."""
