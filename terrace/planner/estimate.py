@@ -85,6 +85,7 @@ class Estimator:
         self.inner = Inner(task)
         attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._flash = attends and task.software.flash
+        self._works: dict[tuple[Rows, int, int], Work] = {}
         self._blocks: dict[tuple[int, Rows, int, int, bool], Seconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
@@ -96,21 +97,26 @@ class Estimator:
 
     def work(self, rows: Rows, micro_batch: int, recompute: int = 0) -> Work:
         """Return what a rank computes of a micro-batch."""
-        software = self.task.software
-        return Work(
-            model=self.task.model,
-            sequence=self.task.sequence,
-            micro_batch=micro_batch,
-            tensor=shape_of(rows).tensor,
-            columns=shape_of(rows).columns,
-            ulysses=shape_of(rows).ulysses,
-            ring=shape_of(rows).context // shape_of(rows).ulysses,
-            sequence_parallel=software.sequence_parallel,
-            recompute="full" if recompute else "none",
-            flash=self._flash,
-            dropout=software.dropout,
-            compute=self.task.compute,
-        )
+        shape = shape_of(rows)
+        key = (shape.inner, micro_batch, recompute)
+        found = self._works.get(key)
+        if found is None:
+            software = self.task.software
+            found = self._works[key] = Work(
+                model=self.task.model,
+                sequence=self.task.sequence,
+                micro_batch=micro_batch,
+                tensor=shape.tensor,
+                columns=shape.columns,
+                ulysses=shape.ulysses,
+                ring=shape.context // shape.ulysses,
+                sequence_parallel=software.sequence_parallel,
+                recompute="full" if recompute else "none",
+                flash=self._flash,
+                dropout=software.dropout,
+                compute=self.task.compute,
+            )
+        return found
 
     def block(self, kind: int, rows: Rows, micro_batch: int) -> Seconds:
         """Return the seconds of a block on one micro-batch."""

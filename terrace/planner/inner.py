@@ -6,6 +6,7 @@ the messages of context ranks are priced from their numbers (terrace.simulate.co
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
@@ -155,6 +156,7 @@ class Inner:
         )
 
 
+@lru_cache(maxsize=65536)
 def context_degrees(rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the Ulysses and the ring degrees of every tier."""
     ulysses = tuple(map(ulysses_of, rows))
