@@ -228,7 +228,7 @@ def test_a_fused_rms_norm_and_cut_heads_keep_less(name: str) -> None:
     whole_streams = block_activation_bytes(replace(work, tensor=2, sequence_parallel=False), "layer")
     assert 2 * cut.kept_bytes == cuda.kept_bytes
     assert cut.kept_bytes < whole_streams.kept_bytes < cuda.kept_bytes
-    assert 2 * block_activation_bytes(replace(work, ulysses=2), "layer").kept_bytes == cuda.kept_bytes
+    assert 2 * block_activation_bytes(replace(work, ring=2), "layer").kept_bytes == cuda.kept_bytes
 
 
 def test_a_tape_by_hand() -> None:

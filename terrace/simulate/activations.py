@@ -230,7 +230,7 @@ class _Decoder(BlockTape):
         self.sizes["mixed"] = self.query * self.item
         self._core()
         merged = "mixed"
-        if self.backend != "published" and (self._plain or self.in_pieces):
+        if self.backend != "published" and (self._plain or self.in_pieces) and not self._is_spread:
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
@@ -240,6 +240,10 @@ class _Decoder(BlockTape):
     @property
     def _plain(self) -> bool:
         return not self.work.flash
+
+    @property
+    def _is_spread(self) -> bool:
+        return self.work.context > 1 and self.backend != "published"
 
     def _seen(self) -> tuple[str, ...]:
         """Return what the core of attention reads, once it has copied what it must not read in place."""
@@ -253,7 +257,7 @@ class _Decoder(BlockTape):
 
     def _core(self) -> None:
         """Softmax of the products of queries and keys, times the values."""
-        if self.work.context > 1 and self.backend != "published":
+        if self._is_spread:
             self._spread_core()
             return
         model, reads = self.work.model, self._seen()
@@ -284,24 +288,27 @@ class _Decoder(BlockTape):
     def _spread_core(self) -> None:
         """Attention over context ranks (terrace.runtime.context): its operands and its output are kept where it runs.
 
-        With Ulysses these are other tensors than the layer's own, in messages on their way; of a ring there are the
-        keys of two rounds at a time, in the backward with their gradients.
+        With Ulysses these are other tensors than the layer's own, made of the messages that bring them. Of a ring there
+        are the keys of two rounds and a message of them, in the backward with their gradients.
         """
         work, reads, output = self.work, ("query", "key", "value"), "mixed"
         row = work.attended * work.model.head_dim * self.item  # of a head
-        keys = 2 * row * work.attended_kv_heads
-        passing = 2 * keys if work.ring > 1 else 0
+        query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
+        self.sizes["log-sums"] = work.attended * work.attended_heads * self.wide
+        # Keys that come, those that go, packed, and the round's own; gradients of a round, that come, that go.
+        rounds = 0 if work.ring == 1 else 2 if work.ring == 2 else 3
+        forward_adds, backward_adds = rounds * keys, self.sizes["log-sums"]
+        if rounds:
+            backward_adds = 4 * keys if work.ring == 2 else 5 * keys + self.sizes["log-sums"]
+        kept: tuple[str, ...] = (*reads, output)
         if work.ulysses > 1:
-            reads, output = ("attended query", "attended key", "attended value"), "attended output"
-            self.sizes |= dict.fromkeys(reads[1:], keys // 2)
-            self.sizes |= dict.fromkeys((reads[0], output), row * work.attended_heads)
-            for name, dealt in zip(("query", "key", "value"), reads, strict=True):
-                self._add(f"deal {name}", (name,), dealt)
-        self.sizes["log-sums"] = statistics = work.attended * work.attended_heads * self.wide
-        keeps = (*reads, output, "log-sums")
-        self._add("attention", reads, output, keeps, forward_adds=passing, backward_adds=statistics + 2 * passing)
-        if work.ulysses > 1:
-            self._add("deal output", (output,), "mixed")
+            kept = ("attended query", "attended key", "attended value", "attended output")
+            self.sizes |= dict.fromkeys(kept[1:3], keys // 2) | dict.fromkeys((kept[0], kept[3]), query)
+            of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
+            # The layer's own output, and gradients of its operands, are there when those of attention are dealt back.
+            forward_adds = max(forward_adds - query, of_others)
+            backward_adds = max(query + backward_adds, query + keys + of_others)
+        self._add("attention", reads, output, (*kept, "log-sums"), forward_adds, backward_adds)
 
     def _mlp(self, source: str, target: str) -> None:
         model, published = self.work.model, self.backend == "published"

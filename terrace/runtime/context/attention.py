@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from terrace.model.blockwise import Attended, Sums, pair_backward, pair_forward, rows
+from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import precise, side_by_side
 from terrace.runtime.context.course import Course, Heads
 from terrace.runtime.context.moves import Arrival, Move
@@ -68,8 +68,8 @@ class _Attend(Function):
         arrival = course.mover.start(course.into, give, [heads.queries], grad)
         if not course.into.is_silent:
             course.mover.means.use_wait()  # the weight gradients of what follows attention
-        (own,) = arrival.whole(course.num_attended)
-        return *_back(course, heads, _backward(course, own, *ctx.saved_tensors)), None
+        own = list(arrival.whole(course.num_attended))
+        return *_back(course, heads, _backward(course, own.pop(), *ctx.saved_tensors)), None
 
 
 def _forward(course: Course, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _backward(
     """Return the gradients of what `_forward` was given, from that of its output; `out` and `lse` are its results."""
     of_query = Sums(query, course.query_runs)
     own: list[Sums] = []  # of the keys and values of round 0, which stay where they are
-    homes: list[Arrival] = []
+    home: Arrival | None = None
     brought: Arrival | None = None
     keys: Sequence[Tensor] = (key, value)
     for step, turn in enumerate(course.turns):
@@ -114,33 +114,40 @@ def _backward(
         runs = [*(pair.keys for pair in pairs), *(run for move in others for run in move.brings)]
         sums = [Sums(x, runs) for x in keys]
         for pair in pairs:
-            grads = pair_backward(
-                rows(grad, pair.queries),
-                rows(query, pair.queries),
-                rows(keys[0], pair.keys),
-                rows(keys[1], pair.keys),
-                rows(out, pair.queries),
-                rows(lse, pair.queries),
-                pair.kind,
-                pair.mask,
-            )
-            for total, run, part in zip((of_query, *sums), (pair.queries, pair.keys, pair.keys), grads, strict=True):
-                total.add(run, part)
+            _add_pair(pair, (grad, query, *keys, out, lse), (of_query, *sums))
+        # What arrives goes as soon as it is added: beside the keys of two rounds there are the gradients of two.
+        if home is not None:
+            _add(home, own)
+            home = None
         if brought is not None:
             _add(brought, sums)
+            brought = None
         if step == 0:
-            own, brought = sums, None
+            own = sums
         else:
             done = [each.result() for each in sums]
-            homes.append(_all_to(course, turn.home, done))
+            home = _all_to(course, turn.home, done)
             brought = _pass_on(course, step, done)
+            del done
+        del sums
         if arrival is not None:
             keys = arrival.whole(course.turns[step + 1].num_rows)
     if any(not turn.home.is_silent for turn in course.turns):
         course.mover.means.use_wait()  # unless they were computed before
-    for home in homes:
+    if home is not None:
         _add(home, own)
     return [each.result() for each in (of_query, *own)]
+
+
+def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) -> None:
+    """Add what a pair gives; `given` are gradient of the output, queries, keys, values, output and lse."""
+    runs = pair.queries, pair.keys, pair.keys
+    grad, query, key, value, out, lse = (
+        rows(x, run) for x, run in zip(given, (pair.queries, *runs, pair.queries, pair.queries), strict=True)
+    )
+    grads = pair_backward(grad, query, key, value, out, lse, pair.kind, pair.mask)
+    for total, run, part in zip(sums, runs, grads, strict=True):
+        total.add(run, part)
 
 
 def _add(arrival: Arrival, sums: Sequence[Sums]) -> None:

@@ -39,6 +39,18 @@ class Rows:
         start, stop = self.runs[0] if self.runs else (0, 0)
         return x[:, :, start:stop]
 
+    @property
+    def is_run(self) -> bool:
+        """Whether they are one run, and so a view."""
+        return self._index is None
+
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        """Have `out` become these rows of x; its heads lie side by side."""
+        if self._index is not None:
+            torch.index_select(x.transpose(1, 2), 1, self._index, out=out.transpose(1, 2))
+        else:
+            out.copy_(self.of(x))
+
     def is_all(self, num: int) -> bool:
         """Whether these are all of `num` rows, in their order."""
         return self.runs == (((0, num),) if num else ())
@@ -107,7 +119,7 @@ class Arrival:
         self._mover, self._move = mover, move
         self._ticket: Ticket | None = None
         self._messages: list[tuple[int, Tensor]] = []
-        # Of what is given, only what stays is kept on: a backward holds an arrival of every round until its end.
+        # Of what is given, only what stays is kept on, and no longer than until it was asked for.
         self._own = [] if move.own is None else [move.own[0].of(x) for x in give(mover.member)]
         self._heads, self._size, self._like = heads, like.shape[3], like.new_empty(0)
         if move.is_silent:
@@ -119,10 +131,7 @@ class Arrival:
         self._ticket = mover.means.lane.submit(self._exchange)
 
     def _exchange(self) -> None:
-        sends = []
-        for member, rows, given in self._given:
-            parts = [rows.of(x).transpose(1, 2).reshape(-1) for x in given]
-            sends.append((member, parts[0] if len(parts) == 1 else torch.cat(parts)))
+        sends = [(member, _packed(rows, given)) for member, rows, given in self._given]
         self._mover.among.exchange(MessageClass.CONTEXT, sends, self._messages)
 
     def whole(self, num: int) -> Sequence[Tensor]:
@@ -143,12 +152,30 @@ class Arrival:
         if self._ticket is not None:
             self._mover.wait(self._ticket, self._move)
             self._ticket, self._given = None, []
-        for (member, message), (_, rows) in zip(self._messages, self._move.receives, strict=True):
+        messages, self._messages = self._messages, []
+        own, self._own = self._own, []
+        for (member, message), (_, rows) in zip(messages, self._move.receives, strict=True):
             shapes = [(1, rows.num, heads, self._size) for heads in self._heads]
             values = torch.split(message, [math.prod(shape) for shape in shapes])
             yield member, rows, [x.view(shape).transpose(1, 2) for x, shape in zip(values, shapes, strict=True)]
         if self._move.own is not None:
-            yield self._mover.member, self._move.own[1], self._own
+            yield self._mover.member, self._move.own[1], own
+
+
+def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
+    """Return these rows of tensors as a message: where they are, if they lie one after the other."""
+    parts = [rows.of(x).transpose(1, 2) for x in given] if rows.is_run else []
+    if parts and all(part.is_contiguous() for part in parts):
+        begins = [part.data_ptr() for part in parts]
+        ends = [begin + part.nbytes for begin, part in zip(begins, parts, strict=True)]
+        first = parts[0]
+        if begins[1:] == ends[:-1] and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
+            return first.as_strided((sum(part.numel() for part in parts),), (1,))
+    sizes = [(1, rows.num, x.shape[1], x.shape[3]) for x in given]
+    message = given[0].new_empty(sum(map(math.prod, sizes)))
+    for x, size, part in zip(given, sizes, torch.split(message, [math.prod(size) for size in sizes]), strict=True):
+        rows.copy(x, part.view(size).transpose(1, 2))
+    return message
 
 
 class Mover:
