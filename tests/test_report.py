@@ -1,6 +1,7 @@
 """What people look at: tables say what they should, the picture is valid and holds the data."""
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -77,6 +78,9 @@ def test_bytes_that_only_a_batch_tells_are_not_called_different() -> None:
     assert not equal_bytes(measured, predicted)
     assert "as its batches say" in _text(*comparison_tables(predicted, measured))
     assert "DIFFERENT" in _text(*comparison_tables(measured, predicted))
+    waited = replace(measured, time_s={"forward": 1.0, "wait context": 9.0})
+    words = band_words(replace(predicted, time_s={"forward": 1.1}), waited)
+    assert "step time, messages in attention left out, +10 %, within" in words
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB")])

@@ -1,6 +1,7 @@
 """Tables for the terminal: a plan as tiers x axes, and step reports, predicted beside measured."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.table import Table
@@ -150,8 +151,11 @@ def band_words(predicted: StepReport, measured: StepReport) -> str:
 def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
     """Say the same of (predicted, measured) of all stages, by the one that misses most, and of their bytes."""
     sentences = []
-    for name, band, size in (("step time", STEP_BAND, _step_s), ("model state", MEMORY_BAND, _state_bytes)):
-        sizes = [(size(predicted), size(measured)) for predicted, measured in stages]
+    told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
+    parts = any(found is not measured for (_, measured), (_, found) in zip(stages, told, strict=True))
+    left_out = ", messages in attention left out," if parts else ""
+    for name, band, size in ((f"step time{left_out}", STEP_BAND, _step_s), ("model state", MEMORY_BAND, _state_bytes)):
+        sizes = [(size(predicted), size(found)) for predicted, found in told]
         errors = [(expected - found) / found if expected > 0 and found > 0 else 0.0 for expected, found in sizes]
         worst = max(range(len(stages)), key=lambda stage: abs(errors[stage]))
         if sizes[worst][0] > 0 and sizes[worst][1] > 0:
@@ -180,6 +184,14 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
     """Return the classes whose bytes only a batch tells (balance = "cost"); its run has held them against that."""
     return {MessageClass.CONTEXT} - {message for message, _ in predicted.sent_bytes}
+
+
+def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:
+    """Return what was measured without the waits for messages that only a batch tells, which are not predicted."""
+    waits = {f"wait {message.value}" for message in _by_batch(predicted)} & measured.time_s.keys()
+    if not waits:
+        return measured
+    return replace(measured, time_s={name: spent for name, spent in measured.time_s.items() if name not in waits})
 
 
 def _step_s(report: StepReport) -> float:
