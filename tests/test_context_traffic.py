@@ -17,7 +17,7 @@ from terrace.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.plan import MessageClass, Plan, preset, step_bytes
 from terrace.plan.context import Pool, local_tokens
-from terrace.plan.context_traffic import ContextAxis, ContextLeg, ContextMessage
+from terrace.plan.context_traffic import ContextLeg, ContextMessage, ContextTraffic
 from terrace.plan.grid import Grid
 from terrace.plan.slices import slice_blocks
 from terrace.program import Op, Program, build, program_text, verify
@@ -80,7 +80,7 @@ def test_the_formula_is_what_every_spread_sends(
     }
     plan = planned(cluster, mapping, micro_batch=micro_batch)
     grid, blocks = Grid.of(cluster, plan), block_specs(llama(8, kv_heads))
-    forward, backward = (by_leg(each) for each in ContextAxis(plan, grid, sequence).messages(blocks)[LAYER])
+    forward, backward = (by_leg(each) for each in ContextTraffic(plan, grid, sequence).messages(blocks)[LAYER])
     member = data.draw(st.integers(0, cluster.world_size - 1))
     pool = Pool.of(cluster, plan, 0)
     spread = static_spread(plan, grid, sequence, 0, list(range(0, micro_batch * sequence, sequence)), member)
@@ -127,7 +127,8 @@ def test_bytes_are_those_of_the_published_table(num_ranks: int, kv_heads: int) -
     def sent(form: str) -> Counter[ContextLeg]:
         plan = planned(cluster, {"package": {"context": {form: num_ranks}}}, micro_batch=B)
         found: Counter[ContextLeg] = Counter()
-        for messages in ContextAxis(plan, Grid.of(cluster, plan), L).messages(block_specs(llama(8, kv_heads)))[LAYER]:
+        blocks = block_specs(llama(8, kv_heads))
+        for messages in ContextTraffic(plan, Grid.of(cluster, plan), L).messages(blocks)[LAYER]:
             for (leg, _), num_bytes in by_leg(messages).items():
                 found[leg] += num_bytes
         return found
@@ -149,7 +150,7 @@ def test_usp_crosses_the_outer_tier_with_keys_alone_and_the_reverse_with_everyth
     def sent(inside: str, across: str) -> list[int]:
         plan = planned(cluster, {"package": {"context": {inside: 4}}, "node": {"context": {across: 2}}}, micro_batch=B)
         found = Counter[int]()
-        for messages in ContextAxis(plan, Grid.of(cluster, plan), L).messages(blocks)[LAYER]:
+        for messages in ContextTraffic(plan, Grid.of(cluster, plan), L).messages(blocks)[LAYER]:
             for (_, tier), num_bytes in by_leg(messages).items():
                 found[tier] += num_bytes
         return [found[tier] // ITEM for tier in range(2)]
@@ -202,7 +203,7 @@ def test_without_the_length_of_a_sequence_there_is_no_program() -> None:
 def test_messages_are_in_order_and_say_beside_which_round_they_travel() -> None:
     cluster = cluster_of(2, 2)
     plan = planned(cluster, {"package": {"context": 2}, "node": {"context": 2}})
-    forward, backward = ContextAxis(plan, Grid.of(cluster, plan), 8).messages(block_specs(llama()))[LAYER]
+    forward, backward = ContextTraffic(plan, Grid.of(cluster, plan), 8).messages(block_specs(llama()))[LAYER]
     crossed = [(each.leg.value, each.sends[0][0], each.beside) for each in backward]
     assert [(each.leg.value, each.sends[0][0], each.beside) for each in forward] == [
         ("keys", 0, 0),
@@ -258,7 +259,7 @@ def test_slices_send_what_their_heads_say() -> None:
     plan = planned(cluster, {"package": {"tensor": 4}, "node": {"context": 2}})
     grid = Grid.of(cluster, plan)
     blocks = block_specs(llama(8, 2))
-    whole, cut = (ContextAxis(plan, grid, 8).messages(each) for each in (blocks, slice_blocks(blocks, grid)))
+    whole, cut = (ContextTraffic(plan, grid, 8).messages(each) for each in (blocks, slice_blocks(blocks, grid)))
     assert whole == cut
     forward, _ = whole[LAYER]
     assert forward[0].sends == ((1, 2 * 4 * 2 * ITEM),)  # keys and values of 4 tokens, one head of 2

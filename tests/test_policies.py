@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.plan.context import Pool
+from terrace.plan.context import Heads, Pool
 from terrace.spread.balanced import balanced_layout, place_capacity
 from terrace.spread.build import spread
 from terrace.spread.cost import crossings
@@ -37,7 +37,7 @@ def sent_of(layout: Layout, degrees: tuple[int, ...]) -> list[float]:
     pool = Pool(tuple(range(num_places)), 1, degrees, degrees)
     total = [0.0] * len(degrees)
     for member in range(num_places):
-        sent = sent_bytes(spread(layout, member), pool, 32, 8, 64, 4)
+        sent = sent_bytes(spread(layout, member), pool, Heads(32, 8, 64), 4)
         total = [sum(each) for each in zip(total, sent.forward, sent.backward, strict=True)]
     return total
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.plan.context import Pool, local_tokens
+from terrace.plan.context import Heads, Pool, local_tokens
 from terrace.plan.grid import Grid
 from terrace.plan.plan import Plan
 from terrace.spread.assign import assign
@@ -311,11 +311,11 @@ def test_bytes_follow_the_table() -> None:
     one = spread(static_layout(plan, grid, 16, 0, [0]), 0)
     assert sent_rows(one, pool) == SentRows(into=(4, 0), ring=(0, 8), gradients=(0, 0), home=(0, 8), back=(4, 0))
     # 8 query heads and 2 key heads of 16: parts have 4 and 1; 2 bytes an item
-    assert sent_bytes(one, pool, 8, 2, 16, 2) == SentBytes(
+    assert sent_bytes(one, pool, Heads(8, 2, 16), 2) == SentBytes(
         forward=(32 * 4 * (4 + 2 + 4), 32 * 8 * 2), backward=(32 * 4 * (4 + 4 + 2), 32 * 8 * 2 * 2)
     )
-    few = sent_bytes(one, pool, 8, 1, 16, 2)
-    assert few == sent_bytes(one, pool, 8, 2, 16, 2), "with fewer key heads than parts, each is sent one"
+    few = sent_bytes(one, pool, Heads(8, 1, 16), 2)
+    assert few == sent_bytes(one, pool, Heads(8, 2, 16), 2), "with fewer key heads than parts, each is sent one"
 
 
 def test_a_spread_is_built_in_milliseconds() -> None:

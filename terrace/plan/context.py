@@ -139,6 +139,13 @@ class Heads:
         """Whether as many ranks can share the heads: each with as many, and with whole key-value heads or one."""
         return self.queries % ulysses == 0 and (self.keys % ulysses == 0 or ulysses % self.keys == 0)
 
+    def of_part(self, ulysses: int) -> "Heads":
+        """Return the heads that a part attends with: K/u of K key-value heads, or one that others have too where u > K.
+
+        Of heads that cannot be split so (`can_split`), what the part with most would have.
+        """
+        return Heads(-(-self.queries // ulysses), -(-self.keys // ulysses), self.size)
+
 
 def attention_heads(block: BlockSpec, rows: int) -> Heads | None:
     """Return the heads that each of `rows` tensor rows has of a block; None for one that declares none.

@@ -63,12 +63,12 @@ class ContextMessage:
     beside: int | None  # the round that is computed meanwhile; None: it is waited for
 
 
-Passes = tuple[tuple[ContextMessage, ...], tuple[ContextMessage, ...]]  # of a forward; of a backward by itself
+LayerMessages = tuple[tuple[ContextMessage, ...], tuple[ContextMessage, ...]]  # of a forward; of a backward by itself
 
 
 @dataclass(frozen=True)
-class ContextAxis:
-    """The context axis of a plan with `balance = "tokens"`, and a micro-batch of rows of `sequence` tokens."""
+class ContextTraffic:
+    """What a context axis sends with `balance = "tokens"` of micro-batches whose rows have `sequence` tokens."""
 
     plan: Plan
     grid: Grid
@@ -79,11 +79,11 @@ class ContextAxis:
         """Whether messages follow from the plan alone, and there are any."""
         return self.plan.balance == "tokens" and is_spread(self.grid, self.plan)
 
-    def messages(self, blocks: Sequence[BlockSpec]) -> list[Passes]:
+    def messages(self, blocks: Sequence[BlockSpec]) -> list[LayerMessages]:
         """Return what every block sends for a micro-batch, in order; of whole blocks or of a tensor rank's."""
         if self.has_formula and self.sequence < 1:
             raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
-        known: dict[Heads | None, Passes] = {None: ((), ())}
+        known: dict[Heads | None, LayerMessages] = {None: ((), ())}
         found = []
         for block in blocks:
             heads = attention_heads(block, self.grid.total("rows")) if self.has_formula else None
@@ -93,10 +93,10 @@ class ContextAxis:
             found.append(known[heads])
         return found
 
-    def _attention(self, heads: Heads) -> Passes:
-        ulysses = self.grid.total("ulysses")
+    def _attention(self, heads: Heads) -> LayerMessages:
         head_bytes = heads.size * FORMATS[self.plan.compute].element_bytes
-        queries, keys = heads.queries // ulysses * head_bytes, 2 * max(heads.keys // ulysses, 1) * head_bytes
+        part = heads.of_part(self.grid.total("ulysses"))
+        queries, keys = part.queries * head_bytes, 2 * part.keys * head_bytes
         held = local_tokens(self.plan, self.grid, self.sequence)
         ring_bytes = place_tokens(self.plan, self.grid, self.sequence) * keys
 

@@ -24,7 +24,7 @@ from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.context_traffic import ContextAxis
+from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import edge_of, stage_sends, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
 from terrace.plan.grid import Grid, edge_tier
@@ -90,7 +90,7 @@ def step_bytes(
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
-    attention = ContextAxis(plan, grid, sequence).messages(blocks)
+    attention = ContextTraffic(plan, grid, sequence).messages(blocks)
     for index in own:
         attends, attends_back = attention[index]
         for attending in (*attends, *(attends if index in again else ()), *attends_back):

@@ -22,16 +22,16 @@ from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.states import kind_blocks
 from terrace.simulate.work import Work
 
-Passes = tuple[float, float, float]  # seconds of a forward, of a backward, and what recomputation adds to that
+PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and what recomputation adds to that
 
-_NOTHING: Passes = (0.0, 0.0, 0.0)
+_NOTHING: PassSeconds = (0.0, 0.0, 0.0)
 
 
 class InnerSeconds(NamedTuple):
     """The seconds by which messages inside a block make its passes longer."""
 
-    tensor: Passes
-    context: Passes
+    tensor: PassSeconds
+    context: PassSeconds
 
 
 class Inner:
@@ -44,14 +44,14 @@ class Inner:
         self._counts: dict[tuple[int, ...], list[dict[Hidden, int]]] = {}
         self._found: dict[tuple[int, Rows, int], list[Waits]] = {}
         self._seconds: dict[Rows, tuple[Tensor, dict[TensorMessage, float]]] = {}
-        self._contexts: dict[tuple[object, ...], Passes] = {}
+        self._contexts: dict[tuple[object, ...], PassSeconds] = {}
 
     def seconds(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> InnerSeconds:
         """Return what a block waits for on one micro-batch, where its products take `own`."""
         tensor = self._tensor(kind, rows, work, own) if work.tensor > 1 else _NOTHING
         return InnerSeconds(tensor, self.context(rows, work) if kind == LAYER and work.context > 1 else _NOTHING)
 
-    def _tensor(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> Passes:
+    def _tensor(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> PassSeconds:
         penalty = self.task.cluster.device.overlap_penalty
         forward, backward, again = self._waits(kind, rows, work.tokens)
         backward_s, with_forward_s = (
@@ -59,7 +59,7 @@ class Inner:
         )
         return forward.exposed_s(0.0, 0.0, penalty, own.forward_s), backward_s, with_forward_s - backward_s
 
-    def context(self, rows: Rows, work: Work) -> Passes:
+    def context(self, rows: Rows, work: Work) -> PassSeconds:
         """Return what a layer waits for of its context ranks."""
         degrees = context_degrees(rows)
         key = (degrees, work.rows, work.micro_batch)

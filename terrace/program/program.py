@@ -8,7 +8,7 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.context_traffic import ContextAxis, ContextMessage, Passes
+from terrace.plan.context_traffic import ContextMessage, ContextTraffic, LayerMessages
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
 from terrace.plan.grid import Grid, edge_tier, rank_at
@@ -188,8 +188,8 @@ class Program:
         return self.layout.params_backward if instruction.secondary else None
 
     @cached_property
-    def _attention(self) -> list[Passes]:
-        return ContextAxis(self.plan, self.grid, self.sequence).messages(self.blocks)
+    def _attention(self) -> list[LayerMessages]:
+        return ContextTraffic(self.plan, self.grid, self.sequence).messages(self.blocks)
 
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block runs its forward again."""

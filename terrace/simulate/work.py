@@ -6,7 +6,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
-from terrace.plan.context import held_tokens
+from terrace.plan.context import Heads, held_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,14 @@ class Work:
     @property
     def attended_heads(self) -> int:
         """Query heads that a rank has in attention."""
-        return math.ceil(math.ceil(self.model.num_heads / self.rows) / self.ulysses)
+        return self._part.queries
 
     @property
     def attended_kv_heads(self) -> int:
-        """Key-value heads that a rank has in attention: with more Ulysses ranks than there are, one each."""
-        return math.ceil(math.ceil(self.model.num_kv_heads / self.rows) / self.ulysses)
+        """Key-value heads that a rank has in attention."""
+        return self._part.keys
+
+    @property
+    def _part(self) -> Heads:
+        heads, keys = (math.ceil(each / self.rows) for each in (self.model.num_heads, self.model.num_kv_heads))
+        return Heads(heads, keys, self.model.head_dim).of_part(self.ulysses)

@@ -21,6 +21,7 @@ from functools import cached_property
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster import Cluster, Tier
+from terrace.plan.context import Heads
 from terrace.plan.wire import FORMATS
 
 FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
@@ -71,20 +72,21 @@ class WorkCost:
     ) -> "WorkCost":
         """Return the cost on a cluster of flash attention with so many heads on a place of `ulysses` ranks.
 
-        4 FLOPs a pair and element of a head, at the share of the peak that attention reaches. A rank with no KV head
-        of its own has one that others have too. Raises `ClusterError` when the device has no peak of that dtype.
+        4 FLOPs a pair and element of a head, at the share of the peak that attention reaches. Raises `ClusterError`
+        when the device has no peak of that dtype.
         """
         peaks = cluster.device.peak_flops_per_s
         if compute not in peaks:
             known = did_you_mean(compute, peaks)
             raise ClusterError(f"device {cluster.device.name!r} has no peak_flops_per_s.{compute}: add it{known}")
-        flops = 4.0 * heads / ulysses * head_dim
+        part = Heads(heads, kv_heads, head_dim).of_part(ulysses)
+        flops = 4.0 * part.queries * head_dim
         item = FORMATS[compute].element_bytes
         return WorkCost(
             links=tuple(Link.of(tier) for tier in cluster.tiers),
             pair_s=flops / (peaks[compute] * cluster.device.kernels.attention),
-            key_bytes=2.0 * item * head_dim * max(1.0, kv_heads / ulysses),
-            query_bytes=item * head_dim * heads / ulysses,
+            key_bytes=2.0 * item * head_dim * part.keys,
+            query_bytes=float(item * head_dim * part.queries),
             token_s=token_s,
             window=window,
         )

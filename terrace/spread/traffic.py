@@ -14,7 +14,7 @@ tensor axis) over u parts, kv = max(K / u, 1):
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from terrace.plan.context import Pool
+from terrace.plan.context import Heads, Pool
 from terrace.spread.view import Exchange, Spread, num_rows
 
 
@@ -49,20 +49,18 @@ def sent_rows(spread: Spread, pool: Pool) -> SentRows:
     )
 
 
-def sent_bytes(
-    spread: Spread, pool: Pool, query_heads: int, kv_heads: int, head_dim: int, item_bytes: int
-) -> SentBytes:
+def sent_bytes(spread: Spread, pool: Pool, heads: Heads, item_bytes: int) -> SentBytes:
     """Return the bytes that the member sends; heads are those before they are divided among the parts of a place."""
     rows = sent_rows(spread, pool)
-    heads, keys = query_heads // pool.ulysses, 2 * max(kv_heads // pool.ulysses, 1)
-    head_bytes = head_dim * item_bytes
+    part = heads.of_part(pool.ulysses)
+    queries, keys, head_bytes = part.queries, 2 * part.keys, part.size * item_bytes
     legs = list(zip(rows.into, rows.ring, rows.gradients, rows.home, rows.back, strict=True))
     return SentBytes(
         forward=tuple(
-            head_bytes * (into * (heads + keys) + ring * keys + back * heads) for into, ring, _, _, back in legs
+            head_bytes * (into * (queries + keys) + ring * keys + back * queries) for into, ring, _, _, back in legs
         ),
         backward=tuple(
-            head_bytes * (into * heads + (ring + gradients + home) * keys + back * (heads + keys))
+            head_bytes * (into * queries + (ring + gradients + home) * keys + back * (queries + keys))
             for into, ring, gradients, home, back in legs
         ),
     )

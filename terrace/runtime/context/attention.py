@@ -31,7 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import precise, side_by_side
-from terrace.runtime.context.course import Course, Heads
+from terrace.plan.context import Heads
+from terrace.runtime.context.course import Course, PartHeads
 from terrace.runtime.context.moves import Arrival, Move
 
 
@@ -45,7 +46,8 @@ class _Attend(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, course: Course) -> Tensor:
         ctx.course = course
-        ctx.heads = heads = Heads(query.shape[1], key.shape[1], course.mover.pool.ulysses)
+        of_place = Heads(query.shape[1], key.shape[1], query.shape[3])
+        ctx.heads = heads = PartHeads(of_place, course.mover.pool.ulysses)
 
         def give(member: int) -> Sequence[Tensor]:
             of_keys = heads.of_keys(member)
@@ -161,7 +163,7 @@ def _add(arrival: Arrival, sums: Sequence[Sums]) -> None:
                 first += size
 
 
-def _back(course: Course, heads: Heads, given: Sequence[Tensor]) -> list[Tensor]:
+def _back(course: Course, heads: PartHeads, given: Sequence[Tensor]) -> list[Tensor]:
     """Return to all ranks what belongs to their queries (1, N/u, A, D) and, if given, to their keys and values.
 
     The results are (1, N, T, D) and (1, K, T, D), what several parts have of a head added up.

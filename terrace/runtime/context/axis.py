@@ -81,7 +81,7 @@ class ContextAxis:
             heads = attention_heads(program.blocks[block], program.grid.total("rows"))
             if heads is None:
                 continue
-            sent = sent_bytes(spread, pool, heads.queries, heads.keys, heads.size, item_bytes)
+            sent = sent_bytes(spread, pool, heads, item_bytes)
             for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
                 num_bytes = forward * (2 if block in again else 1) + backward
                 if num_bytes:

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from terrace.model.blockwise import DensePair, dense_mask
+from terrace.plan.context import Heads
 from terrace.runtime.context.moves import Move, Mover
 from terrace.spread.view import Kind, Mask, Pair, Spread, num_rows
 
 
-class Heads:
-    """Which heads each part of a place attends with: of N query heads and K key-value heads that the place has."""
+class PartHeads:
+    """Which of the heads of a place each of its parts attends with."""
 
-    def __init__(self, num_queries: int, num_keys: int, parts: int) -> None:
-        self.queries, self.keys = num_queries // parts, max(1, num_keys // parts)  # of a part
-        self.shared = max(1, parts // num_keys)  # neighbouring parts that have the same key-value head
+    def __init__(self, heads: Heads, parts: int) -> None:
+        part = heads.of_part(parts)
+        self.queries, self.keys = part.queries, part.keys
+        self.shared = max(1, parts // heads.keys)  # neighbouring parts that have the same key-value head
         self._parts = parts
 
     def of_queries(self, member: int) -> slice:
