@@ -17,6 +17,7 @@ from terrace.simulate.footprint import footprint, has_flash_attention
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, mask_bytes
 from terrace.simulate.work import Work
+from terrace.spread.pairs import SHORT_PIECE
 from tests.allocations import addresses, allocated, saved_bytes, seeded
 from tests.test_activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
 from tests.toys import cluster_of
@@ -109,7 +110,7 @@ def test_documents_keep_at_most_what_is_predicted(rows: list[list[int]], window:
 
 
 def test_the_constants_are_those_of_attention() -> None:
-    assert attention._SHORT_PIECE == CPU_SHORT_PIECE
+    assert attention._SHORT_PIECE == CPU_SHORT_PIECE == SHORT_PIECE
 
 
 def test_the_footprint_has_positions_and_masks() -> None:
