@@ -4,7 +4,8 @@ A place attends to its chunks of every row; its parts hold even shares of that, 
 part nothing moves. All members hold the same number of rows and send messages of the same sizes, padding included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from terrace.plan.context import chunk_tokens, local_tokens
 from terrace.plan.grid import Grid
@@ -13,6 +14,15 @@ from terrace.spread.build import spread
 from terrace.spread.layout import Layout
 from terrace.spread.segments import Segment
 from terrace.spread.view import Run, Spread, cut_runs
+
+_KEPT = 8  # spreads of a rank: without documents all micro-batches are alike, with them those that begin as another did
+
+
+def static_spreads(
+    plan: Plan, grid: Grid, sequence: int, window: int, member: int
+) -> Callable[[tuple[int, ...]], Spread]:
+    """Return `static_spread` of a member as a function of the documents, which keeps the last few spreads."""
+    return lru_cache(maxsize=_KEPT)(lambda documents: static_spread(plan, grid, sequence, window, documents, member))
 
 
 def static_spread(plan: Plan, grid: Grid, sequence: int, window: int, documents: Sequence[int], member: int) -> Spread:

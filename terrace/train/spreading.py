@@ -12,7 +12,7 @@ Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T token
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -27,12 +27,10 @@ from terrace.spread.build import spread
 from terrace.spread.cost import WorkCost
 from terrace.spread.micro import micro_steps
 from terrace.spread.segments import Segment
-from terrace.spread.static import static_spread
+from terrace.spread.static import static_spreads
 from terrace.spread.view import Run, Spread
 from terrace.train.data.batches import Arrays, Batches
 from terrace.train.data.samples import IGNORED, Parts
-
-_KEPT_SPREADS = 8
 
 Ids = npt.NDArray[np.int64]
 ReadRows = Callable[[Ids], Arrays]
@@ -68,10 +66,8 @@ class Spreading:
         self._pool = Pool.of(cluster, plan, rank)
         self._member = self._pool.members.index(rank)
         self._num_held = local_tokens(plan, self._grid, batches.sequence)
-        # Without documents all are alike, and what the engine makes of one is of use again.
-        self._static_spread = lru_cache(maxsize=_KEPT_SPREADS)(
-            lambda begins: static_spread(plan, self._grid, batches.sequence, cost.window, begins, self._member)
-        )
+        # A spread that comes again is the same object, and what the engine made of it is of use again.
+        self._static_spread = static_spreads(plan, self._grid, batches.sequence, cost.window, self._member)
 
     def step(self, step: int) -> LocalStep:
         """Return this rank's part of a step."""

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,9 @@ from terrace.runtime.batch import Batch, documents_of, localise, positions_of, s
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.course import Course
 from terrace.runtime.context.moves import Mover
-from terrace.spread.static import static_spread
+from terrace.spread.static import static_spreads
 from terrace.spread.traffic import sent_bytes
 from terrace.spread.view import Spread
-
-_KEPT_SPREADS = 8  # of batches whose documents begin where those of another did; without documents all are alike
 
 
 class ContextAxis:
@@ -35,13 +32,7 @@ class ContextAxis:
         self.mover, self.means = mover, mover.means
         self._program, self._device = program, device
         modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
-        plan, grid, sequence, window = program.plan, program.grid, program.sequence, _window(modules)
-
-        @lru_cache(maxsize=_KEPT_SPREADS)
-        def static(documents: tuple[int, ...]) -> Spread:
-            return static_spread(plan, grid, sequence, window, documents, mover.member)
-
-        self._static = static
+        self._static = static_spreads(program.plan, program.grid, program.sequence, _window(modules), mover.member)
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self.declared: dict[tuple[MessageClass, str], int] = defaultdict(int)  # bytes, of all steps so far
