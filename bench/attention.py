@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, all_met = [], True
     for num_tokens in options.tokens:
         for dtype in options.dtypes:
-            print(describe(torch.device("cpu"), DTYPES[dtype]), file=sys.stderr)
+            print(f"attention pairs: {describe(torch.device('cpu'), DTYPES[dtype])}", file=sys.stderr)
             for case in options.cases:
                 row, met = measure(case, num_tokens, dtype, options)
                 rows.append(row)

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from terrace.base.errors import ConfigError
 from terrace.cli import checks
 from terrace.cli.checks import check_run, slow_warning, task_of
 from terrace.cli.main import main
+from terrace.model.pair_kernels import describe
 from terrace.planner import Evaluator, runs_today
 from terrace.planner.bottleneck import better_plan, bottleneck
 from terrace.planner.bound import Bounds
@@ -194,6 +196,7 @@ def test_the_exit_code_is_that_of_what_blocks(tmp_path: Path) -> None:
     good = terrace("doctor", "--config", "run.toml", cwd=tmp_path)
     assert good.returncode == 0, good.stderr
     assert "gloo" in good.stdout
+    assert f"  {describe(torch.device('cpu'), torch.bfloat16)}, " in good.stdout
     assert "nothing blocks" in good.stdout
     assert "suits cluster test with 2 ranks" in good.stdout
     bad = terrace("doctor", "--config", "run.toml", "--plan", "no-such-plan", "--json", cwd=tmp_path)

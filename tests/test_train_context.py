@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from terrace.cli.main import main
 from terrace.cli.prepare import prepare
+from terrace.model.pair_kernels import describe
 from terrace.runtime.launch import LocalPool, World
 from terrace.train import loop
 from terrace.train.config import parse_run, resolve_table
 from terrace.train.loop import Job, train
 from terrace.train.metrics import Outcome, Silent
+from terrace.train.recorder import EVENTS
 from tests.tiny_runs import MODEL, metrics, write_run
 
 STEPS, MIDDLE = 4, 2
@@ -93,6 +96,8 @@ def test_the_numbers_are_those_of_one_rank(
         assert mine == pytest.approx(other, abs=1e-10, rel=0)
     assert all(1 <= line["balance"] < 2 for line in lines)
     assert all(line["balance"] is None for line in alone)
+    pairs = f"attention pairs: {describe(torch.device('cpu'), torch.float64)}"
+    assert [pairs in line for line in (tmp_path / "run" / EVENTS).read_text().splitlines()].count(True) == 1
 
 
 def test_a_run_goes_on_with_the_same_bits_and_without_the_axis(pool: LocalPool, tmp_path: Path) -> None:

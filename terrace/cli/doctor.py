@@ -7,7 +7,7 @@ every tier's links.
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
-    found = findings(machine)
+    found = [*findings(machine), *_attention(machine)]
     is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
     if rest or any(each is not None for each in asked):
@@ -68,6 +68,23 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         _show(machine, found)
     return int(any(each.level == "blocks" for each in found))
+
+
+def _attention(machine: Machine) -> Iterator[Finding]:
+    """Yield what attends where ranks attend together; a kernel that is there may still fail, so it is tried."""
+    if not _has_torch(machine):
+        return
+    import torch
+
+    from terrace.model.pair_kernels import describe
+
+    device = torch.device("cuda" if machine.gpus and machine.has_nccl else "cpu")
+    words = ", ".join(describe(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    yield Finding(level="fine", about="attention pairs", words=words)
+
+
+def _has_torch(machine: Machine) -> bool:
+    return not machine.torch_error and machine.packages.get("torch") is not None
 
 
 def _run_findings(options: argparse.Namespace, rest: Sequence[str], machine: Machine) -> list[Finding]:
@@ -92,7 +109,7 @@ def _links(
     options: argparse.Namespace, rest: Sequence[str], machine: Machine, found: list[Finding]
 ) -> "list[Link] | None":
     """Return the measured links; None on all ranks of a launcher but the first. What blocks, is added to `found`."""
-    if machine.torch_error or machine.packages.get("torch") is None:
+    if not _has_torch(machine):
         words = "measuring needs torch, which is not there or does not work"
         found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))
         return []

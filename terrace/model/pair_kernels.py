@@ -261,9 +261,9 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the line that says which kernel attends on a device."""
+    """Return the words that say which kernel attends pairs on a device."""
     name = str(dtype).removeprefix("torch.")
-    return f"attention pairs: {kernel_for(device, dtype).name} ({device}, {name})"
+    return f"{kernel_for(device, dtype).name} ({device}, {name})"
 
 
 @torch.no_grad()

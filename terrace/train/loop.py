@@ -19,10 +19,12 @@ import torch.distributed as dist
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
+from terrace.comm.collectives import DTYPES
 from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
 from terrace.model.lora import is_adapter
+from terrace.model.pair_kernels import describe
 from terrace.model.pretrained import Pretrained
 from terrace.plan.context import is_spread
 from terrace.plan.grid import rank_at
@@ -213,6 +215,9 @@ class _Run:
         beside = "is written beside the steps" if train.background_save else "is waited for"
         staged_mb = self.saver.staging_bytes / 1e6
         self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
+        if self.cost is not None:
+            pairs = describe(self.engine.device, DTYPES[self.run.plan.compute])
+            self.observer.note(f"attention pairs: {pairs}")
         if self.job.resume is None:
             self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
         begin = time.perf_counter()
