@@ -67,6 +67,7 @@ def test_a_corpus_in_any_form_has_the_lengths_of_its_documents(
     assert rows_of(text) == ROWS
     assert "5 documents, 221 tokens, the longest 101" in text
     assert "4 sequences x 64 tokens on cluster local, 2 system x 1 node x 2 package: 4 ranks" in text
+    assert "attend together in fp32\n" in text
     assert "2 documents are longer than a sequence and were cut" in text
 
 
@@ -77,6 +78,7 @@ def test_what_policies_cost_is_compared(tmp_path: Path, capsys: pytest.CaptureFi
     rows = [re.split(r"  +", row.strip()) for row in text.splitlines()]
     over = {row[0]: float(row[4]) for row in rows if row[0] in POLICIES}
     assert 1.0 <= over["cost"] < 1.05 < min(over["tokens"], over["even ring"], over["tiered ring"])
+    assert "attend together in bf16\n" in text
     assert f"wrote {picture}" in text
     assert "attention" in picture.read_text()
 

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(cluster.tiers))
     print(
         f"\n{num_sequences} sequences x {options.sequence} tokens on cluster {cluster.name}, {tiers}: "
-        f"{cluster.world_size} ranks that attend together\n"
+        f"{cluster.world_size} ranks that attend together in {_compute(cluster)}\n"
         f"a batch of them: {len(batch):,} documents, the longest {max(batch):,} tokens\n"
     )
     console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
@@ -171,12 +171,16 @@ def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[i
 
 def _costs(batch: Sequence[int], cluster: Cluster, model: ModelConfig, num_tokens: int) -> tuple[PolicyCost, ...]:
     """Return what policies cost the documents of a batch of so many tokens."""
-    peaks = cluster.device.peak_flops_per_s
-    compute = max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
-    cost = attention_cost(cluster, model, compute=compute)
+    cost = attention_cost(cluster, model, compute=_compute(cluster))
     share = math.ceil(num_tokens / cluster.world_size)
     capacity = place_capacity(batch, cluster.world_size, share)
     return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
+
+
+def _compute(cluster: Cluster) -> str:
+    """Return the dtype in which the cluster's device is faster."""
+    peaks = cluster.device.peak_flops_per_s
+    return max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
 
 
 def _cut(length: int, sequence: int) -> Iterator[int]:
