@@ -5,8 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from terrace.base.errors import ClusterError
 from terrace.cluster import Cluster, Device, Tier
+from terrace.model.config import forward_flops
 from terrace.plan import step_bytes
 from terrace.plan.context_traffic import ContextLeg, ContextMessage
 from terrace.planner import Pins, Space, Task, find, plan_of
@@ -17,11 +21,13 @@ from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
 from terrace.program import Instruction, Op, Program, build
 from terrace.simulate import critical_path, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.context import Rounds, context_waits, exchanges_in, exchanges_of
 from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import core_rounds
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.work import Work
+from terrace.spread.balanced import most_attended, place_capacity
 from tests.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, small_task
 
 REPLICATED = Placement(-1, -1, -1)
@@ -191,6 +197,52 @@ def test_activations_of_a_rank_fall_as_one_over_the_context_ranks() -> None:
             twice = 4096 * 512 * 2 if ulysses > 1 else 0
             assert ulysses * ring * part.kept_bytes == kept(whole).kept_bytes + twice
             assert part.backward_peak_bytes < kept(whole).backward_peak_bytes
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "pooled"), [(1, 1, 4), (2, 2, 2), (4, 1, 8)])
+def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to(
+    ulysses: int, ring: int, pooled: int
+) -> None:
+    """With data ranks alone, too: operands, output and log-sums of three even shares, and the output that is held."""
+    even = Work(model=SMALL, sequence=4096, ulysses=ulysses, ring=ring)
+    assert even.most_attended == even.attended == 4096 // ring
+    work = replace(even, balance="cost", pooled=pooled)
+    assert work.most_attended == 3 * even.attended
+    part = block_activation_bytes(work, "layer")
+    row = even.attended * 512 // ulysses * 2  # bytes that an even share has in a rank's heads; all 4 have keys
+    assert part.saved["attention"] == 3 * (4 * row + even.attended * 4 // ulysses * 4)
+    assert part.saved["attention output"] == even.tokens * 512 * 2
+    # Gradients of all four, and the keys and gradients of two rounds.
+    assert part.backward_peak_bytes >= part.saved["attention"] + 3 * 12 * row
+    plan = replace(plan_of(small_task(two_tiers(), batch=16), choice_of(FORMS[4])), balance="cost")
+    assert work_of(two_tiers(), plan, SMALL, 1024).places == 16  # ring 8, data 2
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 20))
+def test_no_capacity_is_above_the_most_that_is_predicted(lengths: list[int], num_places: int, spare: int) -> None:
+    share = -(-sum(lengths) // num_places) + spare
+    assert place_capacity(lengths, num_places, share) <= most_attended(num_places, share)
+
+
+def test_recomputation_costs_attention_and_products_another_forward() -> None:
+    cluster = two_tiers()
+    plain, half, whole = (
+        attention_cost(cluster, SMALL, recomputed=range(1, 1 + number)) for number in (0, 1, SMALL.num_layers)
+    )
+    head_s = (
+        3 * forward_flops(SMALL, SMALL.num_blocks - 1, 1, 1) / SMALL.num_layers / (312e12 * cluster.device.kernels.gemm)
+    )
+    assert whole.token_s - head_s == pytest.approx(4 / 3 * (plain.token_s - head_s))
+    assert (plain.whole_pair_s, whole.whole_pair_s) == (3.5 * plain.pair_s, 4.5 * plain.pair_s)
+    forward_s = plain.ring_s(1 << 16, (4, 2)) - replace(plain, forwards=0).ring_s(1 << 16, (4, 2))
+    assert whole.ring_s(1 << 16, (4, 2)) == pytest.approx(plain.ring_s(1 << 16, (4, 2)) + forward_s)
+    assert whole.move_s(1, 100) == pytest.approx(1.5 * plain.move_s(1, 100))
+    assert plain.token_s < half.token_s < whole.token_s
+
+
+def test_a_device_without_a_peak_of_the_dtype_is_told_at_once() -> None:
+    with pytest.raises(ClusterError, match=r"peak_flops_per_s\.fp64"):
+        attention_cost(two_tiers(), SMALL, compute="fp64")
 
 
 def test_with_a_window_nothing_hides_behind_later_rounds() -> None:

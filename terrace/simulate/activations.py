@@ -243,7 +243,7 @@ class _Decoder(BlockTape):
 
     @property
     def _is_spread(self) -> bool:
-        return self.work.context > 1 and self.backend != "published"
+        return self.work.ulysses * self.work.places > 1 and self.backend != "published"
 
     def _seen(self) -> tuple[str, ...]:
         """Return what the core of attention reads, once it has copied what it must not read in place."""
@@ -289,24 +289,30 @@ class _Decoder(BlockTape):
         """Attention over context ranks (terrace.runtime.context): its operands and its output are kept where it runs.
 
         With Ulysses these are other tensors than the layer's own, made of the messages that bring them. Of a ring there
-        are the keys of two rounds and a message of them, in the backward with their gradients.
+        are the keys of two rounds and a message of them, in the backward with their gradients. With `balance = "cost"`
+        it is the most that there can be: all of `most_attended` come in messages, and what documents and rounds make of
+        a row is added up in fp32 at least, beside one result.
         """
         work, reads, output = self.work, ("query", "key", "value"), "mixed"
-        row = work.attended * work.model.head_dim * self.item  # of a head
+        row = work.most_attended * work.model.head_dim * self.item  # of a head
         query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
-        self.sizes["log-sums"] = work.attended * work.attended_heads * self.wide
+        self.sizes["log-sums"] = work.most_attended * work.attended_heads * self.wide
         # Keys that come, those that go, packed, and the round's own; gradients of a round, that come, that go.
-        rounds = 0 if work.ring == 1 else 2 if work.ring == 2 else 3
+        rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
         forward_adds, backward_adds = rounds * keys, self.sizes["log-sums"]
         if rounds:
-            backward_adds = 4 * keys if work.ring == 2 else 5 * keys + self.sizes["log-sums"]
+            backward_adds = 4 * keys if work.places == 2 else 5 * keys + self.sizes["log-sums"]
+        of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
+        if work.balance == "cost":
+            merged, of_others = query // self.item * self.wide, query + keys
+            forward_adds += merged
+            backward_adds += merged + keys // self.item * (2 * self.wide - self.item) + query + keys
         kept: tuple[str, ...] = (*reads, output)
-        if work.ulysses > 1:
+        if work.ulysses > 1 or work.balance == "cost":
             kept = ("attended query", "attended key", "attended value", "attended output")
             self.sizes |= dict.fromkeys(kept[1:3], keys // 2) | dict.fromkeys((kept[0], kept[3]), query)
-            of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
             # The layer's own output, and gradients of its operands, are there when those of attention are dealt back.
-            forward_adds = max(forward_adds - query, of_others)
+            forward_adds = max(forward_adds - self.sizes[output], of_others)
             backward_adds = max(query + backward_adds, query + keys + of_others)
         self._add("attention", reads, output, (*kept, "log-sums"), forward_adds, backward_adds)
 

@@ -1,21 +1,35 @@
 """What attention costs on a cluster's devices and links, as the balancer of `balance = "cost"` takes it."""
 
+from collections.abc import Collection
+
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, forward_flops
+from terrace.simulate.kernels import peak_flops_per_s
 from terrace.spread.cost import WorkCost
 
 
 def attention_cost(
-    cluster: Cluster, model: ModelConfig, *, rows: int = 1, columns: int = 1, ulysses: int = 1, compute: str = "bf16"
+    cluster: Cluster,
+    model: ModelConfig,
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    ulysses: int = 1,
+    compute: str = "bf16",
+    recomputed: Collection[int] = (),
 ) -> WorkCost:
     """Return what a layer of `model` costs one of rows x columns tensor ranks and of `ulysses` parts of a place.
 
     What is not attention is that of all blocks, shared among the layers, at the share of the peak that products reach.
+    The forward of the blocks with the indices `recomputed` runs twice, and layers cost what they do in the mean.
     Raises `ClusterError` for a device that has no peak of the dtype.
     """
-    flops = sum(forward_flops(model, block, 1, 1) for block in range(model.num_blocks)) / model.num_layers
-    flops -= 4 * model.num_heads * model.head_dim  # of one token to itself
-    peak = cluster.device.peak_flops_per_s.get(compute, 1.0) * cluster.device.kernels.gemm
+    peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm
+    layers, itself = range(1, model.num_layers + 1), 4 * model.num_heads * model.head_dim  # a token attended to
+    flops = sum(
+        (4 if block in recomputed else 3) * (forward_flops(model, block, 1, 1) - (itself if block in layers else 0))
+        for block in range(model.num_blocks)
+    )
     return WorkCost.of(
         cluster,
         heads=max(1, model.num_heads // rows),
@@ -23,6 +37,7 @@ def attention_cost(
         head_dim=model.head_dim,
         ulysses=ulysses,
         window=model.sliding_window,
-        token_s=3 * flops / (columns * rows * peak),
+        token_s=flops / (model.num_layers * columns * rows * peak),
         compute=compute,
+        forwards=1 + sum(block in recomputed for block in layers) / model.num_layers,
     )

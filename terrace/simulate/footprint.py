@@ -158,6 +158,7 @@ def work_of(
         ulysses=axis_degree(cluster, plan, "ulysses"),
         ring=axis_degree(cluster, plan, "ring"),
         balance=plan.balance,
+        pooled=axis_degree(cluster, plan, "data"),
         compute=plan.compute,
         flash=has_flash_attention(model, sequence, plan.compute, backend or cluster.device.backend, documents),
         documents=documents,

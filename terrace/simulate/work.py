@@ -7,6 +7,7 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
 from terrace.plan.context import Heads, held_tokens
+from terrace.spread.balanced import most_attended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,9 @@ class Work:
     `documents` tells that a row may hold several, which attend to themselves alone (terrace.model.attention).
 
     The context axis is `ulysses` x `ring` ranks (terrace.plan.context): between attention each holds `tokens`, padding
-    included; for attention the `ulysses` ranks of a place have `attended` tokens and a part of the heads each.
+    included; for attention the `ulysses` ranks of a place have `attended` tokens and a part of the heads each. With
+    `balance = "cost"` that is an even share: a place has up to `most_attended`, and the rows of `pooled` data ranks are
+    attended to by all their places together.
     """
 
     model: ModelConfig
@@ -33,6 +36,7 @@ class Work:
     ulysses: int = 1
     ring: int = 1
     balance: Literal["tokens", "cost"] = "tokens"
+    pooled: int = 1  # data ranks; of effect with balance = "cost" alone
     sequence_parallel: bool = True  # norms and residual cut over the tensor rows; without effect at one row
     recompute: Literal["none", "selective", "full"] = "none"
     flash: bool = True
@@ -68,6 +72,11 @@ class Work:
         return self.ulysses * self.ring
 
     @property
+    def places(self) -> int:
+        """Places that attend together."""
+        return self.ring * (self.pooled if self.balance == "cost" else 1)
+
+    @property
     def tokens(self) -> int:
         """Tokens of the micro-batch on a rank between attention."""
         return held_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
@@ -76,6 +85,11 @@ class Work:
     def attended(self) -> int:
         """Tokens of the micro-batch that a rank has in attention: those of all ranks of its place."""
         return self.ulysses * self.tokens
+
+    @property
+    def most_attended(self) -> int:
+        """The most tokens that a rank may have in attention, whatever the documents."""
+        return most_attended(self.places, self.attended) if self.balance == "cost" else self.attended
 
     @property
     def attended_heads(self) -> int:

@@ -13,7 +13,7 @@ from terrace.spread.cost import WorkCost
 from terrace.spread.held import held_tokens
 from terrace.spread.layout import Layout
 
-CAPACITY = 3  # even shares of the rows that a place may attend to; a few more where long documents need them
+CAPACITY = 3  # even shares of the rows that a place may attend to, if there are as many; see `most_attended`
 
 
 def balanced_layout(
@@ -43,4 +43,12 @@ def balanced_layout(
 
 def place_capacity(lengths: Sequence[int], num_places: int, even_share: int) -> int:
     """Return how many tokens of documents of these lengths a place may attend to; `even_share` is what it holds."""
-    return max(CAPACITY * even_share, sure_capacity(lengths, num_places))
+    return max(min(CAPACITY, num_places) * even_share, sure_capacity(lengths, num_places))
+
+
+def most_attended(num_places: int, even_share: int) -> int:
+    """Return what no `place_capacity` is above, whatever the documents.
+
+    Of the tokens that the places hold, fewer documents than places are longer than an even share.
+    """
+    return max(min(CAPACITY, num_places) * even_share, 2 * even_share + 2 * (num_places - 1))

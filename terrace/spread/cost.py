@@ -5,10 +5,10 @@ c = ceil(L / 2G) tokens, two a place, so that each of the G rounds multiplies th
 keys of the next one travel; the gradients of keys return to their owner after the last round, hidden by nothing:
 
     area(L)       L^2 / 2 pairs of a query and a key; under a window W < L, W L - W^2 / 2
-    whole         (1 + backward) pair_s area(L)
+    whole         (forwards + backward) pair_s area(L)
     round         t = pair_s area(2Gc) / G^2 forward and `backward` t backward
     link i        x_i(bytes) = latency_i + (bytes + half_bytes_i) / rate_i, of the keys of 2c tokens
-    ring          over forward and backward, t + sum over rounds that cross tier i of max(t, x_i);  + x_outermost
+    ring          over `forwards` and backward, t + sum over rounds that cross tier i of max(t, x_i);  + x_outermost
 
 Not modelled: sequences of one place hide each other's exchanges, kernels are less efficient on short sequences. So
 modelled seconds of a place are a sum over its sequences, and an upper figure where there are many.
@@ -54,9 +54,10 @@ class WorkCost:
     pair_s: float  # forward attention of a query and a key
     key_bytes: float  # keys and values of a token
     query_bytes: float  # queries of a token, or its output
-    token_s: float = 0.0  # the linear part, forward and backward, of a token that a rank holds
+    token_s: float = 0.0  # the linear part, forwards and backward, of a token that a rank holds
     backward: float = FLASH_BACKWARD  # attention backward, in forwards
     window: int = 0  # 0: none
+    forwards: float = 1.0  # with those that recomputation runs again; of several layers, the mean
 
     @staticmethod
     def of(
@@ -69,6 +70,7 @@ class WorkCost:
         window: int = 0,
         token_s: float = 0.0,
         compute: str = "bf16",
+        forwards: float = 1.0,
     ) -> "WorkCost":
         """Return the cost on a cluster of flash attention with so many heads on a place of `ulysses` ranks.
 
@@ -89,12 +91,13 @@ class WorkCost:
             query_bytes=float(item * head_dim * part.queries),
             token_s=token_s,
             window=window,
+            forwards=forwards,
         )
 
     @cached_property
     def whole_pair_s(self) -> float:
-        """Seconds of a query and a key, forward and backward."""
-        return (1.0 + self.backward) * self.pair_s
+        """Seconds of a query and a key, forwards and backward."""
+        return (self.forwards + self.backward) * self.pair_s
 
     def area(self, length: int) -> float:
         """Return how many pairs of a query and a key a sequence has."""
@@ -114,12 +117,16 @@ class WorkCost:
         tokens = ring_tokens(length, num_places)
         forward = self.pair_s * self.area(tokens * num_places) / num_places**2
         backward = self.backward * forward
-        total, home, plain = forward + backward, 0.0, 1  # the first exchange of the backward has no gradients yet
+        total, home, plain = (
+            self.forwards * forward + backward,
+            0.0,
+            1,
+        )  # the first exchange of the backward has no gradients yet
         for link, number in zip(self.links, crossings(degrees), strict=True):
             if number:
                 home = link.seconds(tokens * self.key_bytes)
                 both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and the gradients of those before
-                total += number * max(forward, home)
+                total += self.forwards * number * max(forward, home)
                 total += plain * max(backward, home) + (number - plain) * max(backward, both_s)
                 plain = 0
         return total + home
@@ -131,7 +138,7 @@ class WorkCost:
         """
         link = self.links[tier]
         to_attention = link.seconds(num_tokens * (self.query_bytes + self.key_bytes))
-        return 2 * (to_attention + link.seconds(num_tokens * self.query_bytes))
+        return (self.forwards + 1) * (to_attention + link.seconds(num_tokens * self.query_bytes))
 
 
 def ring_tokens(length: int, num_places: int) -> int:

@@ -114,13 +114,13 @@ def _ring(
     padded = (ring_tokens(length, num_places) * num_places for length in lengths)
     forward = cost.pair_s * sum(map(cost.area, padded)) / num_places**2
     backward = cost.backward * forward
-    attention_s = forward + backward
-    num_messages = list(home)
+    attention_s = cost.forwards * forward + backward
+    num_messages: list[float] = list(home)
     for step, sent in enumerate(rounds):
         key_s, both_s = _slowest_s(cost, sent, tokens), _slowest_s(cost, sent, 2 * tokens)
-        attention_s += max(forward, key_s) + max(backward, both_s if step else key_s)
+        attention_s += cost.forwards * max(forward, key_s) + max(backward, both_s if step else key_s)
         num_messages = [
-            before + _messages(1, is_first=step == 0) * number
+            before + _messages(cost, 1, is_first=step == 0) * number
             for before, number in zip(num_messages, sent, strict=True)
         ]
     attention_s += _slowest_s(cost, home, tokens)
@@ -151,7 +151,7 @@ def _cost(
         key_bytes, home = (segment.stop - segment.start) * cost.key_bytes, -1
         for tier, number in enumerate(crossings(_degrees(segment.places, place_degrees))):
             if number:
-                sent[tier] += _messages(number, is_first=home < 0) * key_bytes
+                sent[tier] += _messages(cost, number, is_first=home < 0) * key_bytes
                 home = tier
         if home >= 0:
             sent[home] += key_bytes
@@ -162,7 +162,7 @@ def _cost(
         tier = tier_between(place_degrees, source, to)
         gone[tier][source] += number
         come[tier][to] += number
-        sent[tier] += number * (4 * cost.query_bytes + 2 * cost.key_bytes)
+        sent[tier] += (cost.forwards + 1) * number * (2 * cost.query_bytes + cost.key_bytes)
     moved_s = max(
         sum(cost.move_s(tier, max(gone[tier][place], come[tier][place])) for tier in range(len(cost.links)))
         for place in range(num_places)
@@ -177,9 +177,9 @@ def _cost(
     )
 
 
-def _messages(num_rounds: int, *, is_first: bool) -> int:
+def _messages(cost: WorkCost, num_rounds: int, *, is_first: bool) -> float:
     """Return how often keys or their gradients go in so many rounds: the first of all brings no gradients."""
-    return 3 * num_rounds - is_first
+    return (cost.forwards + 2) * num_rounds - is_first
 
 
 def _degrees(places: Sequence[int], place_degrees: Sequence[int]) -> list[int]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from terrace.base.schema import dump, load
 from terrace.cluster import Cluster
-from terrace.model.config import to_table
+from terrace.model.config import block_specs, to_table
 from terrace.plan.grid import Grid
+from terrace.plan.residency import recomputed
 from terrace.simulate.attention_cost import attention_cost
 from terrace.spread.cost import WorkCost
 from terrace.train.config import RunConfig
@@ -33,6 +34,7 @@ def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
         columns=grid.total("columns"),
         ulysses=grid.total("ulysses"),
         compute=run.plan.compute,
+        recomputed=recomputed(run.plan, block_specs(run.model)),
     )
 
 
