@@ -147,7 +147,7 @@ def mappings(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     return sizes, table
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(mappings(), st.sampled_from(("tokens", "cost")), st.data())
 def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     case: tuple[list[int], dict[str, Any]], balance: Any, data: st.DataObject
@@ -195,7 +195,7 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
         assert {places[other] for other in grid.members(first, ("ulysses", "ring"))} == {place}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 3)), st.booleans())
 def test_ranks_hold_every_token(sequence: int, micro_batch: int, ulysses: int, ring: int, by_cost: bool) -> None:
     cluster = cluster_of(ulysses, ring)

@@ -62,7 +62,7 @@ def by_leg(messages: tuple[ContextMessage, ...]) -> Counter[tuple[ContextLeg, in
 TIERS = ("package", "node", "system")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from((1, 2)), st.sampled_from((1, 2, 3))), min_size=1, max_size=3),
     st.sampled_from((1, 2, 4, 8)),

@@ -174,7 +174,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layout=layouts())
 def test_every_query_meets_every_key_it_sees_once(layout: Layout) -> None:
     check(layout)
