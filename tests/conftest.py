@@ -5,8 +5,8 @@ Property tests draw the same examples in every run, so that a change is judged b
 be missed now and then.
 
 `make test` runs two files at a time: half of the suite starts ranks and mostly waits for them, the other half computes
-in one process. Files stay whole, since their tests share what they set up, and those that take long go first, so that
-neither of the two ends with one of them alone.
+in one process. Files stay whole, since their tests share what they set up; those with the most tests go first, which
+compute beside the ranks of the others.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("fixed")
-
-LONGEST = ("docs", "train", "hang", "rehearse_run", "launch", "stop", "bench_pipelining")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # by the number of their tests, which says little of how long they take
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 @pytest.fixture(scope="session")
