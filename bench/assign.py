@@ -3,8 +3,8 @@
 First, for several distributions of lengths and numbers of GPUs in nodes of eight: the modelled attention of the slowest
 place over the proven bound (target: 1.05), and the processor time of the best of `--rounds` (target: 100 ms for 4,096
 documents on 1,024 places). No place may have more than three even shares of the tokens, or a few more where long
-documents need them (terrace.spread.balanced): with two, where a ring fills the time of its places, the others could not
-take all that is left, and the makespan of few documents a place was up to 1.09 of the bound.
+documents need them (terrace.sequence.balanced): with two, where a ring fills the time of its places, the others
+could not take all that is left, and the makespan of few documents a place was up to 1.09 of the bound.
 
 Then one layer of Llama 3B, 7B and 13B (12 hidden^2 weights, no shared KV heads) under every policy, means over batches
 of `--tokens` a GPU from the published histogram. Beside the last column stands what Zeppelin publishes over an even
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 
 from bench.common import print_table
 from terrace.cluster import Cluster, load_cluster
-from terrace.spread.assign import assign
-from terrace.spread.balanced import place_capacity
-from terrace.spread.bound import makespan_bound_s
-from terrace.spread.cost import WorkCost
-from terrace.spread.distributions import batches, bimodal, one_huge, sample
-from terrace.spread.policies import POLICIES, policy_costs
+from terrace.sequence.assign import assign
+from terrace.sequence.balanced import place_capacity
+from terrace.sequence.bound import makespan_bound_s
+from terrace.sequence.cost import WorkCost
+from terrace.sequence.distributions import batches, bimodal, one_huge, sample
+from terrace.sequence.policies import POLICIES, policy_costs
 
 TARGET_RATIO, TARGET_S = 1.05, 0.1
 NODE = 8

@@ -33,13 +33,13 @@ from bench.common import (
     real_blocks,
     spread,
 )
+from terrace.checkpoint.saving import Saver
+from terrace.checkpoint.writing import snapshot_of
+from terrace.launch.world import World
 from terrace.model.config import ModelConfig, num_params
 from terrace.model.decoder import token_loss
 from terrace.plan import preset
 from terrace.runtime.engine import Engine
-from terrace.runtime.world import World
-from terrace.train.checkpoint import Saver
-from terrace.train.checkpoint.writing import snapshot_of
 
 TARGET_TIME, TARGET_RATE = 1.05, 0.8
 SEQUENCE = 128

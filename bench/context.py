@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import alternate, decoder, local_cluster, micro_batches, print_table, ratio, spread
 from terrace.cluster import Cluster
 from terrace.comm import Among, Pacer, make_lane
+from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
@@ -40,12 +41,11 @@ from terrace.runtime.context.attention import attend
 from terrace.runtime.context.course import Course
 from terrace.runtime.context.moves import Mover
 from terrace.runtime.engine import Engine
-from terrace.runtime.launch import LocalPool, World
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.means import Means
-from terrace.spread.build import spread as spread_of
-from terrace.spread.layout import Layout
-from terrace.spread.segments import Segment
+from terrace.sequence.build import spread as spread_of
+from terrace.sequence.layout import Layout
+from terrace.sequence.segments import Segment
 
 ONE_RANK_TARGET, MEMORY_TARGET = 1.03, 7.0
 CALL_S = 900.0

@@ -20,15 +20,18 @@ import torch
 
 from bench.common import block_names, decoder, local_cluster, print_table
 from terrace.cluster import Cluster
+from terrace.data.batches import Batches
+from terrace.data.token_file import TokenFile
+from terrace.data.tokenizer import load_tokenizer
+from terrace.data.tokens import prepare_tokens
+from terrace.launch.start import LocalPool, World
 from terrace.model.config import num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.plan import Plan, preset
 from terrace.runtime.engine import Engine
-from terrace.runtime.launch import LocalPool, World
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.config import TrainConfig
-from terrace.train.data import Batches, TokenFile, load_tokenizer, prepare_tokens
 from terrace.train.schedule import learning_rate
 
 TARGET = 0.005

@@ -12,7 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from terrace.train.data import load_tokenizer, prepare_tokens, read_documents
+from terrace.data.corpus import read_documents
+from terrace.data.tokenizer import load_tokenizer
+from terrace.data.tokens import prepare_tokens
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from terrace.train.data import Batches, Source, TokenFile
-from terrace.train.data.feeding import Feeder
+from terrace.data.batches import Batches, Source
+from terrace.data.feeding import Feeder
+from terrace.data.token_file import TokenFile
 
 TARGET_TOKENS_PER_S = 5e6
 

@@ -5,8 +5,8 @@
 
 The same model, data, batches and processes for both, which take turns step by step: what is reported is the median over
 steps of the ratio within a step, and the ratio of all steps together. A step takes as long as its slowest rank. Lengths
-are those of a published histogram (terrace.spread.distributions), or of two kinds, short ones and long ones that have a
-quarter of the tokens; they are divided by `--scale`, and packed as `data.documents = "whole"` packs them. What
+are those of a published histogram (terrace.sequence.distributions), or of two kinds, short ones and long ones that have
+a quarter of the tokens; they are divided by `--scale`, and packed as `data.documents = "whole"` packs them. What
 attention costs is measured at the start, as in a run. With `--pace` messages are held to the rates of a cluster, whose
 tiers `--tiers` sizes.
 
@@ -42,20 +42,20 @@ from bench.common import (
 from bench.common import spread as quartiles
 from terrace.cluster import Cluster, Device, Tier
 from terrace.comm import Pacer
+from terrace.data.batches import Batches, Source
+from terrace.data.token_file import TokenFile
+from terrace.launch.start import LocalPool
+from terrace.launch.world import World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import token_loss
 from terrace.plan import Plan, preset
 from terrace.plan.context import is_spread
 from terrace.plan.grid import Grid
 from terrace.runtime.engine import Engine
-from terrace.runtime.launch import LocalPool
-from terrace.runtime.world import World
-from terrace.spread.distributions import bimodal, sample
+from terrace.sequence.distributions import bimodal, sample
 from terrace.train.attention_cost import work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.config import RunConfig, TrainConfig
-from terrace.train.data import Batches, Source
-from terrace.train.data.token_file import TokenFile
 from terrace.train.micro_batches import Fed, MicroBatches
 from terrace.train.spreading import Spreading
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from terrace.runtime.launch import LocalPool
+    from terrace.launch.start import LocalPool
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
@@ -26,8 +26,8 @@ settings.load_profile("fixed")
 @pytest.fixture(scope="session")
 def pool() -> "Iterator[LocalPool]":
     """Eight processes (for each worker of pytest) that stay for all tests; those of a call that fails are replaced."""
-    from terrace.runtime.launch import LocalPool, _start_forkserver
+    from terrace.launch.start import LocalPool, _start_forkserver
 
-    _start_forkserver("tests.warm")  # one server for these and for the commands that tests run
+    _start_forkserver("tests.support.warm")  # one server for these and for the commands that tests run
     with LocalPool(8) as pool:
         yield pool

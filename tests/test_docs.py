@@ -13,13 +13,14 @@ import pytest
 
 from terrace.cluster import Cluster, Device, Tier
 from terrace.cluster.cluster import Kernels
+from terrace.data.config import DataConfig
 from terrace.model.lora import LoraConfig
 from terrace.plan import Plan
 from terrace.runtime.settings import AdamWConfig
-from terrace.train.config import DataConfig, TrainConfig
-from tests.tiny_runs import environment, terrace
+from terrace.train.config import TrainConfig
+from tests.support.tiny_runs import environment, terrace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -180,7 +180,7 @@ def contestant(name: str) -> Entry:
 
 def read_text(num_bytes: int) -> bytes:
     """Return the first bytes of the standard library's source; real text, the same for every rank."""
-    from terrace.train.data import read_documents
+    from terrace.data.corpus import read_documents
 
     held = bytearray()
     for document in read_documents("stdlib"):

@@ -10,11 +10,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "validation.md"
 
 _HEAD = """# The cost model against published figures
 
-Written by `python -m bench.validation`; `tests/test_validation.py` fails when an error passes its limit. The constants
-are those of the presets in `terrace/cluster/presets/`, which come from data sheets, from published measurements of
-single kernels and links, or are assumed: each file says which. **None was changed to match a table of this page.** An
-error is the modelled figure over the published one, minus one; the mean and the largest are of its absolute value,
-the bias keeps the sign.
+Written by `python -m bench.validation`; `tests/bench/test_validation.py` fails when an error passes its limit.
+The constants are those of the presets in `terrace/cluster/presets/`, which come from data sheets, from published
+measurements of single kernels and links, or are assumed: each file says which. **None was changed to match a table of
+this page.** An error is the modelled figure over the published one, minus one; the mean and the largest are of its
+absolute value, the bias keeps the sign.
 
 """
 

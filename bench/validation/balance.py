@@ -6,10 +6,10 @@ from dataclasses import replace
 from bench.validation.rows import Row, Table, markdown_table
 from terrace.cluster import Cluster, load_cluster
 from terrace.model.config import ModelConfig, parse_model
+from terrace.sequence.balanced import place_capacity
+from terrace.sequence.distributions import batches, sample
+from terrace.sequence.policies import policy_costs
 from terrace.simulate.attention_cost import attention_cost
-from terrace.spread.balanced import place_capacity
-from terrace.spread.distributions import batches, sample
-from terrace.spread.policies import policy_costs
 
 _TOKENS = 4096  # a GPU
 _BATCHES = 4
@@ -23,7 +23,7 @@ One layer, forward and backward, and its share of embedding and head: the second
 (every document cut over all of them, as Transformer Engine's context parallelism does) over those under `balance =
 "cost"`. Nodes are like those of the paper with A800: eight A100 whose NVLink carries 200 GB/s each way and which share
 four adapters of 200 Gb/s (the one GPU of a node that sends in a flat ring has one to itself); 4,096 tokens a GPU;
-document lengths from the published histogram of terrace/spread/distributions.py, means over four batches.
+document lengths from the published histogram of terrace/sequence/distributions.py, means over four batches.
 
 The gain is about three times the published one. The paper's figures are of whole steps, on several clusters and on
 other data, whose histograms are not published; here most documents are short, where an even ring is at its worst: all

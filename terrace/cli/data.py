@@ -15,10 +15,10 @@ from terrace.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
+from terrace.sequence.balanced import place_capacity
+from terrace.sequence.distributions import batches, bimodal, one_huge, sample, scattered
+from terrace.sequence.policies import PolicyCost, policy_costs
 from terrace.simulate.attention_cost import attention_cost
-from terrace.spread.balanced import place_capacity
-from terrace.spread.distributions import batches, bimodal, one_huge, sample, scattered
-from terrace.spread.policies import PolicyCost, policy_costs
 
 _NUM_SAMPLES = 4096  # of a built-in distribution
 _DISTRIBUTIONS = {
@@ -137,10 +137,10 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
     import numpy as np
 
     from terrace.base.schema import load
-    from terrace.train.config import DataConfig
-    from terrace.train.data import load_tokenizer
-    from terrace.train.data.documents import open_documents
-    from terrace.train.data.prepared import prepare_sources
+    from terrace.data.config import DataConfig
+    from terrace.data.documents import open_documents
+    from terrace.data.prepared import prepare_sources
+    from terrace.data.tokenizer import load_tokenizer
 
     config = load(DataConfig, data, "data")
     sources = prepare_sources(config, load_tokenizer(config.tokenizer), options.sequence, print)

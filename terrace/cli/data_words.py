@@ -1,6 +1,6 @@
 """What the user is told of the data before a run: sources, shares, epochs, what is padding, what is left out."""
 
-from terrace.train.data.batches import Batches, Source, SourceUse
+from terrace.data.batches import Batches, Source, SourceUse
 from terrace.train.loop import Job
 
 

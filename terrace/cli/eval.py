@@ -59,7 +59,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**31:
             raise ConfigError(f"--{name} {value} must be at least 1 and below 2^31")
-    from terrace.train.data import find_documents, read_documents
+    from terrace.data.corpus import read_documents
+    from terrace.data.files import find_documents
     from terrace.train.evaluate import evaluate
 
     find_documents(options.data, options.split)  # before the weights, which may take a while

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise CheckpointError(f"{options.folder} is not a run folder: it has no config.toml")
     config = parse_run(read_table(options.folder / "config.toml"))
     try:
-        from terrace.train.checkpoint import Checkpoint
+        from terrace.checkpoint.reading import Checkpoint
         from terrace.train.export import export, export_adapter
     except ModuleNotFoundError as error:
         raise ConfigError(f"export needs the package {error.name!r}: pip install 'terrace[train]'") from error
@@ -96,8 +96,7 @@ def _check_together(options: argparse.Namespace) -> None:
 
 def _chosen(folder: Path, step: int | None) -> Path:
     """Return the checkpoint after a step, or else the newest."""
-    from terrace.train.checkpoint import latest
-    from terrace.train.checkpoint.layout import complete, step_of
+    from terrace.checkpoint.layout import complete, latest, step_of
 
     found = complete(folder / "checkpoints")
     newest = latest(folder)
@@ -114,7 +113,7 @@ def _chosen(folder: Path, step: int | None) -> Path:
 
 def _end_of_text(config: RunConfig, source: Path) -> int | None:
     """Return the token that ended a document in training."""
-    from terrace.train.data import load_tokenizer
+    from terrace.data.tokenizer import load_tokenizer
 
     if config.data.tokenizer == BYTES:
         return load_tokenizer(BYTES).end_of_text

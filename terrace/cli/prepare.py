@@ -12,17 +12,18 @@ import torch
 
 from terrace.base.errors import CheckpointError, ConfigError
 from terrace.base.files import write_atomic
+from terrace.checkpoint.layout import check_model, checkpoint_bytes, complete
+from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.cli.programs import checked_programs
+from terrace.data.batches import Batches, Source
+from terrace.data.prepared import compare_facts, prepare_sources
+from terrace.data.tokenizer import load_tokenizer
 from terrace.model.config import to_table
 from terrace.plan.wire import FORMATS
 from terrace.report.tables import quantity
 from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
-from terrace.train.checkpoint import Checkpoint, check_model, checkpoint_bytes, newest_whole
-from terrace.train.checkpoint.layout import complete
 from terrace.train.config import RunConfig, run_toml
-from terrace.train.data import Batches, Source, load_tokenizer
-from terrace.train.data.prepared import compare_facts, prepare_sources
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.lock import folder_lock
 from terrace.train.loop import Job

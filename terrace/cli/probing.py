@@ -8,11 +8,11 @@ import torch.distributed as dist
 from terrace.cli.output import replace_unprintable, sigterm_raises
 from terrace.cli.worker import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cluster import Cluster
+from terrace.launch.start import detect, join, launch_local, pace
+from terrace.launch.world import World
 from terrace.probe.measure import measure
 from terrace.probe.network import Link, measure_links
 from terrace.probe.samples import Samples
-from terrace.runtime.launch import detect, join, launch_local, pace
-from terrace.runtime.world import World
 
 T = TypeVar("T")
 

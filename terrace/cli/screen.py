@@ -16,6 +16,7 @@ from terrace.cli.output import Terminal
 from terrace.cli.programs import kept_activations
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster import Cluster
+from terrace.launch.start import pace
 from terrace.plan import step_bytes
 from terrace.plan.grid import Grid
 from terrace.plan.memory import model_state_bytes
@@ -39,7 +40,6 @@ from terrace.report.stage_tables import (
     stages_table,
 )
 from terrace.report.tables import quantity, seconds
-from terrace.runtime.launch import pace
 from terrace.train.folder import start_words
 from terrace.train.loop import Job, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics

@@ -18,12 +18,13 @@ from terrace.cli.output import Terminated, drop_stdout, replace_unprintable, sig
 from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
 from terrace.cluster import Cluster
-from terrace.runtime.launch import is_restarted, join, launch_local, pace, world_size
-from terrace.runtime.stop import Stop
-from terrace.runtime.world import World
+from terrace.data.batches import Source
+from terrace.data.prepared import prepare_sources
+from terrace.data.tokenizer import load_tokenizer
+from terrace.launch.start import is_restarted, join, launch_local, pace, world_size
+from terrace.launch.stop import Stop
+from terrace.launch.world import World
 from terrace.train.config import RunConfig
-from terrace.train.data import Source, load_tokenizer
-from terrace.train.data.prepared import prepare_sources
 from terrace.train.loop import Job, train
 from terrace.train.metrics import Silent
 

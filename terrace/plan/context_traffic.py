@@ -18,7 +18,7 @@ does its forward twice. Blocks without attention send nothing.
 
 A message counts on the outermost tier that it crosses. Of the other parts of a place u_0 ... u_t - u_0 ... u_(t-1) are
 across tier t. A step s of the ring goes over the outermost tier t such that s is a multiple of r_0 ... r_(t-1)
-(terrace.spread.segments), so r/(r_0 ... r_(t-1)) - r/(r_0 ... r_t) steps cross tier t; `home` crosses the outermost.
+(terrace.sequence.segments), so r/(r_0 ... r_(t-1)) - r/(r_0 ... r_t) steps cross tier t; `home` crosses the outermost.
 
 Per layer and micro-batch of b rows of L tokens of hidden size d, K = N, forward and backward, over N ranks (Fang and
 Zhao, 2405.07719, table 2, without its factors (N-1)/N):
@@ -27,7 +27,8 @@ Zhao, 2405.07719, table 2, without its factors (N-1)/N):
     ring       4 b L d (N-1)/N: keys and values, and their gradients; and 2 b L d (N-1)/N of keys in the backward,
                which the table leaves out. Grouped queries divide a ring's by N/K
 
-With `balance = "cost"` bytes depend on the batch, and there is no formula: terrace.spread.traffic has those of a batch.
+With `balance = "cost"` bytes depend on the batch, so there is no formula:
+terrace.sequence.traffic counts them for one batch.
 """
 
 from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ With sequence parallelism a rank keeps its part of what attention and MLP read, 
 backward for the weight gradients (section 4.2.2 there), unless the block is recomputed. Without it a whole all-reduce
 stands on one side and nothing on the other: one leg more for embedding and head. With columns, every norm also sums
 one number a token (two of a layer norm) over them, forward and backward. A block that is recomputed does its forward
-twice. `tests/test_tensor.py` holds the runtime's ledger against this.
+twice. `tests/system/test_tensor.py` holds the runtime's ledger against this.
 """
 
 from collections.abc import Iterator, Sequence

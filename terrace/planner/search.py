@@ -8,7 +8,7 @@
 4. The best of those is evaluated: its step is built and played.
 
 Bounds never exceed what the evaluation finds, so the `count` best are found when `count` evaluations lie below every
-bound that is left: the answer is that of evaluating the whole space (tests/test_planner.py does). `limit` stops
+bound that is left: the answer is that of evaluating the whole space (tests/planner/test_planner.py does). `limit` stops
 earlier; `Found.least_s` then says what nothing left can be faster than. Everything is deterministic; what is as good
 as equally fast is ordered by `terrace.planner.ranking`.
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from terrace.probe.launch import launcher_variables
+from terrace.probe.environment import launcher_variables
 
 # package -> (what installs it, what it is for); the first three are what training needs
 PACKAGES = {

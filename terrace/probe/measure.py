@@ -10,6 +10,9 @@ import torch.distributed as dist
 from terrace.base.errors import ConfigError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
+from terrace.launch.start import pace
+from terrace.launch.watchdog import watch as watchdog
+from terrace.launch.world import World
 from terrace.probe.compute import (
     TRAINS_IN,
     layer_passes,
@@ -25,9 +28,6 @@ from terrace.probe.links import TierLinks, measure_tier
 from terrace.probe.samples import Samples, TierSamples
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.heap import return_large_buffers
-from terrace.runtime.launch import pace
-from terrace.runtime.watchdog import watch as watchdog
-from terrace.runtime.world import World
 
 _TIMEOUT_S = 120.0  # a rank that does not move for so long stopped the probe
 # Shares of the budget; they sum to one.

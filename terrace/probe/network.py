@@ -10,11 +10,11 @@ from datetime import timedelta
 
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
+from terrace.launch.start import pace
+from terrace.launch.world import World
 from terrace.probe.links import TierLinks
 from terrace.probe.measure import device_here, watched
 from terrace.probe.timing import Stopwatch
-from terrace.runtime.launch import pace
-from terrace.runtime.world import World
 
 _SMALL_BYTES, _LARGE_BYTES = 4_096, 1 << 20  # of a rank
 _TIMEOUT = timedelta(seconds=240)

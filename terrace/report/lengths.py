@@ -8,7 +8,7 @@ from rich.table import Table
 
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
 from terrace.report.tables import new_table, quantity, seconds
-from terrace.spread.policies import PolicyCost
+from terrace.sequence.policies import PolicyCost
 
 _BAR = 30  # characters of the longest bar
 _TOP = 56

@@ -1,7 +1,7 @@
 """Colours of categories, on light and on dark paper.
 
 What stands in one row differs from all else there for people with any of the common colour deficiencies
-too, and all but waiting stands out from the paper 3 to 1 (WCAG 2.2, 1.4.11); `tests/test_page.py` measures both.
+too, and all but waiting stands out from the paper 3 to 1 (WCAG 2.2, 1.4.11); `tests/report/test_page.py` measures both.
 """
 
 PAPER = ("#ffffff", "#14171c")  # (light, dark)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model.attention import document_begins
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.spread.view import Spread
+from terrace.sequence.view import Spread
 
 # Inputs, labels and, where a row holds several documents, of each token the position in its own: int64 (B, S). With a
 # spread they are this rank's part, (1, T).

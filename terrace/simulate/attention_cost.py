@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, forward_flops
+from terrace.sequence.cost import WorkCost
 from terrace.simulate.kernels import peak_flops_per_s
-from terrace.spread.cost import WorkCost
 
 
 def attention_cost(

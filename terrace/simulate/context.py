@@ -12,7 +12,7 @@ In the attention of a layer on one micro-batch (terrace.runtime.context does it)
 
 A layer that is recomputed does its forward once more. What runs beside a round takes nothing beyond it, but slows it by
 the overlap penalty of the tier; what is longer than its round is waited for. A step of the ring goes over the outermost
-tier whose turn it is (terrace.spread.segments), so with ring degrees g0, g1, ... of the tiers P/(g0 ... gi-1) -
+tier whose turn it is (terrace.sequence.segments), so with ring degrees g0, g1, ... of the tiers P/(g0 ... gi-1) -
 P/(g0 ... gi) steps cross tier i, the first and the last of all steps the innermost. Messages of one moment follow one
 another.
 """

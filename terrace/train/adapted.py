@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from terrace.base.schema import dump, load
+from terrace.checkpoint.reading import Checkpoint
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.lora import LoraConfig
 from terrace.model.lora_modules import add_adapters, merged_parameters
-from terrace.train.checkpoint import Checkpoint
 from terrace.train.config import RunConfig
 
 FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null

@@ -14,8 +14,8 @@ from terrace.cluster import Cluster
 from terrace.model.config import block_specs, to_table
 from terrace.plan.grid import Grid
 from terrace.plan.residency import recomputed
+from terrace.sequence.cost import WorkCost
 from terrace.simulate.attention_cost import attention_cost
-from terrace.spread.cost import WorkCost
 from terrace.train.config import RunConfig
 
 KEY = "attention_cost"  # of a checkpoint's facts

@@ -20,6 +20,10 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
+from terrace.data.config import PATHS, DataConfig
+from terrace.data.sources import (
+    beside,
+)
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.lora import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
@@ -29,55 +33,10 @@ from terrace.plan.hops import lossy_messages
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned
-from terrace.train.sources import (
-    Documented,
-    Format,
-    SourceConfig,
-    SourceSpec,
-    TooLong,
-    beside,
-    check_holdout,
-    sources_of,
-)
 from terrace.train.steps import check_profile
 from terrace.train.trackers import check_names
 
 _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces as a whole
-# key -> the value that is no path
-_NAMES_OF_DATA = {"path": "stdlib", "tokenizer": "bytes", "cache": "", "chat_template": ""}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the text is, and how it becomes tokens."""
-
-    path: str = "stdlib"
-    tokenizer: str = "bytes"
-    cache: str = ".terrace-cache"
-    mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
-    format: Format = "text"
-    documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
-    too_long: TooLong | None = None  # what becomes of a whole document that is longer than a sequence
-    column: str = "text"  # the key, or the column, that holds the text of a record
-    split: str = ""  # of a data set that has several; if empty, "train"
-    chat_template: str = ""  # a file; if empty, that of the tokenizer's folder
-    holdout: float = 0.0  # a share of each source's samples, or how many, that are never trained on
-
-    def __post_init__(self) -> None:
-        check_holdout(self.holdout)
-        self.sources()
-        if self.chat_template and not any(source.format == "chat" for source in self.sources()):
-            raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
-
-    def sources(self) -> tuple[SourceSpec, ...]:
-        """Return the sources with everything decided. Raises `ConfigError` for what does not go together."""
-        return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long, self.column, self.split)
-
-    def absolute(self) -> "DataConfig":
-        """Return the same places under names that hold in any working directory."""
-        named = {name: getattr(self, name) for name in _NAMES_OF_DATA}
-        kept = {name: os.path.abspath(at) for name, at in named.items() if at != _NAMES_OF_DATA[name]}
-        return replace(self, mixture=tuple(source.absolute() for source in self.mixture), **kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,4 +278,4 @@ def _beside(folder: Path, name: str, value: Any) -> Any:
 
 
 def _is_path(key: str, value: Any) -> bool:
-    return key in _NAMES_OF_DATA and isinstance(value, str) and value not in ("", _NAMES_OF_DATA[key])
+    return key in PATHS and isinstance(value, str) and value not in ("", PATHS[key])

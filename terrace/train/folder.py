@@ -20,8 +20,8 @@ from terrace.model.hf_folder import (
 )
 
 if TYPE_CHECKING:
+    from terrace.data.tokenizer import Tokenizer
     from terrace.train.config import RunConfig
-    from terrace.train.data import Tokenizer
 
 SOURCE = "source"  # in a run folder: what an export needs beside the weights
 BYTES = "bytes"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terrace.base.errors import DataError
-from terrace.train.checkpoint import Checkpoint
-from terrace.train.data import Tokenizer
+from terrace.checkpoint.reading import Checkpoint
+from terrace.data.tokenizer import Tokenizer
 from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import Trained, check_tokenizer, load_blocks
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from terrace.base.errors import ConfigError
 from terrace.cluster import Cluster, load_cluster
 from terrace.cluster.presets import parse_cluster
+from terrace.launch.start import detect, join
+from terrace.launch.watchdog import Watchdog, watch
 from terrace.plan import Plan, parse_plan
-from terrace.runtime.launch import detect, join
-from terrace.runtime.watchdog import Watchdog, watch
 from terrace.train.config import section
 
 FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it

@@ -17,9 +17,21 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
+from terrace.checkpoint.layout import folder_of
+from terrace.checkpoint.reading import Checkpoint, restore
+from terrace.checkpoint.saved import Saved
+from terrace.checkpoint.saving import Saver
 from terrace.cluster import Cluster
 from terrace.comm import Pacer
 from terrace.comm.collectives import DTYPES
+from terrace.data.batches import Batches, Source
+from terrace.data.feeding import Feeder
+from terrace.data.prepared import data_facts
+from terrace.data.tokenizer import load_tokenizer
+from terrace.launch.start import pace
+from terrace.launch.stop import SIGNALS, Asked, Stop, Vote
+from terrace.launch.watchdog import Watchdog, watch
+from terrace.launch.world import World
 from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
 from terrace.model.init import initial_value
@@ -31,24 +43,15 @@ from terrace.plan.grid import rank_at
 from terrace.program import StepReport
 from terrace.runtime.batch import moved
 from terrace.runtime.engine import Engine, StepResult
-from terrace.runtime.launch import pace
-from terrace.runtime.stop import SIGNALS, Asked, Stop, Vote
-from terrace.runtime.watchdog import Watchdog, watch
-from terrace.runtime.world import World
-from terrace.spread.cost import WorkCost
+from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
-from terrace.train.checkpoint import Checkpoint, Saver, restore
-from terrace.train.checkpoint.layout import folder_of
 from terrace.train.config import RunConfig
-from terrace.train.data import Batches, Source, load_tokenizer
-from terrace.train.data.feeding import Feeder
-from terrace.train.data.prepared import data_facts
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.lock import folder_lock
-from terrace.train.metrics import MetricsFile, Observer, Outcome, Saved, StepRecord, Summary
+from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.micro_batches import Fed, MicroBatches
 from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
@@ -75,7 +78,7 @@ class Job:
 def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
     """Train to the last step and return how it ended. Every rank calls this, each with its own observer.
 
-    SIGTERM, and what else asks for it (terrace.runtime.stop), ends a run earlier: after the same step on every rank,
+    SIGTERM, and what else asks for it (terrace.launch.stop), ends a run earlier: after the same step on every rank,
     with a checkpoint of it.
 
     Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError` when the

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.checkpoint.saved import Saved
 from terrace.cluster import Cluster
 from terrace.program import StepReport
 
@@ -40,16 +41,6 @@ class StepRecord:
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     balance: float | None = None
     time: float = 0.0  # when the step ended, in seconds since 1970
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint that is complete, and what it cost this rank."""
-
-    folder: Path
-    num_bytes: int  # of this rank
-    stalled_s: float  # that training stood still: to wait for the save before, and to copy
-    write_s: float  # until all ranks had written and the folder was renamed
 
 
 @dataclass(frozen=True, kw_only=True)

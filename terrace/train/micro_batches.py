@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from terrace.data.batches import Batches
 from terrace.program import Program
 from terrace.runtime.batch import Batch
-from terrace.train.data import Batches
 from terrace.train.spreading import Spreading
 
 

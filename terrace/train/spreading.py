@@ -2,9 +2,9 @@
 
 All of it is made on the host, before the step, and is a function of the step, the plan and what attention costs; every
 rank computes the same assignment, and reads the rows of its own tokens alone. Under `balance = "tokens"` a micro-batch
-is the data rank's own rows, cut in the same way every time (terrace.spread.static). Under `balance = "cost"` the rows
+is the data rank's own rows, cut in the same way every time (terrace.sequence.static). Under `balance = "cost"` the rows
 of all data ranks are one set of documents: rows are dealt among the micro-batches of the step, then the documents of
-each among the places (terrace.spread.balanced). Padding, and whatever else has no label, is left out.
+each among the places (terrace.sequence.balanced). Padding, and whatever else has no label, is left out.
 
 Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T tokens that a rank holds.
 """
@@ -19,18 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.cluster import Cluster
+from terrace.data.batches import Arrays, Batches
+from terrace.data.samples import IGNORED, Parts
 from terrace.plan import Layout, Plan
 from terrace.plan.context import CHUNKS_A_PLACE, Pool, chunk_tokens, local_tokens
 from terrace.plan.grid import Grid
-from terrace.spread.balanced import balanced_layout
-from terrace.spread.build import spread
-from terrace.spread.cost import WorkCost
-from terrace.spread.micro import micro_steps
-from terrace.spread.segments import Segment
-from terrace.spread.static import static_spreads
-from terrace.spread.view import Run, Spread
-from terrace.train.data.batches import Arrays, Batches
-from terrace.train.data.samples import IGNORED, Parts
+from terrace.sequence.balanced import balanced_layout
+from terrace.sequence.build import spread
+from terrace.sequence.cost import WorkCost
+from terrace.sequence.micro import micro_steps
+from terrace.sequence.segments import Segment
+from terrace.sequence.static import static_spreads
+from terrace.sequence.view import Run, Spread
 
 Ids = npt.NDArray[np.int64]
 ReadRows = Callable[[Ids], Arrays]

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, did_you_mean
 from terrace.base.schema import read_table
+from terrace.checkpoint.layout import latest
+from terrace.checkpoint.reading import Checkpoint
+from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, holds_weights
 from terrace.model.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.train.adapted import merged_values
-from terrace.train.checkpoint import Checkpoint, latest
 from terrace.train.config import RunConfig, parse_run
-from terrace.train.data import Tokenizer, load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, TerraceError, TrainingError
 from terrace.base.schema import load
+from terrace.checkpoint.layout import latest
+from terrace.checkpoint.reading import Checkpoint, restore
+from terrace.checkpoint.writing import save
 from terrace.cluster import Cluster
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import token_loss
@@ -29,7 +32,6 @@ from terrace.program import StepReport
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.settings import AdamWConfig
-from terrace.train.checkpoint import Checkpoint, latest, restore, save
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_cluster, read_plan
 from terrace.train.trainer_report import TrainerReport

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from terrace.checkpoint.boxes import Box, whole, within
+from terrace.checkpoint.parts import held, parts, slices_of
 from terrace.runtime.engine import Engine
-from terrace.train.checkpoint.boxes import Box, whole, within
-from terrace.train.checkpoint.parts import held, parts, slices_of
 
 
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:

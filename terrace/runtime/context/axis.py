@@ -19,9 +19,9 @@ from terrace.runtime.batch import Batch, documents_of, localise, positions_of, s
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.course import Course
 from terrace.runtime.context.moves import Mover
-from terrace.spread.static import static_spreads
-from terrace.spread.traffic import sent_bytes
-from terrace.spread.view import Spread
+from terrace.sequence.static import static_spreads
+from terrace.sequence.traffic import sent_bytes
+from terrace.sequence.view import Spread
 
 
 class ContextAxis:

@@ -9,7 +9,7 @@ from torch import Tensor
 from terrace.model.blockwise import DensePair, dense_mask
 from terrace.plan.context import Heads
 from terrace.runtime.context.moves import Move, Mover
-from terrace.spread.view import Kind, Mask, Pair, Spread, num_rows
+from terrace.sequence.view import Kind, Mask, Pair, Spread, num_rows
 
 
 class PartHeads:

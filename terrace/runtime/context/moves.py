@@ -17,7 +17,7 @@ from terrace.model.pair_kernels import side_by_side
 from terrace.plan import MessageClass
 from terrace.plan.context import Pool
 from terrace.runtime.means import Means
-from terrace.spread.view import Exchange, Run, merged_runs, num_rows
+from terrace.sequence.view import Exchange, Run, merged_runs, num_rows
 
 Give = Callable[[int], Sequence[Tensor]]  # member of the pool -> the tensors that it is given rows of
 

@@ -1,0 +1,1 @@
+"""Checkpoints: written by all ranks of any plan, read by any ranks of any other."""

@@ -1,0 +1,174 @@
+"""What a checkpoint is on disk. It knows nothing of the plan.
+
+A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds
+pieces: boxes of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank
+of any plan finds what it needs by intersecting boxes. Which kinds of state a parameter has is said by its group
+(terrace.runtime.states): the first kind is its value. Padding is not stored, and no element twice. The manifest has
+
+    groups   group -> kinds of state
+    layout   block -> parameter -> [group, shape of the whole parameter]
+    files    file -> its size, its CRC-32 and its pieces: block -> parameter -> boxes
+
+and, in `checksum`, the SHA-256 of its own other entries. A CRC-32 finds every damage within 32 bits and misses any
+other once in 2^32; it is there against bad disks and cut copies, not against an attacker, and costs less than half of
+SHA-256. A checkpoint is written into a hidden folder beside it, synced, and renamed: it is there whole or not at all.
+
+Format 2, which is read too, has SHA-256 of files and knows the optimizer AdamW alone.
+"""
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint.boxes import Box, to_text
+from terrace.model.spec import BlockSpec
+from terrace.plan.flats import is_layer
+from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of, is_trained
+
+FORMAT, FORMAT_2 = 3, 2
+_GROUPS_2 = {"trainable": ADAMW, "frozen": FROZEN}
+_READ_BYTES = 4 << 20
+
+Group = str
+BlockLayout = dict[str, tuple[Group, list[int]]]  # parameter -> group, shape
+Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
+
+
+def folder_of(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step` steps."""
+    return run_folder / "checkpoints" / f"step-{step:08d}"
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [path for path in checkpoints.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def latest(run_folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run, or None."""
+    found = complete(run_folder / "checkpoints")
+    return found[-1] if found else None
+
+
+def checkpoint_bytes(
+    blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, master_bytes: int, compute_bytes: int
+) -> int:
+    """Return the size of a checkpoint of whole blocks on disk, without headers."""
+    return sum(
+        param.numel
+        * len(KINDS[group_of(param, optimizer, is_layer(index, len(blocks)))])
+        * (master_bytes if is_trained(param) else compute_bytes)
+        for index, block in enumerate(blocks)
+        for param in block.params
+    )
+
+
+def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
+    """Return the group and the shape of every parameter of whole blocks."""
+    return {
+        block.name: {
+            param.name: (group_of(param, optimizer, is_layer(index, len(blocks))), list(param.shape))
+            for param in block.params
+        }
+        for index, block in enumerate(blocks)
+    }
+
+
+def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
+    """Return the name of a piece in its file."""
+    return f"{block}/{parameter}[{to_text(box)}]/{kind}"
+
+
+def manifest_of(
+    blocks: Sequence[BlockSpec],
+    optimizer: OptimizerConfig,
+    step: int,
+    num_updates: int,
+    facts: Mapping[str, Any],
+    files: Files,
+) -> dict[str, Any]:
+    """Return the manifest of a model's checkpoint; `blocks` are whole."""
+    layout = block_layouts(blocks, optimizer)
+    used = {group for parameters in layout.values() for group, _ in parameters.values()}
+    return {
+        "format": FORMAT,
+        "step": step,
+        "num_updates": num_updates,
+        "facts": dict(facts),
+        "groups": {group: list(KINDS[group]) for group in sorted(used)},
+        "layout": layout,
+        "files": dict(sorted(files.items())),
+    }
+
+
+def encode(manifest: Mapping[str, Any]) -> str:
+    """Return the text of a manifest, with its checksum."""
+    return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
+
+
+def decode(text: str) -> dict[str, Any]:
+    """Read a manifest back; raises `ValueError` when it is damaged."""
+    manifest = json.loads(text)
+    if not isinstance(manifest, dict):
+        raise ValueError("it holds no table")
+    found = manifest.pop("checksum", None)
+    if manifest.get("format") in (FORMAT, FORMAT_2) and found != _checksum(manifest):
+        raise ValueError("its checksum differs")
+    return _from_format_2(manifest) if manifest.get("format") == FORMAT_2 else manifest
+
+
+def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
+    """Say whether a file has the checksum of its entry in the manifest; raises `OSError`."""
+    with path.open("rb", buffering=0) as file:
+        if "crc32" not in entry:
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])
+        crc = 0
+        while chunk := file.read(_READ_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return bool(f"{crc:08x}" == entry["crc32"])
+
+
+def check_model(
+    where: Path, theirs: Mapping[str, BlockLayout], blocks: Sequence[BlockSpec], optimizer: OptimizerConfig
+) -> None:
+    """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and whole blocks."""
+    here = block_layouts(blocks, optimizer)
+    for block in (*here, *theirs):
+        stored, wanted = _parameters(theirs.get(block)), _parameters(here.get(block))
+        for name in (*wanted, *stored):
+            if stored.get(name) != wanted.get(name):
+                raise CheckpointError(
+                    f"{where} is of another model: {block}.{name} is {stored.get(name, 'absent')} there and "
+                    f"{wanted.get(name, 'absent')} here; use the model, optimizer and train.freeze it was saved with"
+                )
+
+
+def _from_format_2(manifest: dict[str, Any]) -> dict[str, Any]:
+    layout = {
+        block: {name: (_GROUPS_2[group], shape) for name, (group, shape) in parameters.items()}
+        for block, parameters in manifest["layout"].items()
+    }
+    return {**manifest, "groups": {group: list(KINDS[group]) for group in _GROUPS_2.values()}, "layout": layout}
+
+
+def _parameters(layout: BlockLayout | None) -> dict[str, str]:
+    """Return what each parameter of a block is, in words."""
+    return {name: f"{group} {shape}" for name, (group, shape) in (layout or {}).items()}
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

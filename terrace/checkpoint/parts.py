@@ -1,0 +1,91 @@
+"""What a rank holds of the flat buffers of a block, in boxes of whole parameters.
+
+A rank keeps a range of a flat buffer, and the buffer holds slices of parameters, padded where a dim does not divide:
+
+    range of the buffer -> for each parameter, a range of its slice -> boxes of the slice -> without padding, and
+    moved to where the slice begins: boxes of the whole parameter
+
+Nothing of the plan is left in the last form. Writing and reading both work on it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, within
+from terrace.model.spec import ParamSpec
+from terrace.plan.slices import rank_slices
+from terrace.plan.tensor_traffic import Tensor as TensorAxis
+from terrace.runtime.flat import Flat
+from terrace.runtime.shard import Shard
+from terrace.runtime.states import FROZEN, KINDS
+
+Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the part of a whole parameter that a rank holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A rank's range of one flat buffer: by kind, 1-D tensors of its elements from `start` on, padding included."""
+
+    flat: Flat
+    start: int
+    values: Mapping[str, Tensor]
+    is_first: bool  # of the ranks that hold the same: the one that writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A box of a whole parameter, and by kind this rank's values of it: views of the box's shape."""
+
+    parameter: str
+    box: Box
+    values: dict[str, Tensor]
+
+
+def slices_of(tensor: TensorAxis, rank: int) -> Slices:
+    """Return what of each parameter `rank` holds."""
+    return partial(rank_slices, places=tensor.places(rank), degrees=tensor.degrees)
+
+
+def held(shard: Shard) -> list[Held]:
+    """Return what a checkpoint stores of a shard: its state on the optimizer tier, and what is frozen in it."""
+    layout, found = shard.layout, []
+
+    def is_first(tier: int) -> bool:
+        return not shard.is_copy and not any(shard.coordinates[tier + 1 :])
+
+    if shard.trainable is not None:
+        assert shard.optimizer is not None, f"block {shard.name} is not initialised"
+        start, first = shard.trainable.part(layout.optimizer).start, is_first(layout.optimizer)
+        for part in shard.optimizer.parts:
+            at = start + part.elements.start
+            found.append(Held(flat=shard.trainable, start=at, values=part.values, is_first=first))
+    if shard.fixed is not None:
+        values = dict(zip(KINDS[FROZEN], (shard.fixed.shard,), strict=True))
+        start, first = shard.fixed.part(layout.params).start, is_first(layout.params)
+        found.append(Held(flat=shard.fixed, start=start, values=values, is_first=first))
+    return found
+
+
+def parts(own: Held, slices: Slices) -> Iterator[Part]:
+    """Yield the boxes of whole parameters that a rank's range of a flat buffer is made of."""
+    stop = own.start + next(iter(own.values.values())).numel()
+    for spec, first, last in own.flat.extents():
+        place = slices(spec)
+        real = tuple((0, part.stop - part.start) for part in place)
+        at = max(own.start, first)
+        for box in cut(spec.shape, at - first, min(stop, last) - first):
+            elements = slice(at - own.start, at - own.start + numel(box))
+            at += numel(box)
+            clipped = overlap(box, real)
+            if clipped is not None:
+                yield Part(
+                    parameter=spec.name,
+                    box=shifted(clipped, [part.start for part in place]),
+                    values={
+                        kind: values[elements].view(sizes(box))[within(clipped, box)]
+                        for kind, values in own.values.items()
+                    },
+                )

@@ -1,0 +1,213 @@
+"""Reading a checkpoint: checks first, then any box of any parameter."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint.boxes import Box, from_text, numel, overlap, sizes, to_text, uncovered, whole, within
+from terrace.checkpoint.layout import (
+    FORMAT,
+    FORMAT_2,
+    BlockLayout,
+    Files,
+    check_model,
+    complete,
+    decode,
+    is_intact,
+    tensor_name,
+)
+from terrace.checkpoint.parts import Part, Slices, held, parts, slices_of
+from terrace.runtime.engine import Engine
+from terrace.runtime.shard import Shard
+
+_NUM_READERS = 8
+_INSTEAD = "delete the folder to go on from the checkpoint before it"
+
+
+class Checkpoint:
+    """A checkpoint on disk, opened for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the manifest; raises `CheckpointError` when it is missing, damaged or of another format."""
+        self.folder = folder
+        path = folder / "manifest.json"
+        self._pieces: dict[tuple[str, str], list[tuple[Box, str]]] = defaultdict(list)  # -> (box, file), sorted
+        try:
+            manifest = decode(path.read_text(encoding="utf-8"))
+            if manifest["format"] not in (FORMAT_2, FORMAT):
+                raise CheckpointError(
+                    f"{folder} has format {manifest['format']!r}, but this version of Terrace reads formats {FORMAT_2} "
+                    f"and {FORMAT} only: resume it with the version that wrote it, or start a new run"
+                )
+            self.step = int(manifest["step"])
+            self.num_updates = int(manifest["num_updates"])
+            self.facts: dict[str, Any] = dict(manifest["facts"])
+            self.groups: dict[str, tuple[str, ...]] = {name: tuple(kinds) for name, kinds in manifest["groups"].items()}
+            self.layout: dict[str, BlockLayout] = {
+                block: {name: (group, list(shape)) for name, (group, shape) in layout.items()}
+                for block, layout in manifest["layout"].items()
+            }
+            self.files: Files = dict(manifest["files"])
+            for file, entry in self.files.items():
+                for block, boxes in entry["pieces"].items():
+                    for name, texts in boxes.items():
+                        self._pieces[block, name] += [(from_text(text), file) for text in texts]
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; is {folder} a checkpoint?") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}): {_INSTEAD}") from error
+        for pieces in self._pieces.values():
+            pieces.sort()
+
+    def verify(self) -> None:
+        """Hold every file against its size and checksum, and the pieces against the whole parameters.
+
+        Raises `CheckpointError` naming the first that is bad.
+        """
+        with ThreadPoolExecutor(_NUM_READERS) as readers:  # reading and checksums let go of the interpreter lock
+            for _ in readers.map(self._verify_file, self.files):
+                pass
+        for block, layout in self.layout.items():
+            for name, (_, shape) in layout.items():
+                stored = self._find(block, name, whole(shape))
+                if sum(numel(box) for box, _ in stored) != numel(whole(shape)):
+                    raise CheckpointError(f"{self.folder} has more of {block}.{name} than there is: {_INSTEAD}")
+
+    def _verify_file(self, name: str) -> None:
+        path, file = self.folder / name, self.files[name]
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: {_INSTEAD}")
+        try:
+            size = path.stat().st_size
+            intact = size == file["num_bytes"] and is_intact(path, file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        if size != file["num_bytes"]:
+            raise CheckpointError(
+                f"{path} has {size} bytes instead of {file['num_bytes']}, so it is damaged: {_INSTEAD}"
+            )
+        if not intact:
+            raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
+
+    def fill(self, block: str, wanted: Sequence[Part]) -> None:
+        """Read boxes of parameters of one block into the parts' values.
+
+        Only what overlaps is read, with one file open and one overlap in memory at a time. Raises `CheckpointError`
+        for elements that are not there and files that cannot be read.
+        """
+        for index, kind, box, stored in self._stored(
+            block, [(part.parameter, part.box, part.values) for part in wanted]
+        ):
+            part = wanted[index]
+            part.values[kind][within(box, part.box)].copy_(stored)
+
+    def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
+        """Return the whole parameters of a block: parameter -> kind -> tensor; without `kinds` in all that each has.
+
+        Raises `CheckpointError` as `fill` does.
+        """
+        wanted = [
+            (name, whole(shape), [kind for kind in self.groups[group] if kinds is None or kind in kinds])
+            for name, (group, shape) in self.layout[block].items()
+        ]
+        found: dict[str, dict[str, Tensor]] = {name: {} for name, _, _ in wanted}
+        for index, kind, box, stored in self._stored(block, wanted):
+            name, everything, _ = wanted[index]
+            if kind not in found[name]:
+                found[name][kind] = torch.empty(sizes(everything), dtype=stored.dtype)
+            found[name][kind][within(box, everything)].copy_(stored)
+        for name, everything, its_kinds in wanted:
+            if not numel(everything):
+                found[name] = {kind: torch.empty(sizes(everything)) for kind in its_kinds}
+        return found
+
+    def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (block, parameter, master value) of the whole model, one block in memory at a time."""
+        first = {kinds[0] for kinds in self.groups.values()}
+        for block in self.layout:
+            for name, values in self.read(block, first).items():
+                for value in values.values():
+                    yield block, name, value
+
+    def _stored(
+        self, block: str, wanted: Sequence[tuple[str, Box, Collection[str]]]
+    ) -> Iterator[tuple[int, str, Box, Tensor]]:
+        """Yield what files have of the wanted (parameter, box, kinds): (which of them, kind, overlap, its values)."""
+        by_file: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+        for index, (name, box, _) in enumerate(wanted):
+            for piece, file_name in self._find(block, name, box):
+                by_file[file_name].append((index, piece))
+        for file_name, pieces in by_file.items():
+            path = self.folder / file_name
+            try:
+                with safetensors.safe_open(path, framework="pt") as file:
+                    for index, piece in pieces:
+                        name, box, kinds = wanted[index]
+                        common = overlap(piece, box)
+                        assert common is not None, "only pieces that overlap are found"
+                        for kind in kinds:
+                            stored = file.get_slice(tensor_name(block, name, piece, kind))
+                            yield index, kind, common, stored[within(common, piece)]
+            except (OSError, safetensors.SafetensorError) as error:
+                raise CheckpointError(f"cannot read {block} of {path}: {error}") from error
+
+    def _find(self, block: str, name: str, box: Box) -> list[tuple[Box, str]]:
+        """Return the (box, file) of every piece with something of a box; raises `CheckpointError` if they lack any."""
+        pieces = self._pieces.get((block, name), [])
+        found = [piece for piece in pieces if overlap(piece[0], box) is not None]
+        missing = uncovered(box, [piece for piece, _ in found])
+        if missing is not None:
+            raise CheckpointError(f"{self.folder} lacks elements [{to_text(missing)}] of {block}.{name}: {_INSTEAD}")
+        return found
+
+
+def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
+    """Return the newest checkpoint of a run that is whole, verified, and what is wrong with each newer one.
+
+    Raises `CheckpointError` when there is none, with what is wrong with each.
+    """
+    wrong: list[str] = []
+    for folder in reversed(complete(run_folder / "checkpoints")):
+        try:
+            checkpoint = Checkpoint(folder)
+            checkpoint.verify()
+        except CheckpointError as error:
+            wrong.append(str(error).removesuffix(f": {_INSTEAD}"))
+        else:
+            return checkpoint, wrong
+    if not wrong:
+        raise CheckpointError(f"{run_folder} has no complete checkpoint to resume from")
+    raise CheckpointError(f"{run_folder} has no checkpoint that is whole: {'; '.join(wrong)}; start a new run")
+
+
+def restore(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Load parameters and optimizer state into the engine. Every rank calls this.
+
+    Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call
+    `checkpoint.verify()` on one rank before: here only what is read is looked at.
+    """
+    check_model(checkpoint.folder, checkpoint.layout, engine.whole, engine.settings)
+    slices = slices_of(engine.program.tensor, engine.rank)
+    with torch.no_grad():
+        for shard in (shard for state in engine.states for shard in state.shards):
+            restore_shard(shard, checkpoint, slices)
+        engine.refresh_all()
+
+
+def restore_shard(shard: Shard, checkpoint: Checkpoint, slices: Slices) -> None:
+    """Load what a rank keeps of a shard; `slices` says what the rank holds of each parameter. Padding becomes zero."""
+    wanted: list[Part] = []
+    for own in held(shard):
+        for values in own.values.values():
+            values.zero_()
+        wanted += parts(own, slices)
+    checkpoint.fill(shard.name, wanted)
+    if shard.optimizer is not None:
+        shard.optimizer.num_steps = checkpoint.num_updates

@@ -1,0 +1,215 @@
+"""Saving beside training: the state is copied at the end of a step, and a thread writes the copy.
+
+    main thread    ... step 100 | copy | step 101 | step 102 | ...          | copy |
+    its thread                         | write, checksum, sync | commit |
+
+The ranks agree on a commit over keys of the store, so nothing of it comes between the messages of a step: each counts
+itself when its part is on disk, and rank 0 waits for the count, joins the parts and renames the folder. A rank that
+cannot write says why; then the folder is removed and every rank learns of it. One save is under way at a time: when
+the next is due before it has ended, training waits.
+"""
+
+import shutil
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint.layout import folder_of
+from terrace.checkpoint.saved import Saved
+from terrace.checkpoint.writing import (
+    attempt,
+    clear_leftovers,
+    commit,
+    not_written,
+    part_of,
+    partial_of,
+    snapshot_of,
+    write_part,
+)
+from terrace.launch.postmortem import in_words
+from terrace.launch.world import World
+from terrace.runtime.engine import Engine
+
+_POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.002, 0.25, 1.2
+_MAX_POLLS_PER_S = 2000  # of all ranks together, so that one store is not asked too often
+_LEAVE_S = 10.0  # for ranks that only read a key
+_DONE = "done"
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every rank of the world has one, and calls it after the same steps.
+
+    `staging_bytes` of main memory hold the copy: as much as this rank writes, from the first save on to the end of the
+    run, or for the time of a save where training is to wait for it (`background` is false). `limit_s` bounds how long
+    rank 0 waits for the parts of others after its own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        world: World,
+        run_folder: Path,
+        facts: Mapping[str, Any],
+        keep: int,
+        *,
+        background: bool = True,
+        limit_s: float = 3600.0,
+    ) -> None:
+        self._engine, self._world, self._run_folder = engine, world, run_folder
+        self._facts, self._keep, self._background, self._limit_s = facts, keep, background, limit_s
+        self._store = PrefixStore("saves", _own_connection(world.store))
+        self._longest_poll_s = max(_LONGEST_POLL_S, world.world_size / _MAX_POLLS_PER_S)
+        self._snapshot = snapshot_of(engine)
+        self.staging_bytes = self._snapshot.num_bytes
+        self._number, self._thread = 0, threading.Thread()
+        self._folder, self._stalled_s = run_folder, 0.0
+        self._outcome: str | None = None  # of the save under way, once it has ended
+        self._error: BaseException | None = None
+        self._told = deque[Saved]()  # what the thread adds, no other may overwrite
+        self._life = self._agree_on_life()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save has not ended yet."""
+        return self._thread.is_alive()
+
+    def start(self, step: int) -> None:
+        """Copy the state as it is after `step` steps and begin to write it; waits for a save under way before.
+
+        Raises `CheckpointError` on every rank when a save has failed that this call waited for.
+        """
+        begin_s = time.perf_counter()
+        self.finish()
+        self._engine.drain()
+        self._snapshot.take()
+        self._folder, self._outcome, self._number = folder_of(self._run_folder, step), None, self._number + 1
+        self._stalled_s = time.perf_counter() - begin_s
+        self._thread = threading.Thread(target=self._save, args=(step,), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self._background:
+            self.finish()
+            self._snapshot.release()
+
+    def finish(self) -> None:
+        """Wait for a save under way. Raises `CheckpointError` on every rank when any rank could not write."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        problem = self.problem
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    @property
+    def problem(self) -> str | None:
+        """What went wrong with the last save, once it is known; then it is the same on every rank."""
+        if self._error is not None:
+            return f"{type(self._error).__name__}: {self._error}"
+        return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
+
+    def news(self) -> Saved | None:
+        """Return the next checkpoint that has been completed and was not returned yet."""
+        return self._told.popleft() if self._told else None
+
+    def close(self) -> None:
+        """Wait for a save under way, and for the other ranks to have heard of it: the store may be in this process.
+
+        Raises as `finish` does.
+        """
+        try:
+            self.finish()
+        finally:
+            self._store.add("left", 1)
+            if self._world.store_rank == self._world.rank:
+                self._wait(lambda: self._store.add("left", 0) == self._world.world_size, _LEAVE_S)
+
+    def _agree_on_life(self) -> str:
+        """Clear away what earlier lives have left, and agree on a name that none of them used."""
+        if self._world.rank == 0:
+            self._life = uuid.uuid4().hex[:8]
+            problem = attempt(lambda: clear_leftovers(folder_of(self._run_folder, 0).parent))
+            self._store.set("life", self._life if problem is None else f"!rank 0: {problem}")
+        self._store.wait(["life"], timedelta(seconds=self._limit_s))
+        life = bytes(self._store.get("life")).decode()
+        if life.startswith("!"):
+            raise CheckpointError(not_written(folder_of(self._run_folder, 0), life[1:]))
+        return life
+
+    def _save(self, step: int) -> None:
+        """The thread: this rank's part, then the commit or its news. Nothing may leave it but by what it sets."""
+        begin_s, folder, number = time.perf_counter(), self._folder, self._number
+        try:
+            outcome = self._write(step, folder, number)
+            if outcome == _DONE:
+                write_s = time.perf_counter() - begin_s
+                self._told.append(
+                    Saved(folder=folder, num_bytes=self.staging_bytes, stalled_s=self._stalled_s, write_s=write_s)
+                )
+            self._outcome = outcome
+        except BaseException as error:
+            self._error = error
+            with suppress(RuntimeError):  # a store that is gone: then nobody waits for it
+                self._give_up(number, f"rank {self._world.rank}: {type(error).__name__}: {error}")
+
+    def _give_up(self, number: int, problem: str) -> None:
+        """Let the others know that this rank has an error that no user can mend."""
+        if self._world.rank == 0:
+            self._store.set(f"{number}/outcome", problem)
+        else:
+            self._store.compare_set(f"{number}/problem", "", problem)
+            self._store.add(f"{number}/written", 1)
+
+    def _write(self, step: int, folder: Path, number: int) -> str:
+        partial, rank = partial_of(folder, self._life), self._world.rank
+        problem = attempt(lambda: write_part(self._snapshot, partial, rank))
+        if problem is not None:
+            self._store.compare_set(f"{number}/problem", "", f"rank {rank}: {problem}")
+        self._store.add(f"{number}/written", 1)
+        if rank == 0:
+            self._store.set(f"{number}/outcome", self._join(step, folder, partial, number))
+        else:
+            self._wait(lambda: self._store.check([f"{number}/outcome"]), None)
+        return bytes(self._store.get(f"{number}/outcome")).decode()
+
+    def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
+        """Rank 0: wait for all parts, and commit them unless one is missing."""
+        count = self._world.world_size
+        if not self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s):
+            absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
+            problem: str | None = f"{in_words(absent)} had not written {self._limit_s:g} s after rank 0"
+        elif self._store.check([f"{number}/problem"]):
+            problem = bytes(self._store.get(f"{number}/problem")).decode()
+        else:
+            problem = attempt(lambda: commit(self._engine, partial, folder, step, self._facts, self._keep))
+            problem = None if problem is None else f"rank 0: {problem}"
+        if problem is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        return problem or _DONE
+
+    def _wait(self, until: Callable[[], bool], limit_s: float | None) -> bool:
+        """Ask again and again, ever more seldom; say whether it came."""
+        begin_s, pause_s = time.monotonic(), _POLL_S
+        while not until():
+            if limit_s is not None and time.monotonic() - begin_s > limit_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(self._longest_poll_s, pause_s * _POLL_GROWTH)
+        return True
+
+
+def _own_connection(store: Any) -> Any:
+    """Return a client of the same store that no other thread uses; one that cannot be cloned is shared."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, dist.DistError, RuntimeError):
+        return store

@@ -1,0 +1,110 @@
+"""What a rank writes, copied at one moment into memory of its own that is laid out as its file.
+
+The copy takes no longer than memory needs; training goes on over it while the file is written from the copy. It takes
+as many bytes as the rank's file, for the whole run: in main memory, pinned where the state is on a CUDA device.
+
+A file is one of safetensors: the length of a header in 8 bytes, the header in JSON, then the tensors without gaps.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.checkpoint.boxes import to_text
+from terrace.checkpoint.layout import tensor_name
+from terrace.checkpoint.parts import Slices, held, parts
+from terrace.runtime.shard import Shard
+
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
+_ALIGNED = 8  # where the tensors begin in a file
+
+
+class Snapshot:
+    """The pieces that a rank is the first to hold, as one file's content.
+
+    `slices` says what the rank holds of each parameter. The tensors of the shards must stay where they are: `take`
+    copies from them again and again.
+    """
+
+    def __init__(self, shards: Iterable[Shard], slices: Slices) -> None:
+        self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
+        self.num_updates = 0  # that the optimizers had made when the copy was taken; 0 where all is frozen
+        self._shards, live = list(shards), list[tuple[str, Tensor]]()
+        for shard in self._shards:
+            for part in (part for own in held(shard) if own.is_first for part in parts(own, slices)):
+                self.pieces.setdefault(shard.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
+                for kind, values in part.values.items():
+                    live.append((tensor_name(shard.name, part.parameter, part.box, kind), values.detach()))
+        live.sort(key=lambda named: -named[1].element_size())  # so that each is aligned to its own size
+        self._live = [values for _, values in live]
+        self._header = _header(live)
+        self.num_bytes = sum(values.nbytes for values in self._live)
+        self._on_cuda = any(values.is_cuda for values in self._live)
+        self._staging: Tensor | None = None
+        self._copies: list[Tensor] = []
+
+    def take(self) -> None:
+        """Copy everything as it is now; returns when that is done."""
+        if self._staging is None:
+            self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+            self._copies, start = [], 0
+            for values in self._live:
+                part = self._staging[start : start + values.nbytes]
+                self._copies.append(part.view(values.dtype).view(values.shape))
+                start += values.nbytes
+        optimizers = [shard.optimizer for shard in self._shards if shard.optimizer is not None]
+        self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
+        for copy, values in zip(self._copies, self._live, strict=True):
+            copy.copy_(values, non_blocking=True)
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Give the memory of the copy back until the next `take`."""
+        self._staging, self._copies = None, []
+
+    def write(self, path: Path) -> dict[str, Any]:
+        """Write what was taken and sync it; return the file's entry in the manifest. Raises `OSError`.
+
+        The checksum is computed meanwhile, in a thread of its own. Safe in any thread, but not beside `take`.
+        """
+        assert self._staging is not None, "nothing was taken"
+        buffer: Any = self._staging.numpy()
+        data = memoryview(buffer)
+        with ThreadPoolExecutor(1, "checksum") as hasher, path.open("wb", buffering=0) as file:
+            checksum = hasher.submit(zlib.crc32, data, zlib.crc32(self._header))
+            write_all(file, memoryview(self._header))
+            for start in range(0, len(data), _WRITE_BYTES):
+                write_all(file, data[start : start + _WRITE_BYTES])
+            os.fsync(file.fileno())
+            return {
+                "num_bytes": len(self._header) + len(data),
+                "crc32": f"{checksum.result():08x}",
+                "pieces": self.pieces,
+            }
+
+
+def write_all(file: FileIO, data: memoryview) -> None:
+    """Write to a file that may take a part of it at a time."""
+    while data:
+        data = data[file.write(data) or 0 :]
+
+
+def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
+    entries, start = {}, 0
+    for name, values in tensors:
+        stop = start + values.nbytes
+        entries[name] = {"dtype": _DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return len(text).to_bytes(8, "little") + text

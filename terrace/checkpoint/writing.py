@@ -1,0 +1,124 @@
+"""Writing a checkpoint: every rank its own pieces and what they are, then rank 0 the manifest and the rename.
+
+    .step-00000100.partial/    made by every rank: its rank-00007.safetensors and, once that is synced, rank-00007.json
+    step-00000100/             rank 0 has joined the small files into manifest.json, and renamed the folder
+
+At any instant there are the complete checkpoints of before, or these and the new one.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import CheckpointError
+from terrace.base.files import sync_folder, write_atomic
+from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
+from terrace.checkpoint.parts import slices_of
+from terrace.checkpoint.snapshot import Snapshot
+from terrace.runtime.engine import Engine
+
+_REPLACED = ".replaced"
+
+
+def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
+    """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
+
+    The newest `keep` checkpoints stay. Raises `CheckpointError` on every rank when any of them could not
+    write; what was there before is untouched then, and nothing half-written is left.
+    """
+    folder = folder_of(run_folder, step)
+    partial = partial_of(folder)
+
+    def agree(problem: str | None) -> None:
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(engine.exchange(problem)) if why is not None]
+        if failed:
+            if engine.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(not_written(folder, failed[0]))
+
+    agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
+    snapshot = snapshot_of(engine)
+    snapshot.take()
+    agree(attempt(lambda: write_part(snapshot, partial, engine.rank)))
+    agree(attempt(lambda: commit(engine, partial, folder, step, facts, keep)) if engine.rank == 0 else None)
+    return folder
+
+
+def snapshot_of(engine: Engine) -> Snapshot:
+    """Return what this rank writes of the engine's state."""
+    shards = (shard for state in engine.states for shard in state.shards)
+    return Snapshot(shards, slices_of(engine.program.tensor, engine.rank))
+
+
+def partial_of(folder: Path, life: str = "") -> Path:
+    """Return where a checkpoint is written before it is complete; `life` keeps runs of the same folder apart."""
+    return folder.with_name(f".{folder.name}.{life}{'.' * bool(life)}partial")
+
+
+def part_of(partial: Path, rank: int) -> Path:
+    """Return the file that says what a rank has written; it is there once all of that is on disk."""
+    return partial / f"rank-{rank:05d}.json"
+
+
+def not_written(folder: Path, why: str) -> str:
+    """Return the message of a save that failed."""
+    return (
+        f"cannot write a checkpoint in {folder.parent} ({why}): free space or name another --folder; "
+        "earlier checkpoints are untouched"
+    )
+
+
+def attempt(work: Callable[[], object]) -> str | None:
+    """Do it; return what went wrong with a file, in words."""
+    try:
+        work()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
+    """Write what a rank has taken. Raises `OSError`."""
+    partial.mkdir(parents=True, exist_ok=True)
+    part, files = part_of(partial, rank), {}
+    if snapshot.pieces:
+        path = part.with_suffix(".safetensors")
+        files[path.name] = snapshot.write(path)
+    write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files}))
+
+
+def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
+    """Join what all ranks have written, rename it to its place and remove what is too old. Raises `OSError`."""
+    files: Files = {}
+    num_updates = 0
+    for rank in range(engine.program.cluster.world_size):
+        path = part_of(partial, rank)
+        part = json.loads(path.read_text(encoding="utf-8"))
+        files |= part["files"]
+        num_updates = max(num_updates, part["num_updates"])
+        path.unlink()
+    manifest = manifest_of(engine.whole, engine.settings, step, num_updates, facts, files)
+    write_atomic(partial / "manifest.json", encode(manifest))
+    sync_folder(partial)
+    if folder.exists():
+        folder.rename(folder.with_name(f".{folder.name}{_REPLACED}"))
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(folder.with_name(f".{folder.name}{_REPLACED}"), ignore_errors=True)
+    # What is newer may be damaged, if the run went on from before it: it is neither counted nor removed.
+    earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
+    for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def clear_leftovers(checkpoints: Path) -> None:
+    """Make the folder of checkpoints, and remove what saves that were cut short have left. Raises `OSError`."""
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for left in checkpoints.glob(f".step-*{_REPLACED}"):
+        whole = left.with_name(left.name.removeprefix(".").removesuffix(_REPLACED))
+        if not whole.exists():  # cut short between the two renames of `commit`
+            left.rename(whole)
+    for left in checkpoints.glob(".step-*"):
+        shutil.rmtree(left)

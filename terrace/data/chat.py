@@ -1,0 +1,243 @@
+"""Chat data: from a line of JSON to tokens, and which of them are trained on.
+
+A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, perhaps with `"tools"`, or `{"prompt": text,
+"completion": text}`; other keys are left alone. Messages go through the tokenizer's chat template, and what the
+assistant said is trained on. A prompt and its completion are plain text, one after the other and closed by the end of
+text; the completion and that end are trained on.
+
+The whole text of a conversation is tokenised at once, special tokens of the template as such and none added, so that
+the ids are those a model meets when the same template is used to talk to it. A token is trained on if any of its
+characters is the assistant's.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.base.errors import DataError, did_you_mean
+from terrace.data.template import ChatTemplate, Spans, TemplateRefusalError, marks_in
+from terrace.data.tokenizer import BYTES, Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FileEncoder
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+_SHOWN_KEYS = 8
+
+Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.uint8]
+
+
+class ChatEncoder(Protocol):
+    """Text to ids and the characters that each id stands for."""
+
+    end_of_text: int | None
+
+    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
+        """Return ids and, of each, its first character and one past its last; each shape (num_tokens,)."""
+
+    def forged(self, text: str) -> str | None:
+        """Return a special token that is spelt out in `text`, None where there is none."""
+
+
+class ByteEncoder:
+    """The bytes of the text; there are no special tokens."""
+
+    end_of_text: int | None = 256
+
+    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
+        """Return the bytes; a character may be several."""
+        ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+        characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # all but continuation bytes begin one
+        return ids, characters, characters + 1
+
+    def forged(self, text: str) -> str | None:
+        """Return None."""
+        return None
+
+
+class SpecialEncoder:
+    """A Hugging Face tokenizer that takes special tokens in the text for what they are."""
+
+    def __init__(self, encoder: "FileEncoder", end_of_text: int | None) -> None:
+        encoder.no_truncation()
+        encoder.no_padding()
+        self._encoder = encoder
+        self.end_of_text = end_of_text
+        special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
+        self._special = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
+
+    def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
+        """Return the ids, none added at either end."""
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]
+
+    def forged(self, text: str) -> str | None:
+        """Return a special token that is spelt out in `text`."""
+        found = self._special.search(text)
+        return None if found is None else found.group()
+
+
+def load_encoder(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate) -> ChatEncoder:
+    """Return the encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
+    if str(path) == BYTES:
+        return ByteEncoder()
+    from tokenizers import Tokenizer as FileEncoder
+
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    encoder = FileEncoder.from_str(file.read_text(encoding="utf-8"))
+    eos = template.tokens.get("eos_token")
+    end = tokenizer.end_of_text if eos is None else encoder.token_to_id(eos)
+    return SpecialEncoder(encoder, end)
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """Turns records into tokens. Use `tokens`."""
+
+    template: ChatTemplate
+    encoder: ChatEncoder
+
+    def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
+        """Return the ids of the conversation in `line`, and 1 where they are trained on.
+
+        Raises `DataError` naming `where` for what is no conversation, has nothing that the assistant said, or is
+        refused by the template.
+        """
+        record = _record(line, where)
+        if "messages" not in record:
+            return self._completion(record, where)
+        messages = _messages(record["messages"], where, self.template.source)
+        tools = record.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise DataError(f"{where}: 'tools' must be a list, not {_kind(tools)}; write it as one")
+        for text in _texts([messages, tools]):
+            self._check(text, where)
+        try:
+            text, spans = self.template.assistant_spans(messages, tools)
+        except TemplateRefusalError as error:
+            raise DataError(f"{where}: {error}") from error
+        ids, mask = self._mask(text, spans)
+        if not mask.any():
+            raise DataError(
+                f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
+                "said; repair the line or drop it"
+            )
+        return ids, mask
+
+    def _completion(self, record: Mapping[str, Any], where: str) -> tuple[Ids, Mask]:
+        prompt, completion = (_string(record, key, where) for key in ("prompt", "completion"))
+        if not completion:
+            raise DataError(f"{where}: 'completion' is empty, so nothing is left to train on; drop the line")
+        for text in (prompt, completion):
+            self._check(text, where)
+        ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
+        if self.encoder.end_of_text is None:
+            raise DataError(
+                f"{where}: the tokenizer names no token that ends a text, so a completion would have no end: give it "
+                'an eos_token in tokenizer_config.json, or write "messages"'
+            )
+        return np.append(ids, self.encoder.end_of_text), np.append(mask, np.uint8(1))
+
+    def _mask(self, text: str, spans: Spans) -> tuple[Ids, Mask]:
+        ids, firsts, ends = self.encoder.encode(text)
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        for first, end in spans:
+            inside = np.flatnonzero((ends > first) & (firsts < end))
+            if inside.size:
+                mask[inside[0] : inside[-1] + 1] = 1
+        return ids, mask
+
+    def _check(self, text: str, where: str) -> None:
+        """Raise `DataError` for text that would be taken for something else than text."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where} holds half a surrogate pair ({text[error.start]!a}); repair the line") from error
+        if marks_in(text):
+            raise DataError(f"{where} holds a code point that is no character (U+FDD0 or U+FDD1); remove it")
+        token = self.encoder.forged(text)
+        if token is not None:
+            raise DataError(
+                f"{where} spells out the special token {token!r}, which would end or begin a turn; write it in another "
+                "way or drop the line"
+            )
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON ({error}); each line must be an object") from error
+    if not isinstance(record, dict):
+        raise DataError(f'{where} is {_kind(record)}; each line must be an object {{"messages": [...]}}')
+    pair = [key for key in ("prompt", "completion") if key in record]
+    if "messages" in record and pair:
+        raise DataError(f"{where} has 'messages' beside {pair[0]!r}; keep one of the two forms")
+    if "messages" not in record and len(pair) < 2:
+        keys = ", ".join(repr(key) for key in list(record)[:_SHOWN_KEYS]) or "none"
+        raise DataError(f"{where} has neither 'messages' nor 'prompt' and 'completion' (keys: {keys}); rename them")
+    return record
+
+
+def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
+    """Return the messages, checked: roles that are known or that the template names, and something said in each."""
+    if not isinstance(messages, list):
+        raise DataError(f"{where}: 'messages' must be a list, not {_kind(messages)}; write one message an entry")
+    if not messages:
+        raise DataError(f"{where}: the conversation is empty; drop the line")
+    for number, message in enumerate(messages, start=1):
+        here = f"{where}: message {number}"
+        if not isinstance(message, dict):
+            raise DataError(f"{here} is {_kind(message)}; each must be an object with 'role' and 'content'")
+        role = message.get("role")
+        if not isinstance(role, str):
+            keys = ", ".join(repr(key) for key in list(message)[:_SHOWN_KEYS]) or "none"
+            raise DataError(f"{here} has no 'role' (keys: {keys}); say who speaks")
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            hint = f"; did you mean {_OTHER_NAMES[role]!r}?" if role in _OTHER_NAMES else did_you_mean(role, ROLES)
+            raise DataError(f"{here} has the unknown role {role!r}{hint}")
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise DataError(f"{here}, of the {role}, has no 'content'; say what is said or drop it")
+        if content is not None and not isinstance(content, str):
+            raise DataError(f"{here}: 'content' must be a string, not {_kind(content)}; convert it")
+        if "weight" in message:
+            raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{where}: the assistant says nothing, so nothing is left to train on; drop the line")
+    return messages
+
+
+def _string(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = record[key]
+    if not isinstance(value, str):
+        fix = 'write a conversation as "messages"' if isinstance(value, list) else "convert it or drop the line"
+        raise DataError(f"{where}: {key!r} must be a string, not {_kind(value)}; {fix}")
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every string inside a value of JSON, but no key."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _texts(item)
+
+
+def _kind(value: Any) -> str:
+    return {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}.get(
+        type(value).__name__, f"of type {type(value).__name__}"
+    )

@@ -1,0 +1,87 @@
+"""From a path to the text of its documents.
+
+A text file is one document, a line of a `.jsonl` file and a row of a table another. Which files there are says
+terrace.data.files. Nothing of a corpus is skipped for being unreadable or malformed: that is an error that names
+the place.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from terrace.base.errors import DataError
+from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
+from terrace.data.pieces import Piece, Unit, unreadable
+from terrace.data.sources import STDLIB
+from terrace.data.tables import read_table_unit, table_units
+from terrace.data.text import UNIT_BYTES, line_units, read_lines, read_text, text_units
+
+
+def read_documents(path: str | Path, column: str = "text", split: str = "") -> Iterator[str]:
+    """Yield each document of the corpus `path` whole, in order, but not those that are empty.
+
+    Raises `DataError` as `find_documents` and `read_pieces` do.
+    """
+    parts: list[str] = []
+    for piece in read_pieces(path, column, split):
+        parts.append(piece.text)
+        if piece.ends_document:
+            if any(parts):
+                yield "".join(parts)
+            parts = []
+
+
+def read_pieces(path: str | Path, column: str = "text", split: str = "") -> Iterator[Piece]:
+    """Yield the documents of the corpus `path` in pieces of bounded size; an empty document has one piece without text.
+
+    `column` is the key, or the column, of the text in a record. Only a line of a `.jsonl` file, and a thousand rows of
+    a table, are ever whole in memory. Raises `DataError` for text that is not UTF-8 (file and byte), a bad line of JSON
+    (file and line), a row without text (file and row), and a corpus of nothing but white space.
+    """
+    has_text = False
+    for unit in corpus_units(path, column, split):
+        for piece in read_unit(unit):
+            has_text = has_text or not (not piece.text or piece.text.isspace())
+            yield piece
+    if not has_text:
+        raise DataError(f"data {path} holds no text, only white space or empty documents; give it some text")
+
+
+def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Iterator[Unit]:
+    """Yield the parts of a corpus that are read on their own, in order.
+
+    Raises `DataError` for a damaged table, one without the column, and a line that is too long.
+    """
+    files = find_documents(path, split)
+    if column != "text" and not any(file.suffix.lower() in JSON_LINES_SUFFIXES | TABLE_SUFFIXES for file in files):
+        raise DataError(f"data.column = {column!r} has no effect: {path} holds text and no records; leave it out")
+    for file in files:
+        if path != STDLIB or _is_utf8(file):
+            yield from _units(file, column)
+
+
+def read_unit(unit: Unit) -> Iterator[Piece]:
+    """Yield the pieces of a part of a corpus."""
+    readers = {"text": read_text, "lines": read_lines, "parquet": read_table_unit, "arrow": read_table_unit}
+    return readers[unit.kind](unit)
+
+
+def _units(file: Path, column: str) -> list[Unit]:
+    try:
+        size = file.stat().st_size
+        if file.suffix.lower() in TABLE_SUFFIXES:
+            return table_units(file, size, UNIT_BYTES, column)
+        if file.suffix.lower() in JSON_LINES_SUFFIXES:
+            return line_units(file, size, UNIT_BYTES, column)
+        return text_units(file, size, UNIT_BYTES)
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _is_utf8(file: Path) -> bool:
+    try:
+        file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return True

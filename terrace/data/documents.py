@@ -1,0 +1,37 @@
+"""The arrays of a token file, opened: ids, where documents begin, and what is trained on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.data.token_file import TokenFile
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A corpus as arrays, mapped read-only."""
+
+    name: str
+    ids: npt.NDArray[np.unsignedinteger]  # (num_tokens,)
+    starts: Ids  # (num_documents,), rising from 0
+    mask: npt.NDArray[np.unsignedinteger] | None = None  # (num_tokens,), 1: trained on; None: all are
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self.starts)
+
+
+def open_documents(tokens: TokenFile, name: str = "") -> Documents:
+    """Open the arrays of `tokens`, of the source `name`. Raises `DataError` for a file that is missing or damaged."""
+    # Plain views: indexing a memmap object costs Python time for its subclass on every call.
+    mask = tokens.open_mask()
+    return Documents(
+        name or str(tokens.path),
+        np.asarray(tokens.open()),
+        np.asarray(tokens.open_starts()),
+        None if mask is None else np.asarray(mask),
+    )

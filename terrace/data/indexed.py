@@ -1,0 +1,165 @@
+"""Megatron's indexed data sets, `NAME.bin` with `NAME.idx`: used where they are, without a copy.
+
+The ids of all documents follow one another in `.bin`. `.idx` is, little-endian,
+
+    9 bytes "MMIDIDX", 0, 0     u64 version, 1     u8 code of the dtype     u64 sequences S     u64 documents D + 1
+    i32 x S tokens of a sequence     i64 x S where it begins in .bin, in bytes     i64 x (D + 1) first sequence of each
+
+The first time, the ids are gone through once, for their largest and their digest. What is found, and where documents
+begin, is kept in the cache under the sizes and times of both files.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.base.errors import ConfigError, DataError
+from terrace.base.files import write_atomic
+from terrace.base.schema import load, read_table
+from terrace.data.token_file import Stored, TokenFile
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
+_DTYPES: dict[int, Stored] = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_SUFFIXES = (".bin", ".idx")
+_CHUNK = 1 << 24  # ids that are gone through at a time
+_FORMAT = "terrace-indexed-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Description:
+    format: str
+    max_token: int
+    digest: str
+    num_documents: int
+
+
+def is_indexed(path: str | Path) -> bool:
+    """Whether `path` names an indexed data set: by either of its files, or by what their names have in common."""
+    prefix = _prefix(path)
+    return prefix.with_name(prefix.name + ".idx").is_file() and not Path(path).is_dir()
+
+
+def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
+    """Return the token file of an indexed data set.
+
+    Its ids are taken for those of the run's tokenizer. Raises `DataError` for a file that is
+    missing, damaged, of another version, of ids that are no integers, or with more than text in it.
+    """
+    prefix = _prefix(path)
+    ids_file, index_file = (prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES)
+    try:
+        status = [(file.stat().st_size, file.stat().st_mtime_ns) for file in (ids_file, index_file)]
+        dtype, starts = _read_index(index_file, ids_file, status[0][0])
+    except OSError as error:
+        raise DataError(f"cannot read data {error.filename}: {error.strerror}; keep .bin and .idx together") from error
+    num_tokens = status[0][0] // np.dtype(dtype).itemsize
+    key = hashlib.sha256(json.dumps([_FORMAT, str(prefix.resolve()), status]).encode()).hexdigest()[:16]
+    target = Path(cache_dir) / f"{prefix.name}-{key}.starts"
+    try:
+        description = _ready(target) or _gone_through(target, ids_file, dtype, num_tokens, starts)
+    except OSError as error:
+        raise DataError(f"cannot write {target}: {error.strerror}; choose another cache folder") from error
+    return TokenFile(
+        path=ids_file,
+        dtype=dtype,
+        num_tokens=num_tokens,
+        max_token=description.max_token,
+        digest=description.digest,
+        num_documents=description.num_documents,
+        starts=target,
+        mask=None,
+    )
+
+
+def _prefix(path: str | Path) -> Path:
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in _SUFFIXES else path
+
+
+def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Stored, npt.NDArray[np.int64]]:
+    """Return the dtype of the ids, and where documents that have any begin, in tokens."""
+    raw = index_file.read_bytes()
+
+    def damaged(reason: str) -> DataError:
+        return DataError(f"{index_file} is damaged or of another kind: {reason}; make it again with its .bin")
+
+    if raw[: len(_MAGIC)] != _MAGIC:
+        raise damaged("it does not begin with MMIDIDX")
+    version, code, num_sequences, num_bounds = _header(raw, damaged)
+    if version != 1:
+        raise DataError(f"{index_file} has version {version}, and only version 1 is known: convert the data set")
+    if code not in _DTYPES:
+        raise DataError(
+            f"{index_file} has dtype code {code}, which is none of {sorted(_DTYPES)}, for integers of tokens"
+        )
+    expected = _HEADER_BYTES + 12 * num_sequences + 8 * num_bounds
+    if len(raw) == expected + num_sequences:
+        raise DataError(f"{index_file} holds modes of sequences, as of images beside text: only text is implemented")
+    if len(raw) != expected:
+        raise damaged(f"{num_sequences} sequences and {num_bounds} bounds take {expected} bytes, and it has {len(raw)}")
+    at = _HEADER_BYTES
+    sizes = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
+    pointers = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
+    bounds = np.frombuffer(raw, "<i8", num_bounds, at + 12 * num_sequences)
+    dtype = _DTYPES[code]
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    if (sizes < 0).any() or not np.array_equal(pointers, begins * np.dtype(dtype).itemsize):
+        raise damaged("its sequences do not follow one another")
+    if num_sequences == 0 or ends[-1] == 0:
+        raise DataError(f"{index_file} holds no tokens; give a data set with text")
+    if ends[-1] * np.dtype(dtype).itemsize != num_bytes:
+        raise DataError(
+            f"{ids_file} has {num_bytes} bytes, but the {ends[-1]} tokens of {index_file.name} take "
+            f"{ends[-1] * np.dtype(dtype).itemsize}; the two do not belong together"
+        )
+    firsts = bounds[:-1]
+    if num_bounds < 2 or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+        raise damaged("its documents do not cover its sequences")
+    starts = np.unique(begins[firsts[firsts < num_sequences]])  # a document without tokens begins where the next does
+    return dtype, starts[starts < ends[-1]]
+
+
+def _header(raw: bytes, damaged: Any) -> tuple[int, int, int, int]:
+    if len(raw) < _HEADER_BYTES:
+        raise damaged(f"it has {len(raw)} bytes")
+    at = len(_MAGIC)
+    version, code = int.from_bytes(raw[at : at + 8], "little"), raw[at + 8]
+    counts = (int.from_bytes(raw[begin : begin + 8], "little") for begin in (at + 9, at + 17))
+    num_sequences, num_bounds = counts
+    return version, code, num_sequences, num_bounds
+
+
+def _gone_through(
+    target: Path, ids_file: Path, dtype: Stored, num_tokens: int, starts: npt.NDArray[np.int64]
+) -> _Description:
+    ids = np.memmap(ids_file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", shape=(num_tokens,))
+    digest, largest = hashlib.blake2b(f"{dtype}".encode(), digest_size=16), -1
+    for first in range(0, num_tokens, _CHUNK):
+        part = np.asarray(ids[first : first + _CHUNK])
+        if int(part.min()) < 0:
+            raise DataError(f"{ids_file} holds the negative token {part.min()}; it is damaged, make it again")
+        largest = max(largest, int(part.max()))
+        digest.update(part.tobytes())
+    digest.update(starts.astype("<i8").tobytes())
+    found = _Description(format=_FORMAT, max_token=largest, digest=digest.hexdigest(), num_documents=len(starts))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(target, starts.astype("<i8").tobytes())
+    write_atomic(target.with_suffix(".json"), json.dumps(asdict(found), indent=2) + "\n")
+    return found
+
+
+def _ready(target: Path) -> _Description | None:
+    described = target.with_suffix(".json")
+    if not (described.is_file() and target.is_file()):
+        return None
+    try:
+        return load(_Description, read_table(described), "tokens")
+    except ConfigError as error:
+        raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error

@@ -1,0 +1,213 @@
+"""Whole documents into sequences: which documents stand together in one, so that little of it is padding.
+
+Best fit, longest first: documents go by falling length, each into the fullest sequence that still has room for it, else
+into a new one. Documents of one length are interchangeable, so a whole run of them is placed at once: the work
+grows with the number of different lengths, which is at most `sequence`, and not with that of documents.
+
+A document of L tokens takes L - 1 places: its last token is a label only. The result depends on the documents and
+`sequence` alone. It is computed once and kept beside the token file.
+
+Source: Johnson 1974 (best fit decreasing needs at most 11/9 of the fewest sequences, and a few); Ding et al.
+2404.10830 (its use for training text, and the grouping by length).
+"""
+
+import errno
+import math
+import os
+import tempfile
+from bisect import bisect_left, insort
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.base.errors import DataError
+from terrace.data.documents import Documents
+from terrace.data.order import SampleOrder
+from terrace.data.sources import TooLong
+
+_MAGIC = 0x7061636B_0001  # of the file; the low digits are its version
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What became of the documents. A segment is a document, or the part of one that is kept."""
+
+    num_documents: int
+    num_too_long: int  # longer than a sequence: cut, split or dropped
+    num_untrained: int  # segments left out because no token of them is trained on
+    num_segments: int
+    num_sequences: int
+    num_places: int  # of all sequences that are filled
+
+    def waste(self, sequence: int) -> float:
+        """Return the share of all places that is padding."""
+        return 1 - self.num_places / max(1, self.num_sequences * sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Sequence i holds segments `offsets[i]` ... `offsets[i + 1] - 1`, each `lengths` places from token `starts` on."""
+
+    offsets: Ids  # (num_sequences + 1,)
+    starts: Ids  # (num_segments,)
+    lengths: Ids  # (num_segments,)
+    tally: Tally
+
+
+def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
+    """Pack `documents` into sequences of `sequence` places.
+
+    Raises `DataError` for a document that is too long under "refuse", and when nothing is left to train on.
+    """
+    starts, places, num_too_long = _segments(documents, sequence, too_long)
+    trained = _is_trained(documents, starts, places)
+    num_untrained = int(np.count_nonzero(~trained))
+    starts, places = starts[trained], places[trained]
+    if not starts.size:
+        raise DataError(
+            f"{documents.name} has no token to train on: of {documents.num_documents} documents {num_too_long} are "
+            f"longer than {sequence + 1} tokens and {num_untrained} have no trained token; give longer sequences or "
+            "other data"
+        )
+    items, offsets = best_fit(places, sequence)
+    tally = Tally(
+        num_documents=documents.num_documents,
+        num_too_long=num_too_long,
+        num_untrained=num_untrained,
+        num_segments=len(items),
+        num_sequences=len(offsets) - 1,
+        num_places=int(places.sum()),
+    )
+    return Packing(offsets=offsets, starts=starts[items], lengths=places[items], tally=tally)
+
+
+def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path) -> Packing:
+    """Return the packing kept beside the token file `beside`, made if it is not there.
+
+    Raises `DataError` as `pack` does, for a damaged file, and for a folder that cannot be written.
+    """
+    path = beside.with_name(f"{beside.stem}-{sequence}-{too_long}.packing.npy")
+    if path.exists():
+        return _load(path)
+    packing = pack(documents, sequence, too_long)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                head = np.array([_MAGIC, *astuple(packing.tally)], dtype="<i8")
+                np.save(file, np.concatenate([head, packing.offsets, packing.starts, packing.lengths]))
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
+        raise DataError(f"cannot write {path}: {error.strerror}; {fix} or choose another data.cache") from error
+    return _load(path)
+
+
+def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
+    """Return the items of `lengths`, shape (n,), sequence by sequence, and where each sequence begins among them.
+
+    Lengths lie in 1 ... capacity. Sequences come in a shuffled order that depends on nothing but their number, so that
+    the last ones are like the first; so do items of the same length.
+    """
+    shuffled = SampleOrder(len(lengths), 0).sample(np.arange(len(lengths)))
+    items = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    falling = lengths[items]
+    bounds = [0, *(np.flatnonzero(np.diff(falling)) + 1).tolist(), len(items)]
+    of_item = np.empty(len(items), dtype=np.int64)
+    free: list[int] = []  # the rooms that some sequence has left, rising
+    with_room: dict[int, Ids] = {}
+    num_sequences = 0
+
+    def put_back(room: int, sequences: Ids) -> None:
+        if room and sequences.size:
+            if room not in with_room:
+                insort(free, room)
+                with_room[room] = sequences
+            else:
+                with_room[room] = np.concatenate([with_room[room], sequences])
+
+    for begin, end in pairwise(bounds):
+        length, here = int(falling[begin]), begin
+        while here < end:
+            at = bisect_left(free, length)
+            if at < len(free):
+                room = free.pop(at)
+                sequences = with_room.pop(room)
+            else:
+                room, num_new = capacity, math.ceil((end - here) / (capacity // length))
+                sequences = np.arange(num_sequences, num_sequences + num_new)
+                num_sequences += num_new
+            each = room // length
+            count = min(len(sequences) * each, end - here)
+            num_used = math.ceil(count / each)
+            of_item[here : here + count] = np.repeat(sequences[:num_used], each)[:count]
+            put_back(room - each * length, sequences[: num_used - 1])
+            put_back(room - (count - (num_used - 1) * each) * length, sequences[num_used - 1 : num_used])
+            put_back(room, sequences[num_used:])
+            here += count
+    of_item = SampleOrder(num_sequences, 1).sample(np.arange(num_sequences))[of_item]
+    by_sequence = np.argsort(of_item, kind="stable")
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(of_item, minlength=num_sequences))])
+    return items[by_sequence], offsets.astype(np.int64)
+
+
+def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[Ids, Ids, int]:
+    """Return the first token and the places of every segment, and how many documents are too long."""
+    starts = np.asarray(documents.starts, dtype=np.int64)
+    places = np.diff(starts, append=len(documents.ids)) - 1
+    longer = places > sequence
+    num_longer = int(np.count_nonzero(longer))
+    if num_longer and too_long == "refuse":
+        first = int(np.flatnonzero(longer)[0])
+        raise DataError(
+            f"{num_longer} of the {len(starts)} documents of {documents.name} are longer than a sequence: the first is "
+            f"document {first + 1} with {places[first] + 1} tokens, the longest has {places.max() + 1}, and "
+            f"train.sequence = {sequence} takes {sequence + 1}; raise train.sequence, or set data.too_long to "
+            '"cut", "split" or "drop"'
+        )
+    if too_long == "drop":
+        starts, places = starts[~longer], places[~longer]
+    elif too_long == "cut":
+        places = np.minimum(places, sequence)
+    elif num_longer:
+        # Parts share a token: the last label of one is the first input of the next.
+        parts = np.maximum(1, -(-places // sequence))
+        inside = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        starts = np.repeat(starts, parts) + inside * sequence
+        places = np.minimum(np.repeat(places, parts) - inside * sequence, sequence)
+    return starts, places, num_longer
+
+
+def _is_trained(documents: Documents, starts: Ids, places: Ids) -> npt.NDArray[np.bool_]:
+    """Return for each segment whether any of its labels is trained on."""
+    trained = places > 0
+    if documents.mask is not None and trained.any():
+        # Sums over the runs between the bounds, of which every other one is a segment; the last may run to the end.
+        bounds = np.stack([starts[trained] + 1, starts[trained] + places[trained] + 1], axis=1).ravel()
+        bounds = bounds[: len(bounds) - (bounds[-1] == len(documents.mask))]
+        trained[trained] = np.add.reduceat(documents.mask, bounds, dtype=np.int64)[::2] > 0
+    return trained
+
+
+def _load(path: Path) -> Packing:
+    try:
+        whole = np.load(path, mmap_mode="r", allow_pickle=False)
+        num_head = 1 + len(Tally.__dataclass_fields__)
+        magic, *counts = whole[:num_head].tolist()
+        tally = Tally(**dict(zip(Tally.__dataclass_fields__, counts, strict=True)))
+        body = np.asarray(whole[num_head:])
+        if magic != _MAGIC or len(body) != tally.num_sequences + 1 + 2 * tally.num_segments:
+            raise ValueError("not a packing of this version")
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error}); delete it, and it will be made again") from error
+    offsets, starts, lengths = np.split(body, [tally.num_sequences + 1, tally.num_sequences + 1 + tally.num_segments])
+    return Packing(offsets=offsets, starts=starts, lengths=lengths, tally=tally)

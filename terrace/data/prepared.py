@@ -1,0 +1,63 @@
+"""The data of a run, prepared: its sources with their token files, and what a checkpoint keeps of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from terrace.data.batches import Source
+from terrace.data.chat_tokens import prepare_chat
+from terrace.data.config import DataConfig
+from terrace.data.tokenizer import Tokenizer
+from terrace.data.tokens import prepare_tokens
+
+_OF_A_SOURCE = ("digest", "weight", "documents", "too_long")
+# What checkpoints that name no sources were made with: one text, joined.
+_BEFORE_SOURCES: Mapping[str, Any] = {"weight": 1.0, "documents": "join"}
+
+
+def prepare_sources(
+    data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
+) -> tuple[Source, ...]:
+    """Tokenise and pack every source of `data` that is not in the cache already; `progress` is told how far it is.
+
+    Raises `DataError` for what cannot be read, tokenised, packed or written.
+    """
+    sources = []
+    for spec in data.sources():
+        if spec.format == "chat":
+            tokens = prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache)
+        else:
+            tokens = prepare_tokens(spec.path, tokenizer, Path(data.cache), spec.column, spec.split, progress)
+        source = Source(
+            tokens=tokens, name=spec.name, weight=spec.weight, documents=spec.documents, too_long=spec.too_long
+        )
+        if source.documents == "whole":
+            source.packing(sequence)
+        sources.append(source)
+    return tuple(sources)
+
+
+def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:
+    """Return what decides which tokens a step sees, besides seed, batch and sequence, for a checkpoint to keep."""
+    return {"data": [source.facts() for source in sources], "holdout": holdout}
+
+
+def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: float) -> dict[str, tuple[Any, Any]]:
+    """Return what of the data differs from the facts `there` of a checkpoint: name -> (there, here)."""
+    stored = there.get("data")
+    if isinstance(stored, str):
+        stored = [{"digest": stored, **_BEFORE_SOURCES}]
+    here = [source.facts() for source in sources]
+    different: dict[str, tuple[Any, Any]] = {}
+    if not isinstance(stored, list) or len(stored) != len(here):
+        different["number of data sources"] = (len(stored) if isinstance(stored, list) else stored, len(here))
+        return different
+    for source, old, new in zip(sources, stored, here, strict=True):
+        of = f" of {source.name}" if len(here) > 1 else ""
+        for name in _OF_A_SOURCE:
+            if old.get(name) != new.get(name):
+                label = "data" if name == "digest" else f"data.{name}"
+                different[f"{label}{of}"] = (old.get(name), new.get(name))
+    if there.get("holdout", 0.0) != holdout:
+        different["data.holdout"] = (there.get("holdout", 0.0), holdout)
+    return different

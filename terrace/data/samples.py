@@ -1,0 +1,139 @@
+"""From a sample's number to its row: inputs, labels and, where documents are kept apart, positions.
+
+Three ways to make sequences of documents, by the key `data.documents`:
+
+join        windows of the token stream that run across document ends; attention does, too. No positions.
+separate    the same windows; attention stays within a document, and the last token of a document has no label.
+whole       whole documents, packed (terrace.data.packing); attention stays within a document.
+
+A **position** is a token's place within its own document as far as it stands in the row, so 0 begins one: also at the
+begin of a window that cuts a document, since what came before is not there to be attended to. Padding is a document of
+its own without labels.
+
+Where the data have a mask (1: trained on), a label whose token is masked out is ignored.
+
+The *trained parts* of a row are its documents that have a label: half-open ranges of places, rising. They can be had
+without reading a token.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from terrace.base.errors import DataError
+from terrace.data.documents import Documents
+from terrace.data.packing import Packing
+
+IGNORED = -100  # the label of a place that has no target, as everywhere in this project
+
+Ids = npt.NDArray[np.int64]
+Rows = tuple[Ids, Ids, Ids | None]  # inputs, labels, positions; each (n, sequence)
+Parts = tuple[tuple[int, int], ...]  # of a row
+
+
+class Windows:
+    """Sample i is the window of tokens i*sequence ... (i+1)*sequence, both included.
+
+    Its first `sequence` tokens are the input, its last `sequence` the labels, so that every token but the first of the
+    file is a label of exactly one window. A tail shorter than a window is not used.
+    """
+
+    def __init__(self, documents: Documents, sequence: int, *, separate: bool) -> None:
+        if len(documents.ids) < sequence + 1:
+            raise DataError(
+                f"{documents.name} has {len(documents.ids)} tokens, but one sample of sequence {sequence} takes "
+                f"{sequence + 1}; give more data or set sequence to at most {max(1, len(documents.ids) - 1)}"
+            )
+        self.num_samples = (len(documents.ids) - 1) // sequence
+        self.has_positions = separate
+        self._sequence = sequence
+        self._starts = documents.starts
+        # (num_windows, sequence + 1), overlapping by one token; no copy
+        self._windows = _windows(documents.ids, sequence)
+        self._mask = None if documents.mask is None else _windows(documents.mask, sequence)
+
+    def rows(self, samples: Ids) -> Rows:
+        """Return the rows of `samples`, shape (n,)."""
+        whole = self._windows[samples]  # (n, sequence + 1), a copy in the stored dtype
+        inputs, labels = whole[:, :-1].astype(np.int64), whole[:, 1:].astype(np.int64)
+        if self._mask is not None:
+            labels[self._mask[samples, 1:] == 0] = IGNORED
+        if not self.has_positions:
+            return inputs, labels, None
+        firsts = samples * self._sequence
+        low = np.searchsorted(self._starts, firsts, side="right")
+        row, which = _runs(low, np.searchsorted(self._starts, firsts + self._sequence, side="right"))
+        columns = self._starts[which] - firsts[row]  # where documents begin: 1 ... sequence
+        labels[row, columns - 1] = IGNORED
+        begins = np.zeros_like(inputs)
+        inside = columns < self._sequence
+        begins[row[inside], columns[inside]] = columns[inside]
+        return inputs, labels, np.arange(self._sequence) - np.maximum.accumulate(begins, axis=1)
+
+    def parts(self, samples: Ids) -> list[Parts]:
+        """Return the trained parts of each row of `samples`, shape (n,)."""
+        return [self._parts(int(sample)) for sample in samples]
+
+    def _parts(self, sample: int) -> Parts:
+        first, size = sample * self._sequence, self._sequence
+        ends = np.zeros(0, dtype=np.int64)
+        if self.has_positions:
+            low, high = np.searchsorted(self._starts, (first, first + size), side="right")
+            ends = self._starts[low:high] - first  # where documents begin, 1 ... size: those before end there
+        has_label = np.ones(size, dtype=bool) if self._mask is None else self._mask[sample, 1:] != 0
+        has_label[ends - 1] = False
+        bounds = [0, *ends[ends < size].tolist(), size]
+        return tuple((begin, end) for begin, end in pairwise(bounds) if has_label[begin:end].any())
+
+
+class Packed:
+    """Sample i is sequence i of a packing."""
+
+    has_positions = True
+
+    def __init__(self, documents: Documents, sequence: int, packing: Packing) -> None:
+        self.num_samples = len(packing.offsets) - 1
+        self._sequence = sequence
+        self._documents = documents
+        self._packing = packing
+        self._count = np.arange(sequence)
+
+    def rows(self, samples: Ids) -> Rows:
+        """Return the rows of `samples`, shape (n,)."""
+        packing, ids, mask = self._packing, self._documents.ids, self._documents.mask
+        shape = len(samples), self._sequence
+        inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        positions = np.empty(shape, dtype=np.int64)
+        bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
+        for row, (low, high) in enumerate(bounds):
+            # Copies of runs: a run of any length costs little more than its bytes.
+            end = 0
+            for start, length in zip(
+                packing.starts[low:high].tolist(), packing.lengths[low:high].tolist(), strict=True
+            ):
+                place, end = slice(end, end + length), end + length
+                inputs[row, place] = ids[start : start + length]
+                labels[row, place] = ids[start + 1 : start + length + 1]
+                positions[row, place] = self._count[:length]
+                if mask is not None:
+                    labels[row, place][mask[start + 1 : start + length + 1] == 0] = IGNORED
+            positions[row, end:] = self._count[: self._sequence - end]
+        return inputs, labels, positions
+
+    def parts(self, samples: Ids) -> list[Parts]:
+        """Return the trained parts of each row of `samples`, shape (n,): all documents, since others are not packed."""
+        packing = self._packing
+        bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
+        return [tuple(pairwise([0, *np.cumsum(packing.lengths[low:high]).tolist()])) for low, high in bounds]
+
+
+def _windows(values: npt.NDArray[np.unsignedinteger], sequence: int) -> npt.NDArray[np.unsignedinteger]:
+    return np.lib.stride_tricks.sliding_window_view(values, sequence + 1)[::sequence]
+
+
+def _runs(low: Ids, high: Ids) -> tuple[Ids, Ids]:
+    """Return, for all i, the numbers low[i] ... high[i] - 1 one after the other, and to which i each belongs."""
+    counts = high - low
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts - low)[owner]

@@ -1,0 +1,139 @@
+"""Parquet and Arrow files, read a column at a time with pyarrow.
+
+An Arrow file is a stream, as the `datasets` library keeps it, or of the random-access layout.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from terrace.base.errors import DataError
+from terrace.data.pieces import Piece, Unit, check_text, cut, missing_column
+
+_ROWS = 1024  # at a time in memory
+_FILE_MAGIC = b"ARROW1"
+_STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit]:
+    """Return the units of a Parquet or Arrow file: some of its row groups or record batches each.
+
+    Raises `DataError` for a damaged file and one without `column`, or where that holds no strings.
+    """
+    if file.suffix.lower() == ".parquet":
+        with _parquet(file) as table:
+            _check_column(file, table.schema_arrow, column)
+            sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
+        return [
+            Unit(file, "parquet", first, end, True, num_bytes, column)
+            for first, end, num_bytes in _joined(sizes, unit_bytes, size)
+        ]
+    with _damage(file), _batches(file) as (schema, batches):
+        _check_column(file, schema, column)
+        sizes = [batch.nbytes for batch in batches]
+    return [
+        Unit(file, "arrow", first, end, True, num_bytes, column)
+        for first, end, num_bytes in _joined(sizes, unit_bytes, size)
+    ]
+
+
+def read_table_unit(unit: Unit) -> Iterator[Piece]:
+    """Yield the pieces of the rows of `unit`; a row without text yields a piece without text.
+
+    Raises `DataError` naming the file and the row, counted from 0.
+    """
+    if unit.kind == "parquet":
+        with _parquet(unit.file) as table, _damage(unit.file):
+            row = sum(table.metadata.row_group(group).num_rows for group in range(unit.first))
+            groups = list(range(unit.first, unit.end))
+            yield from _pieces(unit, table.iter_batches(_ROWS, row_groups=groups, columns=[unit.column]), row)
+    else:
+        with _damage(unit.file), _batches(unit.file) as (_, batches):
+            row, mine = 0, []
+            for index, batch in enumerate(batches):  # mapped: those that are passed over are not read
+                if index < unit.first:
+                    row += batch.num_rows
+                elif index < unit.end:
+                    mine.append(batch)
+                else:
+                    break
+            yield from _pieces(unit, mine, row)
+
+
+def _pieces(unit: Unit, batches: Iterable[Any], row: int) -> Iterator[Piece]:
+    for batch in batches:
+        column = batch.column(unit.column)
+        column.validate(full=True)  # offsets of a damaged file would be followed anywhere
+        for text in column.to_pylist():
+            yield from cut([check_text(text, unit.column, f"{unit.file} row {row}")])
+            row += 1
+
+
+def _joined(sizes: list[int], unit_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts (first, end, bytes of the file) of at least `unit_bytes`, save the last."""
+    first, held, total = 0, 0, max(1, sum(sizes))
+    for end, each in enumerate(sizes, start=1):
+        held += each
+        if held >= unit_bytes or end == len(sizes):
+            yield first, end, held * size // total
+            first, held = end, 0
+
+
+def _check_column(file: Path, schema: Any, column: str) -> None:
+    if schema.names.count(column) != 1:
+        if column in schema.names:
+            raise DataError(f"{file} has the column {column!r} {schema.names.count(column)} times; rename all but one")
+        raise missing_column(str(file), column, schema.names)
+    types = _pyarrow(file).types
+    kind = schema.field(column).type
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
+        raise DataError(
+            f"{file}: column {column!r} is of type {kind}, not string; name another with --data.column, or convert it"
+        )
+
+
+@contextmanager
+def _parquet(file: Path) -> Iterator[Any]:
+    _pyarrow(file)
+    import pyarrow.parquet
+
+    with _damage(file):
+        table = pyarrow.parquet.ParquetFile(file, memory_map=True, page_checksum_verification=True)
+    with table:
+        yield table
+
+
+@contextmanager
+def _batches(file: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Give the schema and the record batches of an Arrow file."""
+    arrow = _pyarrow(file)
+    with arrow.memory_map(str(file)) as mapped:
+        if mapped.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
+            reader = arrow.ipc.open_file(mapped)
+            yield reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))
+            return
+        mapped.seek(max(0, mapped.size() - len(_STREAM_END)))
+        if mapped.read() != _STREAM_END:  # a stream that is cut between two batches reads well
+            raise DataError(f"{file} is damaged or no Arrow file: its end is missing; copy or make it again")
+        mapped.seek(0)
+        reader = arrow.ipc.open_stream(mapped)
+        yield reader.schema, iter(reader)
+
+
+@contextmanager
+def _damage(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (_pyarrow(file).ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file} is damaged or cannot be read ({reason}); copy or make it again") from error
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f"data {file} needs the package 'pyarrow': pip install 'terrace[data]'") from error
+    return pyarrow

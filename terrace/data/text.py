@@ -1,0 +1,171 @@
+"""Text and JSONL files, read in parts: where a file may be cut, and the pieces of a part.
+
+A text file is one document; its parts are cut after a line end, else before a space, else between two
+characters, near every `UNIT_BYTES`. A JSONL file is cut between lines.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from terrace.base.errors import DataError
+from terrace.data.pieces import Piece, Unit, check_text, cut, missing_column, unreadable
+
+UNIT_BYTES = 16 << 20  # some seconds of a tokenizer's work
+MAX_LINE_BYTES = 100_000_000  # a longer line is more likely a file without line ends than a document
+_BLOCK_BYTES = 1 << 20  # read at a time; large enough that Python's cost per block vanishes
+_WINDOW_BYTES = 1 << 16  # searched for a place to cut a text
+
+
+def text_units(file: Path, size: int, unit_bytes: int) -> list[Unit]:
+    """Return the units of a text file of `size` bytes."""
+    places = [0]
+    with file.open("rb") as stream:
+        for nominal in range(unit_bytes, size, unit_bytes):
+            place = _text_place(stream, nominal)
+            if places[-1] < place < size:
+                places.append(place)
+    ends = [*places[1:], size]
+    return [Unit(file, "text", first, end, end == size, end - first) for first, end in zip(places, ends, strict=True)]
+
+
+def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit]:
+    """Return the units of a JSONL file of `size` bytes. Raises `DataError` for a line that is too long."""
+    places = [0]
+    with file.open("rb") as stream:
+        for nominal in range(unit_bytes, size, unit_bytes):
+            if nominal <= places[-1]:
+                continue
+            place = _line_place(stream, nominal, file)
+            if place < size:
+                places.append(place)
+    ends = [*places[1:], size]
+    return [Unit(file, "lines", first, end, True, end - first, column) for first, end in zip(places, ends, strict=True)]
+
+
+def read_text(unit: Unit) -> Iterator[Piece]:
+    """Yield the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
+    yield from cut(_blocks(unit), ends_document=unit.ends_document)
+
+
+def read_lines(unit: Unit) -> Iterator[Piece]:
+    """Yield the pieces of the lines of a part of a JSONL file; one without text yields a piece without text.
+
+    Only a line is ever whole in memory. Raises `DataError` for a bad line, naming the file and the line.
+    """
+    offset = unit.first
+    try:
+        with unit.file.open("rb") as stream:
+            stream.seek(offset)
+            number = 0
+            while offset < unit.end and (line := stream.readline(MAX_LINE_BYTES + 1)):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise _too_long(unit.file, offset)
+                # Split on newline bytes only: JSON strings may hold U+2028 and the like.
+                text = line.decode("utf-8")
+                text = text.removeprefix("\ufeff") if offset == 0 else text
+                if text and not text.isspace():
+                    yield from cut([_text_of(text, unit, number)])
+                offset += len(line)
+    except OSError as error:
+        raise unreadable(unit.file, error) from error
+    except UnicodeDecodeError as error:
+        where = f"{unit.file} line {_line_number(unit.file, offset)}"
+        raise not_utf8(unit.file, offset + error.start, error, where) from error
+
+
+def not_utf8(file: Path, offset: int, error: UnicodeDecodeError, where: str = "") -> DataError:
+    """Return the error of a file whose byte at `offset` is not UTF-8."""
+    value = error.object[error.start]
+    with file.open("rb") as stream:
+        marked = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return DataError(
+        f"data {where or file} is not UTF-8: byte 0x{value:02x} at offset {offset}; convert it, for example "
+        f"iconv -f {'utf-16' if marked else 'latin1'} -t utf-8 {file.name} > {file.stem}-utf8{file.suffix}"
+    )
+
+
+def _text_of(line: str, unit: Unit, number: int) -> str:
+    def where() -> str:
+        return f"{unit.file}:{_line_number(unit.file, unit.first) + number - 1}"
+
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where()} is not valid JSON ({error}); each line must be an object") from error
+    if not isinstance(record, dict):
+        raise DataError(f'{where()} is a {type(record).__name__}; each line must be an object {{"text": ...}}')
+    if unit.column not in record:
+        raise missing_column(where(), unit.column, record)
+    text = record[unit.column]
+    try:
+        return check_text(text, unit.column, "line")
+    except DataError:
+        return check_text(text, unit.column, where())  # its number takes reading the file
+
+
+def _blocks(unit: Unit) -> Iterator[str]:
+    """Yield the text of `unit` in blocks, line ends as they are, without a byte order mark."""
+    offset, held = unit.first, b""
+    try:
+        with unit.file.open("rb") as stream:
+            stream.seek(offset)
+            while block := stream.read(min(_BLOCK_BYTES, unit.end - offset - len(held))):
+                raw = held + block
+                text, used = codecs.utf_8_decode(raw, "strict", False)
+                yield text.removeprefix("\ufeff") if offset == 0 else text
+                offset, held = offset + used, raw[used:]
+            codecs.utf_8_decode(held, "strict", True)  # a character cut off by the end of the file
+    except OSError as error:
+        raise unreadable(unit.file, error) from error
+    except UnicodeDecodeError as error:
+        raise not_utf8(unit.file, offset + error.start, error) from error
+
+
+def _text_place(stream: IO[bytes], nominal: int) -> int:
+    stream.seek(nominal)
+    window = stream.read(_WINDOW_BYTES)
+    at = window.find(b"\n") + 1
+    if at:
+        return nominal + at
+    at = window.find(b" ")
+    if at >= 0:
+        return nominal + at
+    at = 0
+    while at < len(window) and window[at] & 0xC0 == 0x80:  # inside a character
+        at += 1
+    return nominal + at
+
+
+def _line_place(stream: IO[bytes], nominal: int, file: Path) -> int:
+    """Return where the first line begins that begins at `nominal` or later."""
+    stream.seek(nominal - 1)
+    offset = nominal - 1
+    while block := stream.read(_BLOCK_BYTES):
+        at = block.find(b"\n")
+        if at >= 0:
+            return offset + at + 1
+        offset += len(block)
+        if offset - nominal > MAX_LINE_BYTES:
+            raise _too_long(file, nominal)
+    return offset
+
+
+def _too_long(file: Path, offset: int) -> DataError:
+    return DataError(
+        f"{file}:{_line_number(file, offset)} is longer than {MAX_LINE_BYTES // 10**6} MB; a line is a document: "
+        "cut it into several, or give a text file instead"
+    )
+
+
+def _line_number(file: Path, offset: int) -> int:
+    """Return the number, from 1, of the line that holds the byte at `offset`."""
+    number, left = 1, offset
+    with file.open("rb") as stream:
+        while left > 0 and (block := stream.read(min(_BLOCK_BYTES, left))):
+            number += block.count(b"\n")
+            left -= len(block)
+    return number

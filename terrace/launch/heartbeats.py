@@ -1,0 +1,71 @@
+"""The notice board of the watchdogs: what they keep in the store, and nothing about what it means.
+
+Every method may raise `torch.distributed.DistError` (a `RuntimeError`) once the process that hosts the
+store is gone. No method waits for a key that may never be written.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from terrace.launch.postmortem import Beat, decode
+
+_CHUNK = 256  # keys a call: keeps one reply of the store to some tens of kilobytes
+_MIN_STORE_TIMEOUT_S = 5.0
+
+
+class Board:
+    """Heartbeats, the election of who makes the post-mortem, and its verdict.
+
+    Takes a connection of its own: a store client serves one call at a time, and the main thread may sit
+    in one. A store that cannot be cloned is shared, and then such a call delays the heartbeats.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank, self._world_size = rank, world_size
+        try:
+            own: Any = getattr(store, "clone")()  # noqa: B009  (missing from the stubs)
+            own.set_timeout(timedelta(seconds=max(timeout_s, _MIN_STORE_TIMEOUT_S)))
+        except (AttributeError, NotImplementedError, RuntimeError):
+            own = store
+        self._store = PrefixStore("watchdog", own)
+
+    def publish(self, beat: Beat) -> None:
+        """Replace this rank's heartbeat."""
+        self._store.set(f"beat/{self._rank}", beat.encode())
+
+    def read_all(self) -> list[Beat]:
+        """Return every rank's heartbeat, in rank order."""
+        beats: list[Beat] = []
+        for start in range(0, self._world_size, _CHUNK):
+            ranks = range(start, min(start + _CHUNK, self._world_size))
+            beats += self._read(ranks)
+        return beats
+
+    def elect(self, attempt: int) -> bool:
+        """Say whether this rank is the first to ask for the post-mortem of this attempt."""
+        return bool(self._store.add(f"ticket/{attempt}", 1) == 1)
+
+    def withdraw(self, attempt: int) -> None:
+        """Undo an election that proved needless, so that a later hang finds the ticket free."""
+        self._store.delete_key(f"ticket/{attempt}")
+
+    def settle(self, verdict: str) -> str:
+        """Make `verdict` final unless there is one already; return the one that holds."""
+        return bytes(self._store.compare_set("verdict", "", verdict)).decode()
+
+    def verdict(self) -> str | None:
+        """Return the verdict, if there is one."""
+        return bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else None
+
+    def _read(self, ranks: range) -> list[Beat]:
+        keys = [f"beat/{rank}" for rank in ranks]
+        if self._store.check(keys):
+            values = self._store.multi_get(keys)
+            return [decode(rank, bytes(raw)) for rank, raw in zip(ranks, values, strict=True)]
+        # A key that was never written would block a read, so ask for each.
+        return [
+            decode(rank, bytes(self._store.get(key)) if self._store.check([key]) else None)
+            for rank, key in zip(ranks, keys, strict=True)
+        ]

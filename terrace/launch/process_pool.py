@@ -1,0 +1,235 @@
+"""Processes on this machine that run functions as worlds, and the parent's side of it.
+
+The parent hosts the store, so the store survives the death of any rank. A failed call ends the
+processes that took part in it, and the next call starts fresh ones.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from terrace.base.errors import HangError
+from terrace.launch.postmortem import in_words
+from terrace.launch.stop import ask
+from terrace.launch.workers import LOOPBACK, Job, Report, serve
+from terrace.launch.world import open_store
+
+_STOP_S = 1.0  # between SIGTERM and SIGKILL; a rank has had its grace by then
+_STORE_TIMEOUT_S = 60.0
+_TORCH_LIMIT_S = 7 * 24 * 3600.0
+_STACKS_S = 0.3  # for a process to write its stacks
+
+
+@dataclass(frozen=True)
+class _Member:
+    process: Any
+    link: "Connection[Any, Any]"
+
+    @property
+    def sources(self) -> list[Any]:
+        """What becomes readable when the rank reports or dies."""
+        return [self.link, self.process.sentinel]
+
+    def report(self) -> Report | None:
+        """Return the report that has arrived; None when the process died without one."""
+        try:
+            if self.link.poll():
+                report = self.link.recv()
+                assert isinstance(report, Report)
+                return report
+        except (EOFError, OSError):
+            pass
+        self.process.join(_STOP_S)
+        return None
+
+
+class Crew:
+    """`num_processes` processes that wait for work. Use as a context manager.
+
+    After the first failure in a call the other ranks have `grace_s` to leave on their own.
+    """
+
+    def __init__(self, num_processes: int, *, grace_s: float) -> None:
+        self._grace_s, self._num_jobs = grace_s, 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._store: Any = open_store(LOOPBACK, 0, host_it=True, timeout_s=_STORE_TIMEOUT_S)
+        self._members: list[_Member | None] = [None] * num_processes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes alive now."""
+        return [int(member.process.pid) for member in self._members if member is not None]
+
+    def ask_to_stop(self, name: str) -> None:
+        """Ask the ranks of the call that runs, or will, to end it in order; `name` is the signal that says so."""
+        call = PrefixStore(f"job/{max(1, self._num_jobs)}", self._store)
+        ask(PrefixStore("world", call), name)
+
+    def close(self) -> None:
+        """End every process; harmless when repeated."""
+        for member in filter(None, self._members):
+            with suppress(OSError):
+                member.link.send("quit")
+        self._stop(range(len(self._members)), self._grace_s)
+
+    def call(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        timeout_s: float | None,
+        backend: str = "gloo",
+    ) -> list[Any]:
+        """Run `function(world, *arguments)` on `world_size` ranks; return their results in rank order.
+
+        With backend nccl each rank gets the CUDA device of its number.
+
+        Raises one error that stands for all ranks'; no process of a failed call is left.
+        """
+        if not 1 <= world_size <= len(self._members):
+            raise ValueError(f"a world of {world_size} needs 1 to {len(self._members)} processes")
+        payload = pickle.dumps((function, arguments))
+        try:
+            return self._call(world_size, payload, timeout_s, backend)
+        except BaseException:
+            self._stop(range(world_size), 0.0)
+            raise
+
+    def _call(self, world_size: int, payload: bytes, timeout_s: float | None, backend: str) -> list[Any]:
+        self._num_jobs += 1
+        members = [self._member(rank) for rank in range(world_size)]
+        num_threads = max(1, _num_cores() // world_size)
+        # Without a limit of its own a call relies on its watchdogs; only torch wants a number all the same.
+        limit_s = timeout_s or _TORCH_LIMIT_S
+        deaths: list[str] = []
+        for rank, member in enumerate(members):
+            job = Job(self._num_jobs, rank, world_size, num_threads, limit_s, backend, payload)
+            with suppress(OSError):  # a process that died while idle is reported below
+                member.link.send(job)
+        reports, late = self._collect(members, time.monotonic() + timeout_s if timeout_s else None, deaths)
+        done = {report.rank: report for report in reports if report.kind == "done"}
+        if len(done) == world_size:
+            for member in members:
+                member.link.send("end")
+            return [pickle.loads(done[rank].payload) for rank in range(world_size)]
+        if late:
+            for rank in late:
+                os.kill(members[rank].process.pid, signal.SIGUSR1)
+            time.sleep(_STACKS_S)
+            raise HangError(f"{in_words(late)} did not finish within {limit_s:g} s; stacks are on stderr")
+        self._stop(range(world_size), 0.0)
+        raise one_error(reports, deaths)
+
+    def _collect(
+        self, members: list[_Member], deadline_s: float | None, deaths: list[str]
+    ) -> tuple[list[Report], list[int]]:
+        """Return the reports in order of arrival, and the ranks still silent if nothing else failed."""
+        reports: list[Report] = []
+        pending = dict(enumerate(members))
+        failed = False
+        while pending:
+            # The sentinel as well: a rank's own children may hold its end of the link past its death.
+            sources = [source for member in pending.values() for source in member.sources]
+            ready = wait(sources, None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                return reports, [] if failed else sorted(pending)
+            for rank, member in list(pending.items()):
+                if not any(source in ready for source in member.sources):
+                    continue
+                del pending[rank]
+                report = member.report()
+                if report is None:
+                    deaths.append(_death(rank, member.process.exitcode))
+                else:
+                    reports.append(report)
+                bad = report is None or report.kind != "done"
+                if bad and not failed:
+                    failed, grace_end_s = True, time.monotonic() + self._grace_s
+                    deadline_s = grace_end_s if deadline_s is None else min(deadline_s, grace_end_s)
+        return reports, []
+
+    def _member(self, rank: int) -> _Member:
+        member = self._members[rank]
+        if member is not None and member.process.is_alive():
+            return member
+        self._stop([rank], 0.0)
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(there, self._store.port), name=f"rank {rank}")
+        process.start()
+        there.close()
+        member = self._members[rank] = _Member(process, here)
+        return member
+
+    def _stop(self, ranks: Any, patience_s: float) -> None:
+        """End processes: wait `patience_s`, then SIGTERM, then SIGKILL, which ends stopped ones too."""
+        members = [member for rank in ranks if (member := self._members[rank]) is not None]
+        _join(members, patience_s)
+        for member in members:
+            if member.process.is_alive():
+                member.process.terminate()
+        _join(members, _STOP_S)
+        for member in members:
+            if member.process.is_alive():
+                member.process.kill()
+            member.process.join()
+            member.link.close()
+        for rank in ranks:
+            self._members[rank] = None
+
+
+def one_error(reports: list[Report], deaths: list[str]) -> Exception:
+    """Return the error that stands for a failed call.
+
+    A rank's own error comes first, since the others only follow from it; then what the watchdogs found;
+    then a process that died unseen; then a lost connection that nobody explains.
+    """
+    kinds: dict[str, list[Report]] = {}
+    for report in reports:
+        kinds.setdefault(report.kind, []).append(report)
+    first = next((report for report in reports if report.kind in ("terrace", "other")), None)
+    if first is not None and first.kind == "terrace":
+        error = pickle.loads(first.payload)(f"{first.message} (reported by rank {first.rank})")
+        assert isinstance(error, Exception)
+        return error
+    if first is not None:
+        return RuntimeError(f"rank {first.rank} failed: {first.message}\n{first.trace}")
+    if "hang" in kinds:
+        messages = list(dict.fromkeys(report.message for report in kinds["hang"]))
+        who = in_words(report.rank for report in kinds["hang"])
+        return HangError(f"{'; '.join(messages)} (reported by {who})")
+    lost = kinds.get("communication", [])
+    if deaths:
+        ranks = f"; {in_words(report.rank for report in lost)} lost the connection" if lost else ""
+        return RuntimeError("; ".join(deaths) + ranks)
+    return RuntimeError(f"rank {lost[0].rank} failed: {lost[0].message}\n{lost[0].trace}")
+
+
+def _death(rank: int, code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    return f"rank {rank} exited with code {code} before it reported"
+
+
+def _join(members: list[_Member], patience_s: float) -> None:
+    deadline_s = time.monotonic() + patience_s
+    for member in members:
+        member.process.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,333 @@
+"""How a process finds its world: under torchrun, srun or mpirun, or as children started right here.
+
+With `terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, the one module that
+reads (or sets) environment variables. A world joined from outside gets a fresh name space in the store for
+each life: torchrun's agents keep one store over restarts, and their restart counts differ between machines,
+so ranks agree on a name instead of deriving it.
+"""
+
+import math
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from terrace.base.errors import ConfigError, HangError
+from terrace.launch.postmortem import in_words
+from terrace.launch.process_pool import Crew
+from terrace.launch.stop import SIGNALS, passed_on
+from terrace.launch.world import World, open_store
+
+__all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
+
+_POLL_S = 0.02
+# What every rank would otherwise import for itself.
+_PRELOAD = ["torch", "torch.distributed", "terrace.launch.workers", "terrace.runtime.engine"]
+
+# launcher: rank, world size, local rank, local world size
+_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Place:
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+
+
+def detect() -> bool:
+    """Say whether a launcher (torchrun, srun, mpirun) started this process as one of several ranks.
+
+    Raises `ConfigError` when one did, but did not say where the ranks meet.
+    """
+    return _place() is not None
+
+
+def world_size() -> int | None:
+    """Return the number of ranks that a launcher started, or None without one; raises as `detect` does."""
+    place = _place()
+    return None if place is None else place.world_size
+
+
+def is_restarted() -> bool:
+    """Say whether torchrun has started the ranks again, or Slurm has put the job into its queue again."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
+
+
+def pace() -> float | None:
+    """Return the factor by which `terrace rehearse run --paced` slows every link down, if it started this process.
+
+    Raises `ConfigError` for a value that is not a number above 0.
+    """
+    text = os.environ.get("TERRACE_PACE")
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"TERRACE_PACE={text!r} must be a number above 0, such as 0.01; unset it for full speed")
+    return value
+
+
+def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
+    """Meet the other ranks and start torch's default process group: nccl with CUDA, otherwise gloo.
+
+    `say` gets one line on rank 0: the backend, and why. Raises `ConfigError` outside a launcher and
+    `HangError` naming the ranks that did not come within `timeout_s`.
+    """
+    place = _place()
+    if place is None:
+        raise ConfigError("no launcher started this process; use torchrun, srun or mpirun, or run it locally")
+    timeout = timedelta(seconds=timeout_s)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"]) or 0
+    shared = open_store(address, port, host_it=place.rank == 0 and not agent_hosts, timeout_s=timeout_s)
+    life, num_here = _agree_on_life(shared, place.rank, place.world_size, timeout_s)
+    store = PrefixStore(f"terrace/{life}", shared)
+    local_rank = place.rank if place.local_rank is None else place.local_rank
+    backend, device, why = _backend(place.launcher, local_rank)
+    _agree_on_backend(store, place.rank, backend, why)
+    if place.rank == 0:
+        say(f"{place.world_size} ranks under {place.launcher}, backend {backend}: {why}")
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
+    return World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=local_rank,
+        local_world_size=place.local_world_size or num_here,
+        store=PrefixStore("world", store),
+        supervised=True,
+        store_rank=None if agent_hosts else 0,
+    )
+
+
+class LocalPool(Crew):
+    """Up to `num_processes` ranks on this machine that stay alive between calls, for tests above all.
+
+    `with LocalPool(4) as pool: results = pool.run(3, function, argument)`.
+    """
+
+    def __init__(self, num_processes: int, *, grace_s: float = 10.0) -> None:
+        _start_forkserver()
+        super().__init__(num_processes, grace_s=grace_s)
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Run `function(world, *arguments)` in a fresh gloo world; return the results in rank order.
+
+        `function` must be picklable: a top-level function of a module that the children can import.
+        """
+        return self.call(world_size, function, arguments, timeout_s)
+
+
+def launch_local(
+    world_size: int,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    *,
+    grace_s: float = 10.0,
+    say: Callable[[str], None] = print,
+    stoppable: bool = False,
+) -> Any:
+    """Run `target(world, *args)` in `world_size` processes of this machine; return rank 0's result.
+
+    Each rank gets a CUDA device and they talk over nccl when there are enough devices; otherwise they
+    run on the CPU over gloo. `say` gets one line that tells which, and why.
+
+    The parent hosts the store. When a rank fails or dies, the others have `grace_s` to leave on their
+    own, then all are ended and one error is raised: `HangError` with the watchdogs' message, the class
+    of a rank's `TerraceError`, or `RuntimeError` with the traceback of the first that failed. There is
+    no limit on the time: a stall ends only by a watchdog in `target`. Children end when the parent does,
+    however it ends, and see the environment as of the first launch. If `target` is `stoppable`, the first SIGTERM,
+    SIGUSR1 or Ctrl-C here asks it to end in order (terrace.launch.stop), and the second does what it did before.
+    """
+    _start_forkserver(target.__module__)
+    backend, why = _local_backend(world_size)
+    say(f"{world_size} local processes, backend {backend}: {why}")
+    with Crew(world_size, grace_s=grace_s) as crew, passed_on(crew.ask_to_stop) if stoppable else nullcontext():
+        return crew.call(world_size, target, args, None, backend)[0]
+
+
+def _place() -> _Place | None:
+    for launcher, names in _VARIABLES.items():
+        rank, world_size = (os.environ.get(name) for name in names[:2])
+        if rank is None or world_size is None:
+            continue
+        if launcher != "torchrun" and world_size == "1":
+            continue  # srun and mpirun set these for a single process, too
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ConfigError(
+                f"{names[1]}={world_size} says that {launcher} started this process, but "
+                f"{' and '.join(missing)} must say where rank 0 is; set them, or unset {names[1]}"
+            )
+        numbers = [_number(name, os.environ.get(name)) for name in names]
+        return _Place(launcher, numbers[0] or 0, numbers[1] or 1, numbers[2], numbers[3])
+    return None
+
+
+def _number(name: str, text: str | None) -> int | None:
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f"{name}={text!r} must be a whole number: the launcher sets it, or unset it")
+    return None if text is None else int(text)
+
+
+def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, str]:
+    if not torch.cuda.is_available():
+        return "gloo", None, "this machine has no usable CUDA device"
+    if not dist.is_nccl_available():
+        return "gloo", None, "this torch was built without nccl"
+    num_devices = torch.cuda.device_count()
+    if launcher == "srun" and num_devices == 1:
+        local_rank = 0  # --gpus-per-task=1 shows every rank its own device only
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"local rank {local_rank} has no device, this machine has {num_devices}: start at most "
+            f"{num_devices} ranks here, and set LOCAL_RANK"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return "nccl", device, f"rank 0 uses {torch.cuda.get_device_name(device)}"
+
+
+def _local_backend(world_size: int) -> tuple[str, str]:
+    if not torch.cuda.is_available():
+        return "gloo", "this machine has no usable CUDA device"
+    if not dist.is_nccl_available():
+        return "gloo", "this torch was built without nccl"
+    num_devices = torch.cuda.device_count()
+    if num_devices < world_size:
+        return "gloo", f"{world_size} ranks want a CUDA device each, and this machine has {num_devices}"
+    return "nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}"
+
+
+def _agree_on_backend(store: Store, rank: int, backend: str, why: str) -> None:
+    """Refuse a world in which some machines have a usable device and others do not: it would hang."""
+    if rank == 0:
+        store.set("backend", backend)
+        return
+    chosen = bytes(store.get("backend")).decode()
+    if backend != chosen:
+        raise ConfigError(
+            f"rank {rank} on {socket.gethostname()} would use {backend} ({why}), but rank 0 uses {chosen}: "
+            "give every machine working devices, or hide them from all"
+        )
+
+
+def _agree_on_life(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[str, int]:
+    """Agree on a name for this life of the world; return it and the number of ranks on this machine.
+
+    Each rank knocks with a token nobody used before, and rank 0 answers tokens with the name until all
+    have come in. What an earlier life left in the store answers no fresh token, so it cannot deceive.
+    """
+    host, token = socket.gethostname(), uuid.uuid4().hex
+    timeout = timedelta(seconds=timeout_s)
+    if rank == 0:
+        life = token
+        _answer_knocks(store, life, world_size, timeout_s)
+        store.add(f"{life}/host/{host}", 1)
+        store.set(f"{life}/go", "1")
+    else:
+        store.set(f"knock/{rank}", token)
+        try:
+            store.wait([f"answer/{token}"], timeout)
+            life = bytes(store.get(f"answer/{token}")).decode()
+            store.add(f"{life}/host/{host}", 1)
+            store.add(f"{life}/in", 1)
+            store.wait([f"{life}/go"], timeout)
+        except dist.DistError as error:
+            raise HangError(f"rank {rank} waited {timeout_s:g} s for rank 0 to gather the world") from error
+    return life, int(store.add(f"{life}/host/{host}", 0))
+
+
+def _answer_knocks(store: Store, life: str, world_size: int, timeout_s: float) -> None:
+    answered: dict[int, bytes] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while store.add(f"{life}/in", 0) < world_size - 1:
+        for rank in range(1, world_size):
+            token = bytes(store.get(f"knock/{rank}")) if store.check([f"knock/{rank}"]) else b""
+            if token and answered.get(rank) != token:
+                answered[rank] = token
+                store.set(f"answer/{token.decode()}", life)
+        if time.monotonic() > deadline_s:
+            absent = set(range(1, world_size)) - set(answered)
+            who = in_words(absent) if absent else "a rank that knocked earlier and died"
+            raise HangError(f"{who} did not join the world within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _start_forkserver(module: str = "__main__") -> None:
+    """Start the server that children are forked from, with torch and `module` imported, and threads held back.
+
+    A single-threaded server is what makes forking safe, so OpenMP gets one thread there; each child sets
+    its own number. Gloo looks for the machine's name on the network unless told to stay on loopback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
+    defaults = {"OMP_NUM_THREADS": "1"}
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback:
+        defaults["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    with _defaults_in_environment(defaults), _unmoved_by_stops():
+        multiprocessing.forkserver.ensure_running()
+
+
+@contextmanager
+def _unmoved_by_stops() -> Iterator[None]:
+    """Start the fork server with the signals ignored that ask a run to stop: a job may send them to all processes.
+
+    Where the fork server ends, so do the ranks. Outside the main thread nothing is changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _defaults_in_environment(defaults: dict[str, str]) -> Iterator[None]:
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

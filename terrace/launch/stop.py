@@ -1,0 +1,137 @@
+"""How a run is asked to stop, and how its ranks agree after which step.
+
+A signal may reach one rank, all of them, or the process that started them, at any time. Every rank looks at a key of
+the store after each step; whoever wants to stop writes there a step that no rank can have ended yet: it looks before
+it enters step k + 1, and no rank ends a step before all have entered it, since a step ends with figures of all ranks.
+So all read the key in time and stop after the same step.
+
+In a large world ranks look after every few steps only, so that one store is not asked too often.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from terrace.launch.world import World
+
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)
+)  # Slurm sends SIGUSR1 where a job asks for it
+
+# A launcher passes on a signal that the ranks got as well, when it was sent to all processes of a job.
+_SAME_S = 2.0
+_LOOKS_A_STEP = 512  # ranks that may ask the store in one step: a guess
+_ASKED, _AGREED = "stop/asked", "stop/agreed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Why and after which step all ranks stop: `text` is a signal's name, or what failed."""
+
+    step: int
+    why: Literal["signal", "failed"]
+    text: str
+
+
+class Asked:
+    """Keeps the first signal that asks this process to stop; a later one ends it at once. A context manager.
+
+    Signals within two seconds count as one. Outside the main thread nothing is caught.
+    """
+
+    def __init__(self, signals: Sequence[int] = SIGNALS) -> None:
+        self.name: str | None = None  # of the signal
+        self._signals, self._before, self._since_s = signals, dict[int, Any](), 0.0
+
+    def __enter__(self) -> "Asked":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._take) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.name is None:
+            self.name, self._since_s = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._since_s > _SAME_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
+    """In the process that started the ranks: the first signal is handed to `ask`, a later one does what it did before.
+
+    Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+    first_s: list[float] = []
+
+    def take(number: int, frame: FrameType | None) -> None:
+        if not first_s:
+            first_s.append(time.monotonic())
+            ask(signal.Signals(number).name)
+        elif time.monotonic() - first_s[0] > _SAME_S:
+            signal.signal(number, before[number])
+            os.kill(os.getpid(), number)
+
+    before |= {number: signal.signal(number, take) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ask(store: Any, name: str) -> None:
+    """Ask the ranks of the world whose `store` this is to stop, from outside: they see it after a step."""
+    store.set(_ASKED, name)
+
+
+class Vote:
+    """Settles after which step all ranks of a world stop. Every rank has one, and asks `after` of it at every step."""
+
+    def __init__(self, world: World, asked: Asked) -> None:
+        self._rank, self._alone, self._asked = world.rank, world.world_size == 1, asked
+        self._store = PrefixStore("run", world.store)
+        self._outside = world.store if world.rank == 0 and not world.supervised else None
+        self._every = 1 + world.world_size // _LOOKS_A_STEP
+        self._wish: tuple[Literal["signal", "failed"], str] | None = None
+        self._settled = False
+
+    def fail(self, text: str) -> None:
+        """Ask for an end because something failed here."""
+        self._wish = ("failed", text)
+
+    def after(self, num_done: int) -> Stop | None:
+        """Return the stop that is due now that `num_done` steps are done; the same on every rank."""
+        if num_done % self._every:
+            return None
+        if self._wish is None and self._asked.name is not None:
+            self._wish = ("signal", self._asked.name)
+        if self._wish is None and self._outside is not None and self._outside.check([_ASKED]):
+            self._wish = ("signal", bytes(self._outside.get(_ASKED)).decode())
+        if self._wish is not None and not self._settled:
+            why, text = self._wish
+            step = num_done if self._alone else num_done + self._every
+            # The first that asks decides; whoever asks later in the same step would decide the same.
+            self._store.compare_set(_AGREED, "", json.dumps(asdict(Stop(step=step, why=why, text=text))))
+            self._settled = True
+        if not self._store.check([_AGREED]):
+            return None
+        stop = Stop(**json.loads(bytes(self._store.get(_AGREED))))
+        return stop if num_done >= stop.step else None

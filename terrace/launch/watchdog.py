@@ -1,0 +1,312 @@
+"""The watchdog: a rank whose step stops learns which rank stopped it, says so in one line, and leaves.
+
+A thread publishes where the main thread is to a board in the store. When this rank has not moved for
+its timeout, when a collective fails under it, or when it is told to stop (SIGTERM) because another rank
+died, one rank, elected on the board, reads all heartbeats twice and settles a verdict that every other
+rank repeats: one rank reads, so thousands do not storm the store, and all survivors say the same.
+
+The thread runs while the main thread lets go of the interpreter lock, as collectives and kernels do. A
+rank that never lets go falls silent, and the others name it; its launcher has to end it.
+"""
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from terrace.base.errors import ConfigError, HangError
+from terrace.launch.heartbeats import Board
+from terrace.launch.postmortem import Beat, State, compress, diagnose
+from terrace.launch.world import World, is_communication_error
+
+EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
+EXIT_STOPPED = 128 + signal.SIGTERM  # what a shell reports for SIGTERM
+
+# One store serves all ranks; here it took some 10^5 small calls a second on one core, so this leaves it
+# nearly idle. Other machines: a guess.
+_MAX_WRITES_PER_S = 2000
+_WINDOW_INTERVALS = 4.0
+_ATTEMPTS = 3
+
+_Cause = Literal["error", "stalled", "stopped", "settled"]
+# step, counter, instruction, ranks waited with (None outside a step)
+_Place = tuple[int, int, object, tuple[int, ...] | None]
+
+
+class Watchdog:
+    """Publishes this rank's position and names the culprit when the step stops. A context manager.
+
+    `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats
+    come every `interval_s`, sooner if `timeout_s` is short (eight in a timeout), later in a large world
+    (at most 2000 writes a second in all). `on_hang` delivers the message in place of stderr.
+    `catch_sigterm` holds SIGTERM back until the message is out, and needs the main thread. With `stops`, somebody
+    else handles SIGTERM and ends the run in order: then the watchdog acts on it only where a rank is missing.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        interval_s: float = 0.5,
+        on_hang: Callable[[str], None] | None = None,
+        catch_sigterm: bool = False,
+        stops: bool = False,
+        store_rank: int | None = None,
+    ) -> None:
+        self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
+        self._window_s = _WINDOW_INTERVALS * self._interval_s
+        if self._window_s > timeout_s / 2:
+            raise ConfigError(
+                f"a timeout of {timeout_s:g} s is too short to watch {world_size} ranks: "
+                f"make it at least {2 * self._window_s:g} s"
+            )
+        self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
+        self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
+        self._board = Board(store, rank, world_size, timeout_s)
+        self._place: _Place = (0, 0, "start", None)
+        self._seen: _Place = self._place
+        self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
+        self._group: tuple[tuple[int, ...], str] = ((), "")
+        self._state: State | None = None  # how the rank is leaving, once it is
+        self._reason, self._host = "", f"host {socket.gethostname()}, pid {os.getpid()}"
+        self._told_to_stop = self._closing = False
+        self._published, self._answered, self._answer = threading.Event(), threading.Event(), ""
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def at(self, step: int, counter: int, instruction: object, waiting_on: tuple[int, ...] = ()) -> None:
+        """Say what the main thread does now, and with which ranks it waits (none: it computes).
+
+        One assignment, safe in the hot loop. The thread calls `str(instruction)` later: do not change it.
+        """
+        self._place = (step, counter, instruction, waiting_on)
+
+    def idle(self, what: str = "between steps") -> None:
+        """Say that the main thread is outside a step: no timeout runs until the next `at`."""
+        step, counter, _, _ = self._place
+        self._place = (step, counter, what, None)
+
+    def explain(self, error: BaseException) -> HangError:
+        """Return the error that names the culprit, after a collective failed here with `error`.
+
+        Takes about four intervals; the process's connections must stay open meanwhile.
+        """
+        self._leave("dragged", error)
+        answered = self._answered.wait((_ATTEMPTS + 1) * (2 * self._window_s + 1.0))
+        return HangError(self._answer if answered else self._own_words())
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Turn a communication error inside the block into the `HangError` that names its cause.
+
+        Any other error is published as this rank's own reason to leave, and passes.
+        """
+        try:
+            yield
+        except HangError:
+            raise
+        except BaseException as error:
+            if is_communication_error(error, waiting=bool(self._place[3])):
+                raise self.explain(error) from error
+            self._leave("failed", error)
+            self._published.wait(2 * self._interval_s)
+            raise
+
+    def __enter__(self) -> Self:
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        if self._catch_sigterm:
+            # The C-level handler writes the signal's number to the pipe even while the main thread is
+            # inside a collective; a Python handler must exist for that, and has nothing to do.
+            self._old_handler: Any = signal.getsignal(signal.SIGTERM)
+            if not self._stops:
+                signal.signal(signal.SIGTERM, lambda *_: None)
+            self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state is None:
+            self._leave("failed" if error else "left", error)
+        self._closing = True
+        self._wake()
+        self._thread.join(self._timeout_s)
+        if self._catch_sigterm:
+            signal.set_wakeup_fd(self._old_wakeup)
+            signal.signal(signal.SIGTERM, self._old_handler)
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _leave(self, state: State, error: BaseException | None) -> None:
+        self._reason = "" if error is None else f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        self._published.clear()
+        self._state = state
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        while True:
+            self._beat()
+            if self._closing:
+                return
+            cause = self._cause()
+            if cause is not None:
+                self._act(cause)
+            self._sleep(self._interval_s)
+
+    def _sleep(self, duration_s: float) -> None:
+        if select.select([self._wake_read], [], [], duration_s)[0]:
+            self._told_to_stop |= signal.SIGTERM in os.read(self._wake_read, 4096)
+
+    def _beat(self) -> None:
+        place, now_s = self._place, time.monotonic()
+        # A process that was itself suspended has not watched meanwhile, so the gap does not count.
+        passed_s = min(now_s - self._tick_s, 3 * self._interval_s)
+        still = place is self._seen and place[3] is not None
+        self._still_s = self._still_s + passed_s if still else 0.0
+        self._seen, self._tick_s = place, now_s
+        self._number += 1
+        leaving = self._state
+        with suppress(RuntimeError):  # a store that is gone is reported once it matters, in `_agree`
+            self._board.publish(self._describe(place, leaving))
+        if leaving is not None:
+            self._published.set()
+
+    def _describe(self, place: _Place, leaving: State | None) -> Beat:
+        step, counter, instruction, group = place
+        if group and group != self._group[0]:
+            self._group = (group, compress(group))
+        running: State = "idle" if group is None else "waiting" if group else "computing"
+        return Beat(
+            number=self._number,
+            rank=self._rank,
+            step=step,
+            counter=counter,
+            text=str(instruction),
+            state=leaving or running,
+            group=self._group[1] if group else "",
+            still_s=round(self._still_s, 1),
+            reason=self._reason,
+            place=self._host,
+        )
+
+    def _cause(self) -> _Cause | None:
+        if self._told_to_stop and self._state in (None, "dragged"):
+            stands_still = self._stops and self._state is None and self._still_s >= self._timeout_s - self._window_s
+            return "stalled" if stands_still else "stopped"
+        if self._state is not None:
+            return "error" if self._state == "dragged" and not self._answered.is_set() else None
+        if self._place is not self._seen or self._place[3] is None:
+            return None
+        # The look takes a window, so it starts that much before the timeout.
+        if self._still_s >= self._timeout_s - self._window_s:
+            return "stalled"
+        # A rank that no failing rank talks to hears of the end here. A lost store is found in `_agree`.
+        with suppress(RuntimeError):
+            if self._still_s >= self._window_s and self._board.verdict() is not None:
+                return "settled"
+        return None
+
+    def _act(self, cause: _Cause) -> None:
+        try:
+            verdict = self._agree(cause)
+        except RuntimeError as error:
+            verdict = f"hang {self._without_store(error)}"
+        if verdict is None:
+            return
+        kind, _, message = verdict.partition(" ")
+        if self._state == "dragged" and not self._told_to_stop:
+            self._answer = message
+            self._answered.set()
+        elif self._state in (None, "dragged"):
+            self._die(message, EXIT_HANG if kind == "hang" else EXIT_STOPPED)
+
+    def _agree(self, cause: _Cause) -> str | None:
+        """Return the verdict that all ranks share, or None when this rank moved on meanwhile."""
+        place = self._place
+        patient = cause == "stopped" and self._stops and self._state is None
+        for attempt in range(_ATTEMPTS):
+            verdict = self._board.verdict()
+            if verdict is not None:
+                return verdict
+            if self._board.elect(attempt):
+                verdict = self._look(cause)
+                moved_on = cause == "stalled" and self._place is not place and self._state is None
+                if moved_on or (patient and verdict.startswith("stop ")):
+                    self._board.withdraw(attempt)
+                    return None
+                return self._board.settle(verdict)
+            # Whoever was elected may have died since: wait for two looks, then elect again.
+            deadline_s = time.monotonic() + 2 * self._window_s
+            while time.monotonic() < deadline_s and self._board.verdict() is None:
+                self._sleep(self._interval_s)
+                self._beat()
+                if cause == "stalled" and self._place is not place and self._state is None:
+                    return None
+            if patient:
+                return self._board.verdict()
+        return self._board.verdict() or f"hang {self._own_words()}"
+
+    def _look(self, cause: _Cause) -> str:
+        before, start_s = self._board.read_all(), time.monotonic()
+        while time.monotonic() < start_s + self._window_s:
+            self._sleep(self._interval_s)
+            self._beat()
+        verdict = diagnose(before, self._board.read_all(), time.monotonic() - start_s)
+        if cause == "stopped" and verdict.rule in ("behind", "nobody"):
+            where = self._describe(self._place, None).where()
+            return f"stop rank {self._rank} was told to stop (SIGTERM) at {where}; no rank was missing"
+        return f"hang {verdict.message}"
+
+    def _own_words(self) -> str:
+        beat = self._describe(self._place, None)
+        group = f"; it waits with ranks {beat.group}" if beat.group else ""
+        return f"rank {self._rank} stopped at {beat.where()}{group}; no post-mortem could be made"
+
+    def _without_store(self, error: RuntimeError) -> str:
+        host = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"
+        first = str(error).split("\n")[0]
+        return f"{host} stopped: the store it hosts does not answer ({first}); {self._own_words()}"
+
+    def _die(self, message: str, code: int) -> None:
+        """End the process from here: the main thread may be inside a collective for good."""
+        if self._on_hang is not None:
+            self._on_hang(message)
+        elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop
+            os.write(2, f"terrace: {message} (reported by rank {self._rank})\n".encode())
+        os._exit(code)
+
+
+def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: bool = False) -> Watchdog:
+    """Return the watchdog of `world`, which delivers its message the way the launcher wants it.
+
+    `stops` says that the main thread ends the run in order after SIGTERM.
+    """
+    return Watchdog(
+        PrefixStore("step", world.store),
+        world.rank,
+        world.world_size,
+        timeout_s=timeout_s,
+        interval_s=interval_s,
+        on_hang=world.on_hang,
+        catch_sigterm=world.supervised,
+        stops=stops,
+        store_rank=world.store_rank,
+    )

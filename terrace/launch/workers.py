@@ -1,0 +1,142 @@
+"""What runs inside a process started on this machine: take a job, join its world, run it, report.
+
+One socket pair links a process to its parent. The parent's end exists in the parent only, so its end of
+file means that the parent is gone, however it died, and the process leaves at once.
+"""
+
+import ctypes
+import faulthandler
+import multiprocessing.forkserver
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from terrace.base.errors import HangError, TerraceError
+from terrace.launch.world import World, is_communication_error, open_store
+
+LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of one call; `payload` is the pickled function and its arguments."""
+
+    number: int
+    rank: int
+    world_size: int
+    num_threads: int
+    timeout_s: float
+    backend: str
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one rank's part ended; `payload` is the pickled result, or the class of a `TerraceError`."""
+
+    number: int
+    rank: int
+    kind: Literal["done", "hang", "terrace", "communication", "other"]
+    payload: bytes = b""
+    message: str = ""
+    trace: str = ""
+
+
+def serve(link: "Connection[Any, Any]", port: int) -> None:
+    """Run jobs that arrive on `link` until told to stop; the store is on `port` of this machine.
+
+    A process whose job failed reports and exits: its connections close, which its peers notice.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _die_with_the_forkserver()
+    inbox: queue.SimpleQueue[Job | str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(link, inbox), name="link", daemon=True).start()
+    lock = threading.Lock()
+
+    def send(report: Report) -> None:
+        with lock:  # the watchdog's thread reports, too
+            link.send(report)
+
+    while isinstance(job := inbox.get(), Job):
+        try:
+            send(_run(job, port, send))
+        except BaseException as error:
+            send(_failure(job, error))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        inbox.get()  # the parent says when every rank is done: only then may connections close
+        dist.destroy_process_group()
+
+
+def _run(job: Job, port: int, send: Any) -> Report:
+    torch.set_num_threads(job.num_threads)
+    timeout = timedelta(seconds=job.timeout_s)
+    store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, host_it=False, timeout_s=job.timeout_s))
+    device = torch.device("cuda", job.rank) if job.backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        job.backend,
+        store=PrefixStore("group", store),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
+
+    def on_hang(message: str) -> None:
+        send(Report(job.number, job.rank, "hang", message=message))
+
+    world = World(job.rank, job.world_size, job.rank, job.world_size, PrefixStore("world", store), on_hang)
+    function, arguments = pickle.loads(job.payload)
+    return Report(job.number, job.rank, "done", pickle.dumps(function(world, *arguments)))
+
+
+def _failure(job: Job, error: BaseException) -> Report:
+    message, trace = str(error), "".join(traceback.format_exception(error))
+    if isinstance(error, HangError):
+        return Report(job.number, job.rank, "hang", message=message)
+    if isinstance(error, TerraceError):
+        return Report(job.number, job.rank, "terrace", pickle.dumps(type(error)), message, trace)
+    kind: Any = "communication" if is_communication_error(error, waiting=False) else "other"
+    return Report(job.number, job.rank, kind, message=f"{type(error).__name__}: {message}", trace=trace)
+
+
+def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[Job | str]") -> None:
+    while True:
+        try:
+            inbox.put(link.recv())
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _die_with_the_forkserver() -> None:
+    """Have the kernel end this process when the fork server ends, which it does after its starter.
+
+    The second line of defence: it works on a process that is stopped, or whose main thread never lets
+    go of the interpreter lock. The fork server stays while any process holds its lifeline, so ours goes.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    lifeline = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
+    if lifeline is not None:
+        os.close(lifeline)
+        multiprocessing.forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

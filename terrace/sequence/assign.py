@@ -1,0 +1,337 @@
+"""Which places attend to which sequence: `balance = "cost"`. Pure, deterministic, the same on every rank.
+
+Longest first, under a limit on the seconds of a place (Zeppelin, 2509.21841, section 4, has two levels of buckets; here
+there are as many as tiers that join places):
+
+    one place     the least full one whose seconds stay below the limit, else the one with the least seconds
+    a ring        of as few places of one unit as stay below the limit, the least full ones, in the least full unit
+    whole units   as few as stay below the limit, the least full ones, of the innermost tier where some do
+
+and where nothing stays below it, the group that ends first, and that is the limit from then on. A place is as full as
+its part of the limit, or of an even share of the tokens, whichever is more; and the limit leaves room for the shortest
+sequences. So long ones even out the seconds, and short ones, which take next to none, fill up places with few tokens:
+then little has to be moved for the linear layers. Limits begin a little above what a perfect cut would take, and more
+are tried while the outcome is beyond it.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from terrace.base.errors import PlanError
+from terrace.sequence.cost import WorkCost, ring_tokens
+from terrace.sequence.groups import Groups
+from terrace.sequence.segments import Segment
+
+
+class _Try(NamedTuple):
+    """A limit, and for what it leaves room at first."""
+
+    slack: float  # the limit over what a perfect cut takes
+    reserved: float  # part of the work, in the shortest sequences; the more, the wider are the rings of others
+    longest: float  # of these, in limits
+
+
+_TRIES = (
+    _Try(1.004, 0.03, 0.1),
+    _Try(1.015, 0.03, 1.0),
+    _Try(1.004, 0.0, 0.0),
+    *(
+        _Try(slack, reserved, 1.0)
+        for slack in (1.004, 1.015, 1.03, 1.0, 1.022, 1.045, 1.06, 1.08, 1.11, 1.15)
+        for reserved in (0.03, 0.0, 0.1, 0.2, 0.4)
+    ),
+)
+_ENOUGH = 1.02  # of the perfect cut: no further limit is tried
+_EFFORT, _LEAST_TRIES = 6000, 3  # sequences and places of all tries together, which is what they cost
+_GROWTH, _HALVINGS = 1.2, 5  # the perfect cut is found to 1.2 / 2^5, half a percent
+_NEIGHBOURS = 3  # units of a tier that are looked at for a ring, the least full ones
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Segments in the order of the lengths, whose tokens are numbered one sequence after the other."""
+
+    segments: tuple[Segment, ...]
+    seconds: tuple[float, ...]  # of attention of each place, one layer, forward and backward
+    tokens: tuple[int, ...]  # that each place attends to, at most
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds until the last place is done."""
+        return max(self.seconds)
+
+
+def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
+    """Return which of the places attend to the sequences, none to more than `capacity` tokens.
+
+    `place_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit,
+    which they do with the `sure_capacity`.
+    """
+    assert all(length > 0 for length in lengths)
+    groups = Groups(tuple(place_degrees), cost, capacity)
+    _check_room(lengths, groups)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    whole_s = [cost.whole_s(length) for length in lengths]
+    perfect = _perfect_s(lengths, whole_s, order, groups)
+    best = _round_robin(lengths, whole_s, groups)
+    for attempt in _TRIES[: max(_LEAST_TRIES, _EFFORT // (len(lengths) + groups.num_places))]:
+        found = _Filling(groups, sum(lengths), perfect * attempt.slack).fill(lengths, whole_s, order, attempt)
+        if found and (best is None or max(found.seconds) < max(best.seconds)):
+            best = found
+        if best and max(best.seconds) <= perfect * _ENOUGH:
+            break
+    best = best or _spread_out(lengths, whole_s, order, groups)
+    if best is None:
+        raise PlanError(
+            f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {groups.num_places} places of "
+            f"{capacity} tokens: lower the tokens of a micro-batch or give a place more"
+        )
+    starts = accumulate(lengths, initial=0)
+    segments = tuple(
+        Segment(start, start + length, places, ring)
+        for start, length, (places, ring) in zip(starts, lengths, best.groups, strict=False)
+    )
+    return Assignment(segments, tuple(best.seconds), tuple(best.tokens))
+
+
+def sure_capacity(lengths: Sequence[int], num_places: int) -> int:
+    """Return a capacity with which these sequences fit on so many places, about two even shares of the tokens.
+
+    With s tokens an even share, let the n sequences longer than s be rings over all places, which brings a place no
+    more than their length over the places and 2 each; and let every other one go to the place with the fewest tokens,
+    which has at most s + 2n before and s more then.
+    """
+    share = -(-sum(lengths) // num_places)
+    return 2 * share + 2 * sum(length > share for length in lengths)
+
+
+def _check_room(lengths: Sequence[int], groups: Groups) -> None:
+    longest = max(lengths, default=0)
+    needed = min(ring_tokens(longest, shape.num_places) for shape in groups.shapes)
+    if needed > groups.capacity or sum(lengths) > groups.capacity * groups.num_places:
+        raise PlanError(
+            f"{sum(lengths)} tokens, the longest document {longest}, do not fit on {groups.num_places} places of "
+            f"{groups.capacity} tokens: shorten documents, add ranks to the context axis or give a place more tokens"
+        )
+
+
+def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups) -> float:
+    """Return about the least makespan that seconds of all places allow: what takes longer alone is on narrow rings."""
+    total = sum(whole_s)
+    low = total / groups.num_places
+    alone = [
+        (lengths[index], whole_s[index]) for index in order if whole_s[index] > low or lengths[index] > groups.capacity
+    ]
+    rest = total - sum(seconds for _, seconds in alone)
+
+    def is_possible(limit: float) -> bool:
+        wanted = rest
+        for length, seconds in alone:
+            index = _narrowest(length, seconds, groups, limit)
+            if index < 0:
+                return False
+            wanted += groups.seconds(length, index) * groups.shapes[index].num_places
+        return wanted <= limit * groups.num_places
+
+    high = low
+    while not is_possible(high):
+        low, high = high, high * _GROWTH
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return high
+
+
+def _narrowest(length: int, alone_s: float, groups: Groups, limit: float) -> int:
+    """Return the index of the first group on which a sequence ends before the limit, or -1."""
+    for _, indices in groups.wide(max(alone_s / limit * (1 - 1e-9), length / groups.capacity)):
+        for index in indices:
+            if groups.fits(length, index) and groups.seconds(length, index) <= limit:
+                return index
+    return -1
+
+
+def _last(whole_s: Sequence[float], order: Sequence[int], part: float, short_s: float) -> tuple[int, float]:
+    """Return where the last sequences begin, all short, that are no more than `part` of the work, and their seconds."""
+    at, most, seconds = len(order), part * sum(whole_s), 0.0
+    while at and whole_s[order[at - 1]] <= min(short_s, most - seconds):
+        at -= 1
+        seconds += whole_s[order[at]]
+    return at, seconds
+
+
+_Group = tuple[tuple[int, ...], tuple[int, ...]]  # places, and the degrees of their ring
+
+
+class _Dealt(NamedTuple):
+    """The group of every sequence; seconds and tokens of every place."""
+
+    groups: list[_Group]
+    seconds: list[float]
+    tokens: list[int]
+
+
+def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], groups: Groups) -> _Dealt | None:
+    """Return the sequences dealt out to one place after the other; None where a place has no room for its own."""
+    seconds, tokens = [0.0] * groups.num_places, [0] * groups.num_places
+    for index, length in enumerate(lengths):
+        place = index % groups.num_places
+        seconds[place] += whole_s[index]
+        tokens[place] += length
+    chosen: list[_Group] = [((index % groups.num_places,), (1,)) for index in range(len(lengths))]
+    return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
+
+
+def _spread_out(
+    lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups
+) -> _Dealt | None:
+    """Return what `sure_capacity` says; None where that does not fit either."""
+    num_places, widest = groups.num_places, len(groups.shapes) - 1
+    share = -(-sum(lengths) // num_places)
+    chosen: list[_Group] = [((), ())] * len(lengths)
+    seconds, tokens = [0.0] * num_places, [0] * num_places
+    for index in order:
+        if lengths[index] > share:
+            places, part = tuple(range(num_places)), ring_tokens(lengths[index], num_places)
+            part_s = groups.seconds(lengths[index], widest)
+        else:
+            places, part, part_s = (tokens.index(min(tokens)),), lengths[index], whole_s[index]
+        for place in places:
+            tokens[place] += part
+            seconds[place] += part_s
+        chosen[index] = places, groups.shapes[widest if len(places) > 1 else 0].ring
+    return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
+
+
+@dataclass
+class _Units:
+    """The units of a tier: sums of how full their places are, most seconds and most tokens of a place."""
+
+    size: int
+    full: list[float]
+    seconds: list[float]
+    tokens: list[int]
+
+    @staticmethod
+    def empty(size: int, num_places: int) -> "_Units":
+        number = num_places // size
+        return _Units(size, [0.0] * number, [0.0] * number, [0] * number)
+
+
+class _Filling:
+    """Places as they fill up under a limit."""
+
+    def __init__(self, groups: Groups, num_tokens: int, limit: float) -> None:
+        self.groups, self.limit, self.capacity = groups, limit, groups.capacity
+        num_places = groups.num_places
+        self.units = [_Units.empty(size, num_places) for size in (1, *groups.sizes)]  # children of tier i: units[i]
+        places = self.units[0]
+        self.seconds, self.tokens, self.full = places.seconds, places.tokens, places.full
+        self.per_second = 1 / limit if limit else 0.0
+        self.per_token = num_places / num_tokens if num_tokens else 0.0
+        self.by_full = [(0.0, place) for place in range(num_places)]  # heaps, whose entries may be of the past
+        self.by_seconds = list(self.by_full)
+
+    def fill(
+        self, lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], attempt: _Try
+    ) -> _Dealt | None:
+        """Return the sequences dealt out in this order; None when one has no room left."""
+        chosen: list[_Group] = [((), ())] * len(lengths)
+        last, reserved_s = _last(whole_s, order, attempt.reserved, self.limit * attempt.longest)
+        reserved_s /= self.groups.num_places
+        self.limit -= reserved_s
+        for at, index in enumerate(order):
+            self.limit += reserved_s if at == last else 0.0
+            length, alone_s = lengths[index], whole_s[index]
+            place = self._one_place(length, alone_s)
+            if place >= 0:
+                self._add(place, length, alone_s)
+                chosen[index] = (place,), (1,)
+                continue
+            found = self._several(length, alone_s)
+            if found is None:
+                return None
+            number, places = found
+            shape = self.groups.shapes[number]
+            seconds, part = self.groups.seconds(length, number), ring_tokens(length, shape.num_places)
+            for place in places:
+                self._add(place, part, seconds)
+            chosen[index] = places, shape.ring
+        return _Dealt(chosen, self.seconds, self.tokens)
+
+    def _one_place(self, length: int, alone_s: float) -> int:
+        """Return the place for a sequence that fits on one below the limit, or -1."""
+        room_s, room = self.limit - alone_s, self.capacity - length
+        if room_s < 0 or room < 0:
+            return -1
+        for heap, values in ((self.by_full, self.full), (self.by_seconds, self.seconds)):
+            while heap[0][0] != values[heap[0][1]]:
+                heapq.heappop(heap)
+            place = heap[0][1]
+            if self.seconds[place] <= room_s and self.tokens[place] <= room:
+                return place
+        return -1
+
+    def _add(self, place: int, num_tokens: int, seconds: float) -> None:
+        self.seconds[place] = seconds = self.seconds[place] + seconds
+        self.tokens[place] = num_tokens = self.tokens[place] + num_tokens
+        full = max(seconds * self.per_second, num_tokens * self.per_token)
+        more = full - self.full[place]
+        self.full[place] = full
+        for units in self.units[1:]:
+            unit = place // units.size
+            units.full[unit] += more
+            if seconds > units.seconds[unit]:
+                units.seconds[unit] = seconds
+            if num_tokens > units.tokens[unit]:
+                units.tokens[unit] = num_tokens
+        heapq.heappush(self.by_full, (full, place))
+        heapq.heappush(self.by_seconds, (seconds, place))
+
+    def _several(self, length: int, alone_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """Return the shape and the places of the first group below the limit, else of the one that ends first."""
+        least = max(alone_s / self.limit if self.limit else 1.0, length / self.capacity)
+        best: _Found | None = None
+        for tier, indices in self.groups.wide(least):
+            for unit in _smallest(self.units[tier + 1].full, _NEIGHBOURS):
+                found = self._in_unit(length, indices, tier, unit)
+                if found and (best is None or found[0] < best[0]):
+                    best = found
+                if best and best[0] <= self.limit:
+                    return best[1:]
+        if best is None:
+            return None
+        self.limit = best[0]  # staying below the old one has no more use
+        return best[1:]
+
+    def _in_unit(self, length: int, indices: Sequence[int], tier: int, unit: int) -> "_Found | None":
+        """Return the end, the shape and the places of the same among the children of one unit, least seconds first."""
+        children, number = self.units[tier], self.groups.place_degrees[tier]
+        order = sorted(range(unit * number, (unit + 1) * number), key=children.seconds.__getitem__)
+        most = max(children.tokens[unit * number : (unit + 1) * number])
+        best: tuple[float, int, list[int]] | None = None
+        for index in indices:
+            shape = self.groups.shapes[index]
+            room = self.capacity - ring_tokens(length, shape.num_places)
+            open_ = order if most <= room else [child for child in order if children.tokens[child] <= room]
+            if len(open_) < shape.num_children:
+                continue
+            ends = children.seconds[open_[shape.num_children - 1]] + self.groups.seconds(length, index)
+            if best is None or ends < best[0]:
+                best = ends, index, open_[: shape.num_children]
+            if ends <= self.limit:
+                break
+        if best is None:
+            return None
+        places = (range(child * children.size, (child + 1) * children.size) for child in sorted(best[2]))
+        return best[0], best[1], tuple(place for run in places for place in run)
+
+
+_Found = tuple[float, int, tuple[int, ...]]  # when a sequence ends, the index of its shape, its places
+
+
+def _smallest(values: Sequence[float], number: int) -> list[int]:
+    return heapq.nsmallest(number, range(len(values)), key=values.__getitem__)

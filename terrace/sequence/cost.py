@@ -1,0 +1,155 @@
+"""What attention to a sequence costs on the places of a group, in seconds of one layer, forward and backward.
+
+A place attends to a whole sequence of L tokens, or G places are a ring (terrace.sequence.segments): 2G chunks of
+c = ceil(L / 2G) tokens, two a place, so that each of the G rounds multiplies the same area. While a round computes, the
+keys of the next one travel; the gradients of keys return to their owner after the last round, hidden by nothing:
+
+    area(L)       L^2 / 2 pairs of a query and a key; under a window W < L, W L - W^2 / 2
+    whole         (forwards + backward) pair_s area(L)
+    round         t = pair_s area(2Gc) / G^2 forward and `backward` t backward
+    link i        x_i(bytes) = latency_i + (bytes + half_bytes_i) / rate_i, of the keys of 2c tokens
+    ring          over `forwards` and backward, t + sum over rounds that cross tier i of max(t, x_i);  + x_outermost
+
+Not modelled: sequences of one place hide each other's exchanges, kernels are less efficient on short sequences. So
+modelled seconds of a place are a sum over its sequences, and an upper figure where there are many.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrace.base.errors import ClusterError, did_you_mean
+from terrace.cluster import Cluster, Tier
+from terrace.plan.context import Heads
+from terrace.plan.wire import FORMATS
+
+FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What one rank sends over a tier while all others do the same."""
+
+    bytes_per_s: float  # of large messages
+    latency_s: float
+    half_bytes: float = 0.0  # of a message that reaches half of the rate
+
+    @staticmethod
+    def of(tier: Tier) -> "Link":
+        """Return the link of a tier."""
+        rate = tier.bandwidth_bytes_per_s * tier.efficiency
+        return Link(bytes_per_s=rate, latency_s=tier.latency_s, half_bytes=tier.half_bytes)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds of one message."""
+        return self.latency_s + (num_bytes + self.half_bytes) / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkCost:
+    """Seconds and bytes of one layer on one rank: a part of its place, with its part of the heads."""
+
+    links: tuple[Link, ...]  # of the tiers, innermost first
+    pair_s: float  # forward attention of a query and a key
+    key_bytes: float  # keys and values of a token
+    query_bytes: float  # queries of a token, or its output
+    token_s: float = 0.0  # the linear part, forwards and backward, of a token that a rank holds
+    backward: float = FLASH_BACKWARD  # attention backward, in forwards
+    window: int = 0  # 0: none
+    forwards: float = 1.0  # with those that recomputation runs again; of several layers, the mean
+
+    @staticmethod
+    def of(
+        cluster: Cluster,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        ulysses: int = 1,
+        window: int = 0,
+        token_s: float = 0.0,
+        compute: str = "bf16",
+        forwards: float = 1.0,
+    ) -> "WorkCost":
+        """Return the cost on a cluster of flash attention with so many heads on a place of `ulysses` ranks.
+
+        4 FLOPs a pair and element of a head, at the share of the peak that attention reaches. Raises `ClusterError`
+        when the device has no peak of that dtype.
+        """
+        peaks = cluster.device.peak_flops_per_s
+        if compute not in peaks:
+            known = did_you_mean(compute, peaks)
+            raise ClusterError(f"device {cluster.device.name!r} has no peak_flops_per_s.{compute}: add it{known}")
+        part = Heads(heads, kv_heads, head_dim).of_part(ulysses)
+        flops = 4.0 * part.queries * head_dim
+        item = FORMATS[compute].element_bytes
+        return WorkCost(
+            links=tuple(Link.of(tier) for tier in cluster.tiers),
+            pair_s=flops / (peaks[compute] * cluster.device.kernels.attention),
+            key_bytes=2.0 * item * head_dim * part.keys,
+            query_bytes=float(item * head_dim * part.queries),
+            token_s=token_s,
+            window=window,
+            forwards=forwards,
+        )
+
+    @cached_property
+    def whole_pair_s(self) -> float:
+        """Seconds of a query and a key, forwards and backward."""
+        return (self.forwards + self.backward) * self.pair_s
+
+    def area(self, length: int) -> float:
+        """Return how many pairs of a query and a key a sequence has."""
+        if 0 < self.window < length:
+            return self.window * (length - self.window / 2)
+        return length * length / 2
+
+    def whole_s(self, length: int) -> float:
+        """Return the seconds of a sequence on one place."""
+        return self.whole_pair_s * self.area(length)
+
+    def ring_s(self, length: int, degrees: tuple[int, ...]) -> float:
+        """Return the seconds of a sequence on each place of a ring, of so many members on each tier."""
+        num_places = math.prod(degrees)
+        if num_places == 1:
+            return self.whole_s(length)
+        tokens = ring_tokens(length, num_places)
+        forward = self.pair_s * self.area(tokens * num_places) / num_places**2
+        backward = self.backward * forward
+        total, home, plain = (
+            self.forwards * forward + backward,
+            0.0,
+            1,
+        )  # the first exchange of the backward has no gradients yet
+        for link, number in zip(self.links, crossings(degrees), strict=True):
+            if number:
+                home = link.seconds(tokens * self.key_bytes)
+                both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and the gradients of those before
+                total += self.forwards * number * max(forward, home)
+                total += plain * max(backward, home) + (number - plain) * max(backward, both_s)
+                plain = 0
+        return total + home
+
+    def move_s(self, tier: int, num_tokens: int) -> float:
+        """Return the seconds in which tokens are attended to on another place than holds them, there and back.
+
+        Forward, queries, keys and values go and outputs return; backward, gradients go the other way round.
+        """
+        link = self.links[tier]
+        to_attention = link.seconds(num_tokens * (self.query_bytes + self.key_bytes))
+        return (self.forwards + 1) * (to_attention + link.seconds(num_tokens * self.query_bytes))
+
+
+def ring_tokens(length: int, num_places: int) -> int:
+    """Return how many tokens of a sequence a place of a ring attends to at most."""
+    return length if num_places == 1 else 2 * -(-length // (2 * num_places))
+
+
+def crossings(degrees: Sequence[int]) -> list[int]:
+    """Return in how many rounds a ring of so many members on each tier crosses the tier; all its members at once."""
+    beyond, found = math.prod(degrees), []
+    for degree in degrees:
+        found.append(beyond - beyond // degree)
+        beyond //= degree
+    return found

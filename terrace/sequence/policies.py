@@ -1,0 +1,192 @@
+"""What the documents of a micro-step would cost under different policies, in the same model: one layer, both ways.
+
+    tokens        whole documents packed so that every place has about as many tokens; the longest row is all rows'
+                  length
+    even ring     every document cut over all places, two chunks each (zig-zag), and keys passed round one flat ring,
+                  which crosses the slowest tier in every round: context parallelism as Transformer Engine has it, the
+                  baseline of Zeppelin (2509.21841). Documents are padded to two chunks a place, as there
+    tiered ring   the same in the order of a segment (terrace.sequence.segments), which crosses slow tiers seldom
+    cost          groups by cost, tokens held evenly and moved to where they are attended to (terrace.sequence.assign,
+                  terrace.sequence.held)
+
+A layer takes the linear part of what a place holds, the attention of the slowest place, and what moving takes the place
+that moves most: an upper figure, as if moves and attention never overlapped. The exchange among the parts of a place
+(Ulysses) is the same under all and left out; so are what short documents cost kernels, and launches.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrace.plan.context import tier_between
+from terrace.sequence.assign import Assignment, assign
+from terrace.sequence.bound import makespan_bound_s
+from terrace.sequence.cost import WorkCost, crossings, ring_tokens
+from terrace.sequence.held import moves
+from terrace.sequence.view import num_rows
+
+POLICIES = ("tokens", "even ring", "tiered ring", "cost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyCost:
+    """What a policy costs: seconds of one layer, forward and backward, and bytes of one part of every place."""
+
+    policy: str
+    attention_s: tuple[float, ...]  # of each place
+    linear_s: float
+    moved_s: float
+    sent_bytes: tuple[float, ...]  # by tier, innermost first
+    bound_s: float  # which attention is not below under any assignment of documents to groups
+
+    @property
+    def layer_s(self) -> float:
+        """Seconds of the layer."""
+        return self.linear_s + max(self.attention_s) + self.moved_s
+
+    @property
+    def imbalance(self) -> float:
+        """Attention of the slowest place over that of the mean."""
+        total = sum(self.attention_s)
+        return max(self.attention_s) * len(self.attention_s) / total if total else 1.0
+
+
+def policy_costs(
+    lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int
+) -> tuple[PolicyCost, ...]:
+    """Return the cost of every policy, in the order of `POLICIES`; arguments and errors are those of `assign`."""
+    found = assign(lengths, place_degrees, cost, capacity)
+    bound_s = makespan_bound_s(lengths, place_degrees, cost, capacity)
+    return (
+        _tokens(lengths, math.prod(place_degrees), cost, bound_s),
+        _ring("even ring", *_flat_rounds(place_degrees), lengths, cost, bound_s),
+        _ring("tiered ring", *_tiered_rounds(place_degrees), lengths, cost, bound_s),
+        _cost(lengths, found, place_degrees, cost, bound_s),
+    )
+
+
+def _tokens(lengths: Sequence[int], num_places: int, cost: WorkCost, bound_s: float) -> PolicyCost:
+    rows, seconds = [0] * num_places, [0.0] * num_places
+    for length in sorted(lengths, reverse=True):
+        place = rows.index(min(rows))
+        rows[place] += length
+        seconds[place] += cost.whole_s(length)
+    return PolicyCost(
+        policy="tokens",
+        attention_s=tuple(seconds),
+        linear_s=max(rows) * cost.token_s,
+        moved_s=0.0,
+        sent_bytes=(0.0,) * len(cost.links),
+        bound_s=bound_s,
+    )
+
+
+_Messages = tuple[int, ...]  # how many places send over each tier
+
+
+def _flat_rounds(place_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
+    """Return the messages of every round of a flat ring over all places, and of the way home."""
+    num_places, once = math.prod(place_degrees), [0] * len(place_degrees)
+    for place in range(num_places if num_places > 1 else 0):
+        once[tier_between(place_degrees, place, (place + 1) % num_places)] += 1
+    return [tuple(once)] * (num_places - 1), tuple(once)
+
+
+def _tiered_rounds(place_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
+    """Return the same of a ring in the order of a segment."""
+    num_places, tiers = math.prod(place_degrees), range(len(place_degrees))
+    crossed = [tier for tier, number in enumerate(crossings(place_degrees)) for _ in range(number)]
+    rounds = [tuple(num_places * (tier == here) for tier in tiers) for here in crossed]
+    return rounds, rounds[-1] if rounds else (0,) * len(place_degrees)
+
+
+def _ring(
+    policy: str,
+    rounds: Sequence[_Messages],
+    home: _Messages,
+    lengths: Sequence[int],
+    cost: WorkCost,
+    bound_s: float,
+) -> PolicyCost:
+    """Return the cost of a ring over all places whose keys go round, and the gradients of keys home at last."""
+    num_places = len(rounds) + 1
+    tokens = sum(ring_tokens(length, num_places) for length in lengths)
+    padded = (ring_tokens(length, num_places) * num_places for length in lengths)
+    forward = cost.pair_s * sum(map(cost.area, padded)) / num_places**2
+    backward = cost.backward * forward
+    attention_s = cost.forwards * forward + backward
+    num_messages: list[float] = list(home)
+    for step, sent in enumerate(rounds):
+        key_s, both_s = _slowest_s(cost, sent, tokens), _slowest_s(cost, sent, 2 * tokens)
+        attention_s += cost.forwards * max(forward, key_s) + max(backward, both_s if step else key_s)
+        num_messages = [
+            before + _messages(cost, 1, is_first=step == 0) * number
+            for before, number in zip(num_messages, sent, strict=True)
+        ]
+    attention_s += _slowest_s(cost, home, tokens)
+    return PolicyCost(
+        policy=policy,
+        attention_s=(attention_s,) * num_places,
+        linear_s=tokens * cost.token_s,
+        moved_s=0.0,
+        sent_bytes=tuple(number * tokens * cost.key_bytes for number in num_messages),
+        bound_s=bound_s,
+    )
+
+
+def _slowest_s(cost: WorkCost, sent: _Messages, num_tokens: int) -> float:
+    """Return the seconds until keys of so many tokens are over all tiers that they cross."""
+    links = (link for link, number in zip(cost.links, sent, strict=True) if number)
+    return max((link.seconds(num_tokens * cost.key_bytes) for link in links), default=0.0)
+
+
+def _cost(
+    lengths: Sequence[int], found: Assignment, place_degrees: Sequence[int], cost: WorkCost, bound_s: float
+) -> PolicyCost:
+    num_places = math.prod(place_degrees)
+    sent, attended = [0.0] * len(cost.links), [0] * num_places
+    for segment in found.segments:
+        for index, place in enumerate(segment.places):
+            attended[place] += num_rows(segment.shard(index))
+        key_bytes, home = (segment.stop - segment.start) * cost.key_bytes, -1
+        for tier, number in enumerate(crossings(_degrees(segment.places, place_degrees))):
+            if number:
+                sent[tier] += _messages(cost, number, is_first=home < 0) * key_bytes
+                home = tier
+        if home >= 0:
+            sent[home] += key_bytes
+    room = -(-sum(lengths) // num_places)
+    gone = [[0] * num_places for _ in cost.links]
+    come = [[0] * num_places for _ in cost.links]
+    for source, to, number in moves(attended, place_degrees, room):
+        tier = tier_between(place_degrees, source, to)
+        gone[tier][source] += number
+        come[tier][to] += number
+        sent[tier] += (cost.forwards + 1) * number * (2 * cost.query_bytes + cost.key_bytes)
+    moved_s = max(
+        sum(cost.move_s(tier, max(gone[tier][place], come[tier][place])) for tier in range(len(cost.links)))
+        for place in range(num_places)
+    )
+    return PolicyCost(
+        policy="cost",
+        attention_s=found.seconds,
+        linear_s=room * cost.token_s,
+        moved_s=moved_s,
+        sent_bytes=tuple(sent),
+        bound_s=bound_s,
+    )
+
+
+def _messages(cost: WorkCost, num_rounds: int, *, is_first: bool) -> float:
+    """Return how often keys or their gradients go in so many rounds: the first of all brings no gradients."""
+    return (cost.forwards + 2) * num_rounds - is_first
+
+
+def _degrees(places: Sequence[int], place_degrees: Sequence[int]) -> list[int]:
+    """Return how many members a group has on each tier."""
+    degrees, units = [], set(places)
+    for degree in place_degrees:
+        inside = len(units)
+        units = {unit // degree for unit in units}
+        degrees.append(inside // len(units))
+    return degrees

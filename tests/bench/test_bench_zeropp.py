@@ -1,0 +1,188 @@
+"""ZeroPP in the planner, gathered and reduced once a unit and chunk, and its contest with Megatron's three axes."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.zeropp import HEADER, PARTS_HEADER, clusters, contest, gpt, parts, parts_rows, percent, plan_words, row
+from bench.zeropp import summary as summary_of
+from terrace.base.errors import PlanError
+from terrace.planner import Pins, Search, Space, Task, parse_pins, plan_of
+from terrace.planner.chosen import choice_of
+from terrace.planner.explain import choice_changes, reasons
+from terrace.planner.search import cores_of, exhaustive, units_of
+from terrace.planner.space import placements, shapes
+from terrace.planner.staged import stage_steps
+from terrace.planner.stages import traits
+from terrace.planner.task import DATA, PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.program import Op
+from terrace.program.schedules import schedule_names, takes_unit
+from tests.support.planner_cases import CLUSTERS, evaluator_of, sized, small_task
+from tests.support.planner_cases import gpt as small_gpt
+
+EIGHT = small_gpt(8, 512, 4, vocab=1000, positions=512)
+DGX = CLUSTERS["dgx 4x2"]
+ROWS = ((4, 1, 1, 1), (1, 1, 1, 2))  # four data ranks inside the node, two stages across nodes
+ZEROPP = Pins({"pipeline": (2, 8)}, "zeropp")
+
+
+def choice_in(unit: int, chunks: int = 4) -> Choice:
+    return Choice(0, unit, "zeropp", chunks, 1, Placement(0, 0, 0), ROWS)
+
+
+@pytest.mark.parametrize("unit", [1, 2, 4, 8])
+def test_a_chunk_is_gathered_once_a_unit_and_pass_and_reduced_once_a_unit(unit: int) -> None:
+    own, chunks = evaluator_of(small_task(DGX, batch=32, model=EIGHT)), 4
+    choice = choice_in(unit)
+    pipeline, _ = own.stages(choice)
+    program, _ = own.program(pipeline.parts[0], choice, 8)
+    counts = Counter(instruction.op for instruction in program.instructions)
+    units = 8 // unit
+    assert counts[Op.FORWARD] == counts[Op.BACKWARD] == 8 * chunks
+    assert counts[Op.REDUCE] == units * chunks
+    # The last chunk stays from its forward to its backward, the first from one unit to the next.
+    assert counts[Op.GATHER] == chunks + (units - 1) * (chunks - 1) + units * (chunks - 1)
+
+
+def test_bytes_follow_the_published_formula() -> None:
+    """36 B h^2 / U elements a layer (2402.03791, abstract), but for the chunks that stay; B counts a rank's own."""
+    own, hidden = evaluator_of(small_task(DGX, batch=64, model=EIGHT)), 512
+    sent = {unit: own.sent_bytes(choice_in(unit)) for unit in (1, 2, 4, 8)}
+    micros, layers, ranks = 16, 4, 4
+    for unit, found in sent.items():
+        moved = sum(found.get((name, "node"), 0) for name in ("gather", "gather backward", "gather_backward", "reduce"))
+        formula = layers * 36 * micros / unit * hidden**2 * 2 * (ranks - 1) / ranks
+        assert 0.7 < moved / formula < 1.45  # the embedding is more, what stays is less
+    halved = [sum(sent[unit].values()) - sum(sent[2 * unit].values()) for unit in (1, 2, 4)]
+    assert halved[0] > 1.9 * halved[1] > 3.6 * halved[2] > 0
+
+
+def test_longer_units_wait_less_and_keep_more() -> None:
+    slow = sized("pcie-a100", 4, 2)
+    own = evaluator_of(small_task(slow, batch=64, model=EIGHT))
+    found = [own.evaluate(choice_in(unit)) for unit in (2, 4, 8)]
+    steps = [each.step_s for each in found]
+    kept = [each.memory_bytes["activations"] for each in found]
+    assert steps == sorted(steps, reverse=True)
+    assert kept == sorted(kept)
+    assert kept[2] > 1.5 * kept[1]
+    # Two chunks of four are whole at once, their gradients too.
+    whole = found[0].memory_bytes["gathered"]
+    fewer = own.evaluate(choice_in(2, chunks=2)).memory_bytes["gathered"]
+    assert 1.5 * whole < fewer < 2.1 * whole
+    assert found[0].memory_bytes["grads_full"] == whole
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_bounds_of_units_never_exceed_the_evaluation(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["dgx 4x2", "frontier 2x2x2", "ethernet 2x2", "lab 2x2x2"]))
+    task = small_task(CLUSTERS[name], batch=24, model=EIGHT)
+    space, evaluator = Space(task=task, pins=ZEROPP), evaluator_of(task)
+    shape = data.draw(st.sampled_from([each for each in shapes(space) if each.context == 1]))
+    cores = list(cores_of(space, evaluator.bounds, shape))
+    if not cores:
+        return
+    core = data.draw(st.sampled_from(cores))
+    root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
+    played = evaluator.bounds.play(core)
+    placement = data.draw(st.sampled_from(placements(space, shape)))
+    (unit,) = units_of(space, core, placement)
+    choice = played.choice(placement, unit)
+    estimate = evaluator.evaluate(choice)
+    placed_s = evaluator.bounds.placed_s(played, placement, unit)
+    assert max(root.bound_s, core.bound_s, played.bound_s, placed_s) <= estimate.step_s
+    for each in (root, core, played):
+        assert evaluator.bounds.least_bytes(each, placement, unit) <= estimate.needed_bytes
+    assert placed_s >= 0.2 * estimate.step_s
+    assert choice_of(task, plan_of(task, choice)) == choice
+    step = stage_steps(evaluator, choice)
+    assert step.stretch * step.timeline.makespan_s + step.tail_s == pytest.approx(estimate.step_s, rel=1e-12)
+    for stage in step.stages:
+        assert math.fsum(stage.time_s.values()) == pytest.approx(estimate.step_s)
+
+
+@pytest.mark.parametrize("name", ["dgx 2x3", "ethernet 2x2"])
+def test_the_search_of_units_equals_trying_everything(name: str) -> None:
+    task = small_task(CLUSTERS[name], batch=12)
+    space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=ZEROPP), evaluator_of(task)
+    everything = exhaustive(space, evaluator, math.inf)
+    assert len({each.choice.unit for each in everything}) > 1
+    needs = sorted(each.needed_bytes for each in everything)
+    for share in (1.0, 0.3):
+        capacity = needs[int(share * (len(needs) - 1))]
+        fitting = [each for each in everything if each.needed_bytes <= capacity]
+        found = Search(space, evaluator, capacity).run(count=3, limit=10**6)
+        assert found.proved
+        assert found.best[0].step_s <= min(each.step_s for each in fitting) * (1 + 1e-3)
+        assert found.best[0].needed_bytes <= capacity
+
+
+def test_units_are_pinned_and_explained() -> None:
+    task = small_task(DGX, batch=32, model=EIGHT)
+    pins = parse_pins(["schedule=zeropp", "unit=4", "pipeline=2"], DGX, schedule_names())
+    space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=pins), evaluator_of(task)
+    found = Search(space, evaluator, 1e12).run(count=2)
+    assert {each.choice.unit for each in found.best} == {4}
+    near = {verdict.what for verdict in reasons(space, evaluator, choice_in(2))}
+    assert {"unit = 1", "unit = 4"} <= near
+    changed = {change.words: change.plan for change in choice_changes(evaluator, choice_in(4))}
+    assert changed['schedule = "1f1b"'].unit == 1
+    other = {
+        change.words: change.plan for change in choice_changes(evaluator, Choice(0, 1, "1f1b", 1, 1, *choice_in(1)[5:]))
+    }
+    assert other['schedule = "zeropp:4"'].unit == 2
+    plan = plan_of(task, choice_in(4))
+    with pytest.raises(PlanError, match="write unit = 1"):
+        choice_of(task, replace(plan, schedule="interleaved:4"))
+    assert [name for name in traits() if takes_unit(name)] == ["zeropp"]
+
+
+@pytest.fixture(scope="module")
+def small() -> Task:
+    """Tensor ranks meet on PCIe: what ZeroPP is for."""
+    cluster = clusters()["8 x 8 PCIe, 1 NIC"].resized(2)
+    return Task(model=gpt(4096, 8, 32, 1024), cluster=cluster, batch=64, sequence=1024)
+
+
+def test_both_sides_keep_their_rules_and_their_seconds(small: Task) -> None:
+    found = contest(small)
+    assert found.megatron is not None
+    assert found.with_tensor is not None
+    assert found.waiting is not None
+    assert found.zeropp is not None
+    for each in (found.megatron, found.with_tensor, found.waiting):
+        assert (each.choice.placement.params, each.choice.placement.grads) == (-1, -1)
+        assert each.choice.schedule in ("serial", "1f1b", "interleaved")
+    assert found.with_tensor.choice.degree(TENSOR) > 1
+    choice = found.zeropp.choice
+    assert (choice.schedule, choice.degree(TENSOR), choice.placement.params) == ("zeropp", 1, 0)
+    assert choice.rows[0][DATA] > 1
+    assert choice.degree(PIPELINE) > 1
+    assert found.megatron.step_s <= found.with_tensor.step_s * 1.001 <= found.waiting.step_s * 1.002
+    for each in (found.megatron, found.with_tensor, found.zeropp):
+        assert math.fsum(parts(small, each).values()) == pytest.approx(1, abs=2e-3)
+        assert each.needed_bytes <= small.cluster.device.memory_bytes
+    assert parts(small, found.with_tensor)["tensor"] > 0 == parts(small, found.zeropp)["tensor"]
+    # Nothing but the seconds decides: slower tensor messages, the same gain or more.
+    assert found.gain(found.waiting) >= found.gain(found.with_tensor) - 1e-3
+    assert found.gain(found.with_tensor) == pytest.approx(found.with_tensor.step_s / found.zeropp.step_s - 1)
+    assert len(row("8B", found)) == len(HEADER)
+    assert all(len(line) == len(PARTS_HEADER) for line in parts_rows("8B", found))
+    assert f"M{num_micros(small, choice)}" in plan_words(found.zeropp)
+    assert "of 1 settings" in summary_of([found])[0]
+
+
+def test_a_side_that_does_not_fit_is_named(small: Task) -> None:
+    found = contest(small)
+    assert percent(replace(found, zeropp=None).gain(found.megatron)) == "ZeroPP does not fit"
+    assert percent(found.gain(None)) == "only ZeroPP fits"
+    assert percent(replace(found, zeropp=None).gain(None)) == "neither fits"
+
+
+def test_every_cluster_has_64_devices() -> None:
+    assert {cluster.world_size for cluster in clusters().values()} == {64}

@@ -1,0 +1,340 @@
+"""Checkpoints: bitwise under the same plan, equal under any other, whole or not there, damage named."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrace.base.errors import CheckpointError
+from terrace.checkpoint import snapshot, writing
+from terrace.checkpoint.layout import decode, encode, latest
+from terrace.checkpoint.reading import Checkpoint, restore
+from terrace.checkpoint.writing import save
+from terrace.launch.start import LocalPool, World
+from terrace.plan import preset
+from terrace.runtime.engine import Engine
+from terrace.runtime.settings import AdamWConfig
+from tests.support.toys import MODELS, cluster_of, make_batch
+
+BATCH = 24  # divides by every world size here
+ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
+
+pytestmark = pytest.mark.timeout(360)
+
+
+def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0) -> Engine:
+    """An engine of the toy model: tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
+    cluster = cluster_of(*tiers)
+    dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
+    blocks = MODELS["toy"].blocks(torch.float64)
+    for block in blocks:
+        for parameter in block.parameters():
+            parameter.data.mul_(scale)
+    return Engine(
+        blocks,
+        cluster=cluster,
+        plan=replace(preset(plan, cluster), **dtypes),
+        num_micros=1,
+        objective=MODELS["toy"].objective,
+        rank=world.rank,
+        adamw=AdamWConfig(lr=1e-2),
+    )
+
+
+def train(engine: Engine, first: int, last: int) -> list[float]:
+    each = BATCH // engine.program.cluster.world_size
+    rows = slice(engine.rank * each, (engine.rank + 1) * each)
+    results = []
+    for step in range(first, last):
+        tokens, labels = make_batch(step, BATCH)
+        results.append(engine.step([(tokens[rows], labels[rows])], 1e-2).loss)
+    engine.check_bytes()
+    return results
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    """Everything a rank keeps from one step to the next."""
+    kept: dict[str, Tensor] = {}
+    for part in (part for state in engine.states for part in state.shards):
+        for group, flat in (("trainable", part.trainable), ("frozen", part.fixed)):
+            if flat is not None:
+                kept[f"{part.name} {group}"] = flat.shard.clone()
+        if part.optimizer is not None:
+            held = part.optimizer
+            kept |= {f"{part.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
+            kept[f"{part.name} num_steps"] = torch.tensor(held.num_steps)
+    return kept
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every parameter of a checkpoint, whole, in all its kinds."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.verify()
+    return {
+        f"{block}.{name}/{kind}": value
+        for block in checkpoint.layout
+        for name, values in checkpoint.read(block).items()
+        for kind, value in values.items()
+    }
+
+
+def continue_here(world: World, folder: Path, tiers: tuple[int, ...], plan: str, compute: str) -> tuple[Any, ...]:
+    """Train six steps and save after three; then go on from there in another engine, which had other values."""
+    straight = make(world, tiers, plan, compute)
+    losses = train(straight, 0, 3)
+    saved = save(straight, folder, 3, {"note": "hello"}, keep=1)
+    before = state_of(straight)
+    losses += train(straight, 3, 6)
+    other = make(world, tiers, plan, compute, scale=2.0)
+    assert differing(before, state_of(other))
+    restore(other, Checkpoint(saved))
+    unequal = differing(before, state_of(other))
+    again = train(other, 3, 6)
+    return losses, again, unequal, differing(state_of(straight), state_of(other))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "plan", "compute"),
+    [
+        ((2, 2), "three-level", "fp32"),
+        ((2, 2), "zero3", "bf16"),
+        ((2, 2), "ddp", "bf16"),
+        ((3,), "zero++", "fp64"),
+        ((2, 1, 2), "hsdp", "fp64"),
+    ],
+)
+def test_going_on_is_bitwise_the_same(
+    pool: LocalPool, tmp_path: Path, tiers: tuple[int, ...], plan: str, compute: str
+) -> None:
+    world_size = cluster_of(*tiers).world_size
+    for losses, again, unequal, at_the_end in pool.run(world_size, continue_here, tmp_path, tiers, plan, compute):
+        assert again == losses[3:]
+        assert len(set(losses)) == 6
+        assert unequal == at_the_end == []
+    checkpoint = Checkpoint(tmp_path / "checkpoints" / "step-00000003")
+    assert (checkpoint.step, checkpoint.num_updates, checkpoint.facts) == (3, 3, {"note": "hello"})
+
+
+def go_on(world: World, source: Path, folder: Path, tiers: tuple[int, ...], plan: str) -> list[float]:
+    """Load and save at once, then train three more steps."""
+    engine = make(world, tiers, plan, scale=2.0)
+    restore(engine, Checkpoint(source))
+    save(engine, folder, 3, {}, keep=1)
+    return train(engine, 3, 6)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A checkpoint of eight ranks on three tiers after three steps, and the losses of six."""
+    folder = tmp_path_factory.mktemp("eight")
+    results = pool.run(8, continue_here, folder, (2, 2, 2), "three-level", "fp64")
+    found = latest(folder)
+    assert found is not None
+    return found, results[0][0]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "plan"),
+    [((3,), "ddp"), ((3,), "zero3"), ((2, 2), "zero1"), ((2, 3), "three-level"), ((1,), "zero2"), ((2, 2, 2), "ddp")],
+)
+def test_another_plan_and_world_go_on_with_the_same_numbers(
+    pool: LocalPool, saved: tuple[Path, list[float]], tmp_path: Path, tiers: tuple[int, ...], plan: str
+) -> None:
+    source, losses = saved
+    for again in pool.run(cluster_of(*tiers).world_size, go_on, source, tmp_path, tiers, plan):
+        assert again == pytest.approx(losses[3:], abs=1e-10, rel=0)
+    copy = latest(tmp_path)
+    assert copy is not None
+    assert differing(contents(source), contents(copy)) == []
+
+
+def saved_alone(folder: Path) -> tuple[Engine, Path]:
+    engine = make(ALONE, (1,), "zero3")
+    train(engine, 0, 1)
+    return engine, save(engine, folder, 1, {}, keep=1)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    engine = make(ALONE, (1,), "ddp")
+    assert latest(tmp_path) is None
+    for step in (8, 9, 10, 11):
+        save(engine, tmp_path, step, {}, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000010", "step-00000011"]
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-00000011"
+    train(engine, 0, 1)
+    save(engine, tmp_path, 11, {}, keep=2)  # the same step again replaces it
+    assert Checkpoint(newest).num_updates == 1
+
+
+def refused(work: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        work()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", [0, 9, -1])
+def test_a_flipped_byte_is_found_wherever_it_is(tmp_path: Path, where: int) -> None:
+    _, folder = saved_alone(tmp_path)
+    file = folder / "rank-00000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[where] ^= 4
+    file.write_bytes(raw)
+    assert refused(Checkpoint(folder).verify).startswith(f"{file} is damaged (its checksum differs)")
+
+
+def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
+    engine, folder = saved_alone(tmp_path)
+    file, manifest = folder / "rank-00000.safetensors", folder / "manifest.json"
+    raw, text = file.read_bytes(), manifest.read_text()
+    file.write_bytes(raw[:-8])
+    assert f"{file} has {len(raw) - 8} bytes instead of {len(raw)}" in refused(Checkpoint(folder).verify)
+    assert str(file) in refused(lambda: restore(engine, Checkpoint(folder)))
+    file.unlink()
+    assert f"{file} is missing" in refused(Checkpoint(folder).verify)
+    assert str(file) in refused(lambda: restore(engine, Checkpoint(folder)))
+    file.write_bytes(raw)
+    Checkpoint(folder).verify()
+    for damaged in (text[:-30], text.replace('"step": 1', '"step": 7'), "[]", '{"format": 2}', "{}", "\0"):
+        manifest.write_text(damaged)
+        assert f"{manifest} is damaged" in refused(lambda: Checkpoint(folder))
+    table = decode(text)
+    boxes = table["files"][file.name]["pieces"]["block.1"]
+    boxes["up.weight"].append("3:5,0:6")
+    manifest.write_text(encode(table))
+    assert "has more of block.1.up.weight than there is" in refused(Checkpoint(folder).verify)
+    boxes["up.weight"] = ["0:3,0:6", "5:12,0:6"]
+    manifest.write_text(encode(table))
+    for work in (Checkpoint(folder).verify, lambda: restore(engine, Checkpoint(folder))):
+        assert "lacks elements [3:5,0:6] of block.1.up.weight" in refused(work)
+    manifest.write_text('{"format": 1}')
+    assert "has format 1, but this version of Terrace reads formats 2 and 3 only" in refused(lambda: Checkpoint(folder))
+    manifest.unlink()
+    assert f"cannot read {manifest}" in refused(lambda: Checkpoint(folder))
+
+
+def test_every_cut_of_a_manifest_is_refused(tmp_path: Path) -> None:
+    _, folder = saved_alone(tmp_path)
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    for length in range(0, len(text), 97):
+        manifest.write_text(text[:length])
+        refused(lambda: Checkpoint(folder))
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    _, folder = saved_alone(tmp_path)
+    cluster = cluster_of(1)
+    toy = MODELS["toy"]
+
+    def engine(blocks: Sequence[torch.nn.Module], **options: Any) -> Engine:
+        plan = preset("ddp", cluster)
+        return Engine(blocks, cluster=cluster, plan=plan, num_micros=1, objective=toy.objective, **options)
+
+    decoder = engine(MODELS["llama tied"].blocks(torch.float32), names=["embedding", "layer", "other", "head"])
+    assert "embedding.weight is absent there and adamw [11, 8] here" in refused(
+        lambda: restore(decoder, Checkpoint(folder))
+    )
+    frozen = engine(toy.blocks(torch.float32), freeze=["block.4.norm.*"])
+    assert "block.4.norm.weight is adamw [6] there and frozen [6] here" in refused(
+        lambda: restore(frozen, Checkpoint(folder))
+    )
+
+
+def fail_to_write(world: World, folder: Path, victim: int, what: str) -> tuple[str, list[str], list[float]]:
+    """Save, fail to save, show what is left, save again, and train on."""
+    engine = make(world, (2, 2), "three-level")
+    train(engine, 0, 1)
+    save(engine, folder, 1, {}, keep=3)
+    module, name = (writing, "encode") if what == "commit" else (snapshot, "write_all")
+    working = getattr(module, name)
+
+    def broken(*arguments: Any) -> None:
+        if what == "half":
+            arguments[0].write(arguments[1][:9])
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, "No space left")
+
+    said = ""
+    if world.rank == victim:
+        setattr(module, name, broken)
+    try:
+        save(engine, folder, 2, {}, keep=3)
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        setattr(module, name, working)
+    left = engine.exchange(sorted(path.name for path in (folder / "checkpoints").iterdir()))[0]
+    save(engine, folder, 3, {}, keep=3)
+    return said, left, train(engine, 1, 2)
+
+
+@pytest.mark.parametrize(("victim", "what"), [(1, "half"), (0, "commit")])
+def test_a_rank_that_cannot_write_stops_the_save_everywhere(
+    pool: LocalPool, tmp_path: Path, victim: int, what: str
+) -> None:
+    for said, left, _ in pool.run(4, fail_to_write, tmp_path, victim, what):
+        assert said.startswith(f"cannot write a checkpoint in {tmp_path}/checkpoints (rank {victim}: ")
+        assert "No space left" in said
+        assert left == ["step-00000001"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000001", "step-00000003"]
+    for folder in (tmp_path / "checkpoints").iterdir():
+        Checkpoint(folder).verify()
+
+
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(pool: LocalPool, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 2 was killed by SIGKILL"):
+        pool.run(4, fail_to_write, tmp_path, 2, "killed")
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [".step-00000002.partial", "step-00000001"]
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000001"
+    pool.run(3, go_on, found, tmp_path, (3,), "zero3")
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]  # the half-written one is cleared away
+
+
+def fill(world: World, folder: Path) -> tuple[int, str]:
+    """Save until the disk is full; return how often that worked, and what was said then."""
+    engine = make(world, (2, 2), "zero3")
+    for step in range(1, 100):
+        try:
+            save(engine, folder, step, {}, keep=100)
+        except CheckpointError as error:
+            return step - 1, str(error)
+    return 100, "never full"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_fills_up_keeps_what_was_saved(pool: LocalPool, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("this machine does not let root mount a small disk")
+    try:
+        (num_saved, said), *others = pool.run(4, fill, disk)
+        assert [(num_saved, said)] * 3 == others
+        assert 2 < num_saved < 100
+        assert "No space left on device" in said
+        names = sorted(os.listdir(disk / "checkpoints"))
+        assert names == [f"step-{step:08d}" for step in range(1, num_saved + 1)]
+        for name in names:
+            Checkpoint(disk / "checkpoints" / name).verify()
+        shutil.rmtree(disk / "checkpoints" / names[0])
+    finally:
+        subprocess.run(["umount", disk], check=True)

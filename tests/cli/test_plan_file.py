@@ -1,0 +1,184 @@
+"""What `terrace plan` writes: a file that says what it was made for, and that `terrace simulate` plays alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from terrace.cli.main import main
+from terrace.cluster import load_cluster
+from terrace.program import build
+from terrace.report.tables import seconds
+from terrace.simulate import simulate, step_costs
+from terrace.simulate.footprint import work_of
+from terrace.train.config import resolve
+from tests.cli.test_cli_plan import Here, here
+
+__all__ = ["here"]
+
+
+def test_plan_with_a_context_axis_is_written_to_be_trained(here: Here) -> None:
+    code, out, _ = here.say("plan", "--nodes", "1", "--axes", "context", "--pin", "context=2")
+    assert code == 0
+    assert "context 2" in out
+    assert "to train: terrace train --plan plan.toml" in out
+
+
+def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(here: Here) -> None:
+    """The programs of all stages take about the step that the planner found for their orders."""
+    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "pipeline=2", "--pin", "schedule=1f1b")
+    assert code == 0
+    assert "to train: terrace train --plan plan.toml" in out
+    plan = resolve(None, {"plan": "plan.toml"}, {}).plan
+    assert sum(plan.stages) == 6  # four layers, embedding and head
+    assert main(["explain", "--plan", "plan.toml", "--lines", "2"]) == 0
+    explained = here.out()
+    rows = [line.split() for line in explained.splitlines() if line.split()[-1:] and line.split()[-1].endswith("%")]
+    value, unit = rows[0][-3:-1]
+    step = next(line.split()[1:3] for line in out.splitlines() if line.startswith(" 1 "))
+    assert unit == step[1]
+    assert float(value) == pytest.approx(float(step[0]), rel=0.03)
+
+
+def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Here) -> None:
+    """Every command says the step of the very program, and one with messages in parts."""
+    code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2", "--pin", "micro_batch=1")
+    assert code == 0
+    assert "to be looked at" not in out
+    for overrides in ({}, {"plan": {"tensor_chunks": 4}}):
+        run = resolve(None, {"plan": "plan.toml"}, overrides)
+        program = build(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
+        work = work_of(run.cluster, run.plan, run.model, run.train.sequence)
+        step = seconds(simulate(program, step_costs(program, work)).step_s)
+        words = ["--plan.tensor_chunks", "4"] if overrides else []
+        for command in ("explain", "simulate"):
+            assert main([command, "--plan", "plan.toml", *words]) == 0
+            assert step in here.out()
+        assert (step in out) == (not overrides)
+    assert main(["scale", "--plan", "plan.toml"]) == 0
+    assert "wait tensor" in out
+
+
+def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Here) -> None:
+    """Model, cluster and batch come from its [task] table; flags and dotted keys override them."""
+    words = ("--nodes", "3", "--cluster.tiers.node.size", "2", "--cluster.device.memory_bytes", "30e9")
+    assert here.say("plan", *words, batch=48)[0] == 0
+    here.model.unlink()
+    (here.folder / "away").mkdir()
+    (here.folder / "plan.toml").rename(here.folder / "away" / "p.toml")
+    run = resolve(None, {"plan": "away/p.toml"}, {})
+    assert (run.train.batch, run.train.sequence, run.cluster.world_size) == (48, 256, 12)
+    assert (run.model.num_layers, run.cluster.device.memory_bytes) == (4, 30e9)
+    assert run.cluster.tiers[1].bandwidth_bytes_per_s == load_cluster("frontier").tiers[1].bandwidth_bytes_per_s
+    (here.folder / "run.toml").write_text('plan = "away/p.toml"\n[train]\nbatch = 96\n')
+    other = resolve("run.toml", {"cluster": "lab"}, {"train": {"sequence": 128}})
+    assert (other.train.batch, other.train.sequence, other.cluster.name) == (96, 128, "lab")
+    assert other.plan == run.plan
+    for command in ("explain", "simulate", "scale"):
+        assert main([command, "--plan", "away/p.toml"]) == 0
+        assert "48" in here.out() if command == "scale" else here.out()
+    assert main(["scale", "--plan", "away/p.toml", "--batch", "96"]) == 0
+    assert "96 sequences x 256 tokens" in here.out()
+
+
+@pytest.mark.parametrize("command", ["explain", "simulate"])
+def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Here, command: str) -> None:
+    (here.folder / "mine.toml").write_text('preset = "zero3"\n')
+    assert main([command, "--plan", "mine.toml", "--cluster", "lab", "--train.batch", "64"]) == 2
+    error = here.error()
+    assert "mine.toml does not say what it was made for" in error
+    assert "give --model, --train.sequence, or --config FILE" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("task = 3", "task = 3 must be a table"),
+        ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"', "task.cluster is missing"),
+        ('[task]\nbatch = 0\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "task.batch = 0"),
+        ("[task]\nbatches = 8", "did you mean 'batch'"),
+        ('[task]\nbatch = 8\nsequence = 8\nmodel = 1\ncluster = "lab"', "task.model = 1"),
+        ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "cannot read"),
+    ],
+)
+def test_a_task_that_is_not_whole_is_one_line(here: Here, task: str, said: str) -> None:
+    (here.folder / "mine.toml").write_text(f'preset = "zero3"\n{task}\n')
+    assert main(["simulate", "mine.toml"]) == 2
+    error = here.error()
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_task_written_by_hand_names_files_beside_the_plan(here: Here) -> None:
+    (here.folder / "sub").mkdir()
+    task = '[task]\nbatch = 16\nsequence = 128\nmodel = "../config.json"\ncluster = "lab"\n'
+    (here.folder / "sub" / "mine.toml").write_text(f'preset = "zero3"\n{task}')
+    run = resolve(None, {"plan": "sub/mine.toml"}, {})
+    assert (run.model.num_layers, run.cluster.name, run.train.batch) == (4, "lab", 16)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "pins"),
+    [
+        ("dgx-a100", ("pipeline=2", "tensor=2")),
+        ("dgx-a100", ("pipeline=4", "params=system", "schedule=1f1b")),
+        ("frontier", ("tensor=2", "context=2", "pipeline=1")),
+        ("frontier", ("pipeline=2", "schedule=interleaved", "recompute=layers")),
+        ("frontier", ("data=16",)),
+        ("frontier", ("tensor=2", "context=1", "pipeline=1")),
+    ],
+)
+def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster: str, pins: tuple[str, ...]) -> None:
+    """From plan.toml alone, with a page and a trace; the seconds are those of the table of plans."""
+    words = [word for pin in pins for word in ("--pin", pin)]
+    code, out, _ = here.say("plan", "--nodes", "2", "--axes", "all", *words, cluster=cluster)
+    assert code == 0
+    step = next(line.split()[1:3] for line in out.splitlines() if line.startswith(" 1 "))
+    here.model.unlink()
+    assert main(["simulate", "plan.toml", "--page", "p.html", "--trace", "t.json"]) == 0
+    played = here.out()
+    pipelined = "pipeline=1" not in pins and "data=16" not in pins
+    assert ("stages down, time across" in played) == pipelined
+    said = [line for line in played.splitlines() if line.startswith(("step ", " step "))]
+    assert any(" ".join(step) in line for line in said), (step, said)
+    assert "On the critical path of the step: " in played
+    assert "Best next change: " in played
+    page = (here.folder / "p.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert ("Timeline of all stages" in page) == pipelined
+    trace = json.loads((here.folder / "t.json").read_text())
+    step_s = {"s": 1.0, "ms": 1e-3, "us": 1e-6}[step[1]] * float(step[0])
+    assert trace["otherData"]["step_s"] == pytest.approx(step_s, rel=5e-3)
+    # Another batch, by a dotted key, is another step.
+    assert main(["simulate", "plan.toml", "--train.batch", "64"]) == 0
+    assert here.out() != played
+
+
+def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Here) -> None:
+    assert here.say("plan", "--nodes", "1", "--axes", "all", "--pin", "pipeline=2")[0] == 0
+    for words, said in (
+        (("--cluster.device.memory_bytes", "1e9"), "too much"),
+        (("--train.batch", "7"), "not a multiple"),
+        (("--plan.schedule", "2f2b"), "no schedule '2f2b'"),
+        (("--train.freeze", "['embedding.*']"), "train.freeze"),
+        (("--plan.mapping.node.pipeline", "3"), "joins"),
+    ):
+        assert main(["simulate", "plan.toml", *words]) == 2
+        error = here.error()
+        assert said in error, error
+        assert error.count("\n") == 1
+
+
+def test_the_pipeline_in_the_docs_is_what_is_printed(here: Here) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    text = (docs / "simulating.md").read_text(encoding="utf-8")
+    command = next(line for line in text.splitlines() if line.startswith("$ terrace plan"))
+    words = command.replace("docs/gpt", f"{docs}/gpt").replace("/tmp/", "").split()[2:]
+    assert main(words) == 0
+    here.out()
+    assert main(["simulate", "pipelined.toml"]) == 0
+    said = " ".join(here.out().split())
+    start = text.index("stage 0 F0")
+    for paragraph in text[start : text.index("```", start)].strip().split("\n\n"):
+        assert " ".join(paragraph.split()) in said

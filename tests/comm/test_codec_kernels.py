@@ -1,0 +1,96 @@
+"""The Triton kernels of the codecs equal the reference bit for bit: in Triton's interpreter, and on a GPU.
+
+They are compiled here too, which needs no GPU: the interpreter runs Python and takes what the compiler refuses.
+"""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from terrace.comm.codecs.layout import GRIDS, INF_BITS, MIN_SCALE_BITS, NAN_SCALE_BITS
+from tests.support.codec_cases import compare_all
+
+ROOT = Path(__file__).parents[2]
+
+ENCODE_SIGNATURE = {
+    **dict.fromkeys(("values", "residual"), "*fp32"),
+    "codes": "*i8",
+    "scales": "*i16",
+    **dict.fromkeys(("numel", "stride", "residual_stride", "message_stride", "codes_at", "first"), "i32"),
+    "reciprocal": "fp32",
+}
+DECODE_SIGNATURE = {
+    "out": "*fp32",
+    "codes": "*i8",
+    "scales": "*i16",
+    **dict.fromkeys(("numel", "stride", "message_stride", "codes_at", "first", "summed"), "i32"),
+}
+
+
+def cuda_constants(codec: str, *, encode: bool) -> dict[str, int | bool]:
+    """Return the constants of a kernel, as `terrace/comm/codecs/cuda.py` passes them; all blocks full in a decode."""
+    grid = GRIDS[codec]
+    kind = ("int8", "fp8", "int4").index(codec)
+    common: dict[str, int | bool] = {"KIND": kind, "BLOCKS": 32, "BLOCK": 128, "FULL": not encode}
+    if not encode:
+        return {**common, "ADD": True}
+    scales = {"MIN_SCALE": MIN_SCALE_BITS, "MAX_SCALE": grid.max_scale_bits, "NAN_SCALE": NAN_SCALE_BITS}
+    return {**common, **scales, "FEEDBACK": True, "QMAX": int(grid.qmax), "INF": INF_BITS}
+
+
+def compiled(name: str, signature: dict[str, str], constants: dict[str, int | bool]) -> str:
+    """Return the PTX of a kernel."""
+    triton, targets = import_module("triton.compiler"), import_module("triton.backends.compiler")
+    source = triton.ASTSource(
+        fn=getattr(import_module("terrace.comm.codecs.kernels"), name),
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+    )
+    built = triton.compile(source, target=targets.GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
+    return str(built.asm["ptx"])
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: no kernel was tested")
+
+
+@needs_triton
+def test_kernels_in_the_interpreter() -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.codec_cases"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=330,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "equal" in done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+def test_kernels_compile_without_a_gpu(codec: str) -> None:
+    """For compute capability 8.0: correctly rounded division, and nothing fused or flushed that would change bits."""
+    encode = compiled("encode_kernel", ENCODE_SIGNATURE, cuda_constants(codec, encode=True))
+    decode = compiled("decode_kernel", DECODE_SIGNATURE, cuda_constants(codec, encode=False))
+    assert "div.rn.f32" in encode
+    for assembly in (encode, decode):
+        assert "fma." not in assembly
+        assert ".ftz" not in assembly
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the kernels were not run on one")
+def test_kernels_on_a_gpu() -> None:
+    formats = tuple(f"{codec}:{block}" for codec in ("int8", "fp8", "int4") for block in (16, 128, 4096))
+    compare_all("cuda", ((1, 1), (3, 127), (2, 4096 + 300), (1, 1 << 20), (4, 100003)), formats)

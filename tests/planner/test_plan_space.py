@@ -1,0 +1,175 @@
+"""What the planner searches: tasks, mapping tables, placements, pins, axes, layers of stages, schedules."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terrace.base.errors import ModelError, PlanError
+from terrace.cluster.presets import load_cluster
+from terrace.plan import AXES, validate
+from terrace.plan.grid import Grid
+from terrace.planner import (
+    Space,
+    Task,
+    find,
+    parse_axes,
+    parse_pins,
+    plan_of,
+    runs_today,
+)
+from terrace.planner.space import placements, shapes
+from terrace.planner.stages import SERIAL, share_layers, traits
+from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, columns_of
+from terrace.program.schedules import schedule_names
+from tests.support.planner_cases import CLUSTERS, SMALL, gpt, sized, small_task
+
+
+def test_rows_multiply_to_the_tiers_and_tensor_takes_whole_tiers() -> None:
+    task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
+    found = list(shapes(Space(task=task)))
+    assert len({shape.rows for shape in found}) == len(found) > 50
+    for shape in found:
+        for row, tier in zip(shape.rows, task.cluster.tiers, strict=True):
+            assert math.prod(row[: len(AXES)]) == tier.size
+        for inner, outer in pairwise(shape.rows):
+            assert outer[TENSOR] == 1 or inner[TENSOR] == math.prod(inner)
+        assert shape.pipeline <= 8
+        assert task.batch % shape.data == 0
+        assert 32 % shape.tensor == 0
+
+
+def test_columns_are_innermost_powers_of_two_and_only_there_by_a_pin() -> None:
+    task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
+    assert all(shape.columns == 1 for shape in shapes(Space(task=task)))
+    pins = parse_pins(["columns<=4"], task.cluster, [])
+    found = [shape for shape in shapes(Space(task=task, pins=pins)) if shape.columns > 1]
+    assert {shape.columns for shape in found} == {2, 4}
+    for shape in found:
+        for inner, outer in pairwise(shape.rows):
+            assert columns_of(outer) == 1 or columns_of(inner) == inner[TENSOR]
+        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), shape.rows)
+        grid = Grid.of(task.cluster, plan_of(task, choice))
+        assert grid.total("columns") == shape.columns
+        assert grid.total("rows") * shape.columns == shape.tensor
+    exact = parse_pins(["columns=2", "tensor=4"], task.cluster, [])
+    chosen = list(shapes(Space(task=task, pins=exact)))
+    assert chosen
+    assert {(shape.columns, shape.tensor) for shape in chosen} == {(2, 4)}
+
+
+def test_placements_are_ordered_distinct_and_all_there() -> None:
+    task = small_task(CLUSTERS["frontier 2x1x2"])
+    space = Space(task=task, axes=("data",))
+    (shape,) = shapes(space)
+    found = placements(space, shape)
+    tiers = task.cluster.tiers
+    spans = {
+        tuple(1 if place < 0 else math.prod(tier.size for tier in tiers[: place + 1]) for place in each)
+        for each in found
+    }
+    assert (
+        len(spans) == len(found) == 11
+    )  # params <= grads <= optimizer of 1, 2 and 4 ranks: 10; a copy inside params of 4: 1
+    for each in found:
+        assert each.params <= each.grads <= each.optimizer
+        assert each.backward < max(each.params, 0)
+        choice = Choice(0, 1, SERIAL, 1, 1, each, shape.rows)
+        validate(task.cluster, plan_of(task, choice), task.blocks)
+
+
+def test_pins_hold_in_all_that_is_found() -> None:
+    cluster = CLUSTERS["frontier 2x2x2"]
+    task = small_task(cluster)
+    texts = ["tensor=2", "pipeline<=2", "params=package", "optimizer>=node", "micro_batch=1", "recompute=layers"]
+    pins = parse_pins(texts, cluster, schedule_names())
+    found, _ = find(Space(task=task, pins=pins), count=3)
+    assert found.best
+    for each in found.best:
+        assert each.choice.degree(TENSOR) == 2
+        assert each.choice.degree(PIPELINE) <= 2
+        plan = plan_of(task, each.choice)
+        assert (plan.params, plan.micro_batch, plan.recompute) == ("package", 1, ("layers.*",))
+        assert plan.optimizer in ("node", "system")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("tensor", "NAME=VALUE"),
+        ("tensr=1", "did you mean 'tensor'"),
+        ("tensor=two", "whole number"),
+        ("tensor=0", "whole number"),
+        ("params=nod", "did you mean 'node'"),
+        ("schedule=1f1", "did you mean '1f1b'"),
+        ("recompute<=none", "no order"),
+        ("recompute=all", "not a value"),
+    ],
+)
+def test_a_bad_pin_is_one_clear_error(text: str, word: str) -> None:
+    with pytest.raises(PlanError, match=word):
+        parse_pins([text], CLUSTERS["dgx 4x2"] if "nod" not in text else CLUSTERS["frontier 2x2x2"], schedule_names())
+
+
+def test_pins_that_exclude_each_other_are_refused() -> None:
+    cluster = CLUSTERS["dgx 4x2"]
+    for texts in (["tensor=1", "tensor>=2"], ["schedule=1f1b", "schedule=gpipe"]):
+        with pytest.raises(PlanError, match="exclude each other"):
+            parse_pins(texts, cluster, schedule_names())
+    assert parse_pins(["tensor>=2", "tensor<=4"], cluster, ()).ranges["tensor"] == (2, 4)
+
+
+def test_axes_are_read_and_all_of_them_run() -> None:
+    assert parse_axes("all") == AXES
+    assert parse_axes("pipeline") == ("data", "pipeline")
+    with pytest.raises(PlanError, match="did you mean 'tensor'"):
+        parse_axes("tenser")
+    task = small_task(CLUSTERS["dgx 4x2"])
+    for axis in AXES:
+        row = tuple(4 if name == axis else 1 for name in AXES)
+        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((row[0], row[1], row[2], row[3]), (2, 1, 1, 1)))
+        assert runs_today(task, choice) is None
+
+
+@given(layers=st.integers(1, 40), virtual=st.integers(1, 40), head=st.floats(0, 6))
+def test_layers_are_shared_as_well_as_they_can_be(layers: int, virtual: int, head: float) -> None:
+    if virtual > layers:
+        with pytest.raises(PlanError, match="virtual stages"):
+            share_layers(layers, virtual, head)
+        return
+    counts = share_layers(layers, virtual, head)
+    assert sum(counts) == layers
+    assert min(counts) >= 1
+    if virtual > 1:
+        slowest = max(*counts[:-1], counts[-1] + head)
+        others = [
+            max(-(-(layers - last) // (virtual - 1)), last + head) for last in range(1, layers - (virtual - 1) + 1)
+        ]
+        assert slowest == pytest.approx(min(others))
+
+
+@pytest.mark.parametrize(("batch", "sequence"), [(0, 256), (8, 0)])
+def test_an_impossible_task_is_refused(batch: int, sequence: int) -> None:
+    with pytest.raises(PlanError, match="at least one"):
+        Task(model=SMALL, cluster=CLUSTERS["dgx 4x2"], batch=batch, sequence=sequence)
+
+
+def test_a_task_beyond_the_positions_or_the_dtypes_is_refused() -> None:
+    with pytest.raises(ModelError, match="positions"):
+        Task(model=SMALL, cluster=CLUSTERS["dgx 4x2"], batch=8, sequence=1024)
+    device = replace(load_cluster("dgx-a100").device, peak_flops_per_s={"fp32": 1e12})
+    with pytest.raises(PlanError, match="no peak"):
+        Task(model=SMALL, cluster=replace(CLUSTERS["dgx 4x2"], device=device), batch=8, sequence=256)
+
+
+def test_schedules_are_known_by_what_they_do() -> None:
+    known = traits()
+    assert known["1f1b"].chunks == (1,)
+    assert not known["1f1b"].split
+    assert 1 not in known["interleaved"].chunks
+    assert known["zb-h1"].split
+    assert known["interleaved"].looped
+    assert set(known) <= set(schedule_names())

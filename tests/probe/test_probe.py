@@ -1,0 +1,378 @@
+"""The probe: fits recover known constants, refuse what shows none, and two real ranks give a cluster that loads."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import ProbeError
+from terrace.base.schema import dump
+from terrace.cluster import Cluster, Device, Kernels, load_cluster
+from terrace.cluster.presets import parse_cluster
+from terrace.launch.start import LocalPool
+from terrace.launch.world import World
+from terrace.probe.assemble import assemble
+from terrace.probe.fit import (
+    AttentionSample,
+    GemmSample,
+    LayerSample,
+    LinkSample,
+    OptimizerSample,
+    PassSample,
+    fit_attention,
+    fit_gemm,
+    fit_layers,
+    fit_link,
+    fit_memory,
+    fit_optimizer,
+    mean_error,
+    overlap_penalty,
+)
+from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orientations
+from terrace.probe.links import TierLinks
+from terrace.probe.measure import measure
+from terrace.probe.samples import Overlap, Samples, TierSamples
+from terrace.runtime import heap
+from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s, stream_s
+from terrace.simulate.layers import block_seconds, optimizer_s
+from terrace.simulate.work import Work
+from tests.support.toys import cluster_of
+
+TRUE = Kernels(
+    gemm=0.7, gemm_half_depth=180.0, memory=0.6, attention=0.4, launch_s=5e-6, host_layer_s=1e-4, optimizer_s=2e-3
+)
+
+
+def device(kernels: Kernels = TRUE, name: str = "dgx-a100") -> Device:
+    return replace(load_cluster(name).device, kernels=kernels)
+
+
+def gemms(true: Device, noise: Callable[[], float] = lambda: 1.0) -> list[GemmSample]:
+    shapes = [each for shape in gemm_shapes(1e12, 8) for each in orientations(shape)]
+    return [
+        GemmSample(dtype=dtype, m=m, k=k, n=n, seconds=gemm_s(true, m, k, n, dtype=dtype) * noise())
+        for dtype in ("bf16", "fp32")
+        for m, k, n in shapes
+    ]
+
+
+def messages(degree: int, latency_s: float, bandwidth: float, noise: Callable[[], float] = lambda: 1.0) -> Any:
+    sizes = [size * (degree - 1) / degree for size in message_sizes(64 << 20, degree, 7)]
+    return [
+        LinkSample(
+            kind=kind,
+            degree=degree,
+            sent_bytes=sent,
+            seconds=((degree - 1) * latency_s + sent / bandwidth) * noise(),
+        )
+        for sent in sizes
+        for kind in ("gather", "reduce")
+    ]
+
+
+def noise_of(seed: int, spread: float = 0.05) -> Callable[[], float]:
+    draw = random.Random(seed)
+    return lambda: math.exp(draw.gauss(0.0, spread))
+
+
+@settings(deadline=None, max_examples=10)
+@given(share=st.floats(0.2, 1.0), half_depth=st.floats(0.0, 800.0))
+def test_a_product_fit_recovers_its_constants(share: float, half_depth: float) -> None:
+    true = device(replace(TRUE, gemm=share, gemm_half_depth=half_depth))
+    found, depth, error = fit_gemm(device(), gemms(true))
+    assert found == pytest.approx(share, rel=0.02)
+    assert depth == pytest.approx(half_depth, rel=0.05, abs=15.0)
+    assert error < 0.01
+
+
+def test_a_product_fit_bears_noise_and_one_wild_point() -> None:
+    samples = gemms(device(), noise_of(1))
+    samples[3] = replace(samples[3], seconds=50 * samples[3].seconds)
+    share, half_depth, error = fit_gemm(device(), samples)
+    assert share == pytest.approx(0.7, rel=0.06)
+    assert half_depth == pytest.approx(180, rel=0.35)
+    assert 0.01 < error < 1.2  # the wild point alone is 49 / 48 of it
+
+
+def test_slower_products_fit_to_a_smaller_share() -> None:
+    shares = [
+        fit_gemm(device(), [replace(each, seconds=each.seconds * factor) for each in gemms(device())])[0]
+        for factor in (1.0, 1.5, 2.0, 4.0)
+    ]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 3 * shares[-1]
+
+
+def test_a_share_never_leaves_its_bounds() -> None:
+    fast = [replace(each, seconds=each.seconds / 10) for each in gemms(device())]
+    share, half_depth, error = fit_gemm(device(), fast)
+    assert share == 1.0
+    assert half_depth >= 0
+    assert error > 0.5
+
+
+@settings(deadline=None, max_examples=10)
+@given(share=st.floats(0.01, 1.0))
+def test_memory_attention_and_optimizer_fits_recover_their_constants(share: float) -> None:
+    true = device(replace(TRUE, memory=share, attention=share))
+    passes = [PassSample(num_bytes=size, seconds=memory_s(true, size)) for size in (1e7, 1e8, 1e9)]
+    found, error = fit_memory(device(), passes)
+    assert found == pytest.approx(share, rel=0.01)
+    assert error < 0.01
+    sizes: dict[str, Any] = {"batch": 2, "heads": 8, "head_dim": 64}
+    attention = []
+    for length in (512, 1024, 4096):
+        forward_s, backward_s = attention_s(true, queries=length, keys=length, dtype="fp32", **sizes)
+        attention.append(
+            AttentionSample(dtype="fp32", sequence=length, forward_s=forward_s, backward_s=backward_s, **sizes)
+        )
+    assert fit_attention(device(), attention)[0] == pytest.approx(share, rel=0.02)
+    steps = [
+        OptimizerSample(num_shards=6, numel=numel, seconds=optimizer_s(true, 6 * numel)) for numel in (10**4, 10**6)
+    ]
+    assert fit_optimizer(true, steps)[0] == pytest.approx(TRUE.optimizer_s, rel=0.01)
+
+
+def test_layers_show_what_stands_between_their_products() -> None:
+    alone = replace(TRUE, memory=0.5, launch_s=1e-6, host_layer_s=0.0)
+    true = device(replace(alone, memory=0.3, launch_s=2e-5))
+    found = fit_layers(device(alone), layers(true))
+    assert found[0] == pytest.approx(0.3, rel=0.15)
+    assert found[1] == pytest.approx(2e-5, rel=0.15)
+    assert found[2] < 0.05
+
+
+def layers(true: Device) -> list[LayerSample]:
+    samples = []
+    for config, sequence, micro_batch in layer_shapes(1e13):
+        work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute="fp32")
+        seconds = block_seconds(true, work, 1, accumulate=True)
+        samples.append(LayerSample(work=work, forward_s=seconds.forward_s, backward_s=seconds.backward_s))
+    return samples
+
+
+@settings(deadline=None, max_examples=20)
+@given(degree=st.integers(2, 16), latency_s=st.floats(1e-6, 1e-3), bandwidth=st.floats(1e7, 1e10))
+def test_a_link_fit_recovers_latency_and_bandwidth(degree: int, latency_s: float, bandwidth: float) -> None:
+    fit = fit_link(messages(degree, latency_s, bandwidth))
+    smallest_s = 4096 * (degree - 1) / bandwidth  # the least that was sent tells no latency below its own time
+    assert fit.latency_s * (degree - 1) == pytest.approx((degree - 1) * latency_s, rel=0.02, abs=0.02 * smallest_s)
+    assert fit.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.02)
+    assert fit.half_bytes <= 0.05 * 64 * 2**20
+    assert fit.error < 0.01
+
+
+def test_a_link_fit_bears_noise_and_one_wild_point() -> None:
+    samples = messages(4, 5e-5, 1e9, noise_of(2))
+    samples[5] = replace(samples[5], seconds=20 * samples[5].seconds)
+    fit = fit_link(samples)
+    assert fit.latency_s == pytest.approx(5e-5, rel=0.1)
+    assert fit.bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.1)
+
+
+def test_what_larger_messages_lose_beyond_the_smallest_is_the_half_size() -> None:
+    late = [replace(each, seconds=each.seconds + 1e-3) for each in messages(2, 1e-5, 1e9)]
+    first = [replace(each, seconds=2e-5) if each.sent_bytes == 4096 else each for each in late]
+    fit = fit_link(first)
+    assert fit.latency_s == pytest.approx(2e-5, rel=0.01)
+    lost_s = fit.half_bytes / 2 / fit.bandwidth_bytes_per_s
+    assert lost_s == pytest.approx(1e-3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fit", "said"),
+    [
+        (lambda: fit_gemm(device(), []), "no matrix products were measured"),
+        (lambda: fit_gemm(device(), gemms(device())[:1] * 3), "all have one inner size"),
+        (lambda: fit_gemm(device(), [replace(gemms(device())[0], seconds=math.nan)]), "to take nan s"),
+        (lambda: fit_memory(device(), [PassSample(num_bytes=1e6, seconds=0.0)]), "to take 0.0 s"),
+        (lambda: fit_attention(device(), []), "no attention"),
+        (lambda: fit_optimizer(device(), []), "no optimizer steps"),
+        (lambda: fit_layers(device(replace(TRUE, launch_s=0.0)), layers(device())), "launch of a kernel"),
+        (lambda: fit_link([]), "no messages"),
+        (lambda: fit_link(messages(2, 1e-5, 1e9)[:1]), "all have one size"),
+        (lambda: fit_link([replace(each, seconds=1e-3) for each in messages(2, 1e-5, 1e9)]), "no longer than small"),
+        (lambda: fit_link(messages(2, 1e-5, 1e9) + messages(4, 1e-5, 1e9)), "give one degree"),
+        (lambda: overlap_penalty(1.0, 0.0, 1.0), "to take 0.0 s"),
+    ],
+)
+def test_what_shows_no_constant_is_one_clear_error(fit: Callable[[], object], said: str) -> None:
+    with pytest.raises(ProbeError, match=said):
+        fit()
+
+
+@given(compute_s=st.floats(0.1, 10), message_s=st.floats(0.1, 10), penalty=st.floats(0, 1))
+def test_the_overlap_penalty_is_found_again(compute_s: float, message_s: float, penalty: float) -> None:
+    together_s = max(compute_s, message_s) + penalty * min(compute_s, message_s)
+    assert overlap_penalty(compute_s, message_s, together_s) == pytest.approx(penalty, abs=1e-9)
+
+
+def test_the_overlap_penalty_stays_between_none_and_all() -> None:
+    assert overlap_penalty(1.0, 0.5, 0.9) == 0.0
+    assert overlap_penalty(1.0, 0.5, 9.0) == 1.0
+
+
+@given(limit=st.floats(1e3, 1e16), count=st.integers(2, 20))
+def test_shapes_fit_the_limit(limit: float, count: int) -> None:
+    shapes = gemm_shapes(limit, count)
+    assert 1 <= len(shapes) <= count
+    assert len(set(shapes)) == len(shapes)
+    assert len(shapes) == 1 or all(2 * m * k * n <= limit for m, k, n in shapes)
+    assert layer_shapes(limit)
+
+
+@given(largest=st.floats(1, 2**30), degree=st.integers(2, 64))
+def test_message_sizes_grow_and_divide(largest: float, degree: int) -> None:
+    sizes = message_sizes(largest, degree, 7)
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) == 7
+    assert all(size % (64 * degree) == 0 for size in sizes)
+
+
+def test_what_a_message_loses_beside_computing_is_late_per_neighbour() -> None:
+    overlap = Overlap(compute_s=2.0, message_s=1.0, together_s=3.6, num_messages=2, degree=4)
+    assert overlap.late_s == pytest.approx(0.1)
+    assert replace(overlap, together_s=2.9).late_s == 0.0
+
+
+def synthetic(true: Cluster) -> Samples:
+    """What a machine with the constants of `true` would show."""
+    step = [OptimizerSample(num_shards=6, numel=n, seconds=optimizer_s(true.device, 6 * n)) for n in (10**5, 10**7)]
+    attention = []
+    for length in (512, 2048):
+        sizes: dict[str, Any] = {"batch": 1, "heads": 4, "head_dim": 64}
+        ways = attention_s(true.device, queries=length, keys=length, dtype="fp32", **sizes)
+        attention.append(AttentionSample(dtype="fp32", sequence=length, forward_s=ways[0], backward_s=ways[1], **sizes))
+    passes = tuple(PassSample(num_bytes=size, seconds=memory_s(true.device, size)) for size in (1e8, 1e9))
+    return Samples(
+        device="cuda",
+        num_cores=true.device.kernels.num_cores,
+        gemms=tuple(gemms(true.device)),
+        copies=passes,
+        norms=passes,
+        fresh=(),
+        attention=tuple(attention),
+        layers=tuple(layers(true.device)),
+        launch_s=true.device.kernels.launch_s,
+        host_layer_s=true.device.kernels.host_layer_s,
+        optimizer=tuple(step),
+        tiers=tuple(
+            TierSamples(
+                tier=tier.name,
+                messages=tuple(messages(tier.size, tier.latency_s, tier.bandwidth_bytes_per_s)),
+                skew_s=0.0,
+                overlap=Overlap(compute_s=2.0, message_s=1.0, together_s=2.3, num_messages=4, degree=2),
+            )
+            for tier in true.tiers
+        ),
+    )
+
+
+def test_assembling_gives_back_the_machine_that_was_measured() -> None:
+    start = load_cluster("dgx-a100")
+    kernels = replace(start.device.kernels, **{name: getattr(TRUE, name) for name in ("gemm", "memory", "launch_s")})
+    tiers = tuple(replace(tier, efficiency=1.0, half_bytes=0.0) for tier in start.tiers)
+    true = replace(start, device=replace(start.device, kernels=kernels), tiers=tiers)
+    probed = assemble(start, synthetic(true))
+    found = probed.cluster.device
+    assert found.peak_flops_per_s == start.device.peak_flops_per_s  # nothing went faster: it is this device
+    assert found.kernels.gemm == pytest.approx(kernels.gemm, rel=0.05)
+    assert found.kernels.memory == pytest.approx(kernels.memory, rel=0.1)
+    assert found.kernels.attention == pytest.approx(kernels.attention, rel=0.05)
+    assert found.marks["peak_flops_per_s.bf16"] == found.marks["kernels.tiles"] == "preset"
+    assert found.marks["kernels.gemm"] == "fitted"
+    assert found.marks["kernels.host_layer_s"] == "measured"
+    for tier, was in zip(probed.cluster.tiers, true.tiers, strict=True):
+        assert (tier.name, tier.size) == (was.name, was.size)
+        assert tier.bandwidth_bytes_per_s == pytest.approx(was.bandwidth_bytes_per_s, rel=0.02)
+        assert tier.overlap_penalty == pytest.approx(0.3)
+        assert tier.marks["latency_s"] == tier.marks["overlap_penalty"] == "measured"
+    assert parse_cluster(dump(probed.cluster)) == probed.cluster
+    assert tomli_w.dumps(dump(probed.cluster))
+
+
+def test_a_device_faster_than_the_peak_of_its_description_gets_a_measured_one() -> None:
+    true = load_cluster("dgx-a100")
+    slow = replace(true, device=replace(true.device, peak_flops_per_s={"bf16": 1e9, "fp32": 1e9}))
+    found = assemble(slow, synthetic(true)).cluster.device
+    assert found.peak_flops_per_s["bf16"] > 1e13
+    assert found.marks["peak_flops_per_s.bf16"] == "measured"
+
+
+def _measure(world: World, cluster: Cluster) -> Samples:
+    torch.set_num_threads(1)
+    return measure(world, cluster, 1.0, lambda what: None)
+
+
+def test_two_ranks_measure_the_same_and_it_makes_a_cluster() -> None:
+    cluster = cluster_of(2, 1)
+    with LocalPool(2) as pool:
+        first, second = pool.run(2, _measure, cluster, timeout_s=120.0)
+    assert first == second
+    assert [tier.tier for tier in first.tiers] == ["package"]
+    assert len({each.sent_bytes for each in first.tiers[0].messages}) >= 6
+    probed = assemble(cluster, first).cluster
+    assert parse_cluster(dump(probed)) == probed
+    assert probed.device.peak_flops_per_s["fp32"] > 1e8
+    assert probed.device.marks["peak_flops_per_s.fp32"] == "measured"
+    assert probed.device.marks["peak_flops_per_s.fp64"] == "preset"
+    assert probed.tiers[1].marks["latency_s"] == "preset"
+    assert mean_error([1.0], [2.0]) == 0.5
+
+
+def _sent(world: World, cluster: Cluster) -> list[tuple[float, float]]:
+    """Return, of a gather and a reduction over each tier, what this rank sent and what the probe believes."""
+    torch.set_num_threads(1)
+    found: list[tuple[float, float]] = []
+    for tier in range(len(cluster.tiers)):
+        links = TierLinks(cluster, tier, world.rank, torch.device("cpu"), timedelta(seconds=60), None)
+        for kind in ("gather", "reduce"):
+            before = links.counted_bytes
+            links.call(kind, 4096)()
+            found.append((links.counted_bytes - before, links.sent_bytes(4096)))
+        links.close()
+    return found
+
+
+def test_every_rank_sends_what_the_probe_prices() -> None:
+    """Ranks that stand elsewhere on the other tiers are no less busy: all groups of a tier work at once."""
+    with LocalPool(4) as pool:
+        for found in pool.run(4, _sent, cluster_of(2, 2), timeout_s=120.0):
+            assert found == [(2048.0, 2048.0)] * 4
+
+
+def test_a_cpu_shows_what_streams_and_what_new_memory_costs() -> None:
+    true = load_cluster("local")
+    kernels = replace(TRUE, memory=0.2, stream=0.7, fresh=0.4)
+    device = replace(true.device, memory_bandwidth_bytes_per_s=1e10, kernels=kernels)
+    shown = synthetic(replace(true, device=replace(device, peak_flops_per_s={"fp32": 4e10, "bf16": 1e11})))
+    sums = tuple(PassSample(num_bytes=size, seconds=stream_s(device, size)) for size in (1e8, 1e9))
+    new = tuple(PassSample(num_bytes=size, seconds=fresh_s(device, size)) for size in (1e7, 1e8))
+    assert all(sample.seconds > 0 for sample in new)
+    found = assemble(true, replace(shown, device="cpu", copies=sums, fresh=new)).cluster.device
+    assert found.kernels.stream * found.memory_bandwidth_bytes_per_s == pytest.approx(7e9, rel=0.02)
+    assert found.kernels.fresh * found.memory_bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.02)
+    assert found.marks["kernels.stream"] == found.marks["kernels.fresh"] == "fitted"
+
+
+def test_buffers_are_kept_up_to_the_size_the_runtime_says() -> None:
+    device = replace(load_cluster("local").device, kernels=replace(TRUE, fresh=0.5))
+    assert fresh_s(device, heap._LARGE_BYTES - 1) == 0.0
+    assert fresh_s(device, heap._LARGE_BYTES) > 0.0
+    assert fresh_s(replace(device, kernels=TRUE), 1e9) == 0.0
+
+
+def test_a_single_rank_has_no_messages() -> None:
+    cluster = cluster_of(1)
+    with LocalPool(1) as pool:
+        (samples,) = pool.run(1, _measure, cluster, timeout_s=120.0)
+    assert samples.tiers == ()
+    assert assemble(cluster, samples).cluster.tiers[0].marks["bandwidth_bytes_per_s"] == "preset"

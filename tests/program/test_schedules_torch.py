@@ -1,0 +1,92 @@
+"""Our orders beside those of torch.distributed.pipelining, read from its private generators.
+
+By intention ours differ in three places: interleaved 1F1B refuses micro-batches that the stages do not divide, where
+torch changes the size of its groups; 1F1B with fewer micro-batches than stages caps its warm-up, where torch's list
+names micro-batches that do not exist; breadth-first runs backwards first in, first out, torch last in, first out.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from terrace.program.schedules import Orders, even_seconds, orders_for, to_csv
+from tests.program.test_schedules import AUTOMATIC, CHUNKED, NAMES
+
+torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is the oracle here")
+
+
+def rows_of(name: str, stages: int, micros: int, chunks: int) -> list[list[str]]:
+    """Return the cells of torch's schedule, one row a rank, without idle slots and reductions."""
+    state = SimpleNamespace(
+        pp_group_size=stages,
+        num_stages=chunks * stages,
+        n_local_stages=chunks,
+        microbatches_per_round=stages,
+        _stages=[None] * chunks,
+        _num_stages=stages,
+        _n_microbatches=micros,
+    )
+    kind = getattr(torch_schedules, name)
+    rows: Any
+    if chunks == 1:
+        rows = kind._get_pipeline_order(state)
+    else:
+        rows = [kind._calculate_single_rank_operations(state, rank) for rank in range(stages)]
+    cells = [[str(action) for action in rows[rank] if action is not None] for rank in range(stages)]
+    return [[cell for cell in row if "REDUCE_GRAD" not in cell] for row in cells]
+
+
+def cells_of(orders: Orders) -> list[list[str]]:
+    return [row.split(",") for row in to_csv(orders).splitlines()]
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(1, 1), (2, 2), (4, 8), (5, 7)])
+def test_gpipe(stages: int, micros: int) -> None:
+    ours = orders_for("gpipe", num_stages=stages, num_micros=micros)
+    assert cells_of(ours) == rows_of("ScheduleGPipe", stages, micros, 1)
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(1, 1), (2, 2), (4, 8), (5, 7)])
+def test_1f1b(stages: int, micros: int) -> None:
+    theirs = rows_of("Schedule1F1B", stages, micros, 1)
+    last = stages - 1
+    if theirs[last][0] == f"{last}F1":  # that list, unlike what torch runs, counts forwards of the last rank from 1
+        theirs[last] = [f"{last}F{int(cell.split('F')[1]) - 1}" if "F" in cell else cell for cell in theirs[last]]
+    assert cells_of(orders_for("1f1b", num_stages=stages, num_micros=micros)) == theirs
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micros"), [(2, 2, 2), (4, 2, 8), (3, 3, 12), (4, 4, 4)])
+def test_interleaved(stages: int, chunks: int, micros: int) -> None:
+    ours = orders_for("interleaved", num_stages=stages, num_chunks=chunks, num_micros=micros)
+    assert cells_of(ours) == rows_of("ScheduleInterleaved1F1B", stages, micros, chunks)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micros"), [(2, 2, 3), (4, 2, 8), (3, 3, 5)])
+def test_breadth_first_but_for_the_turn_of_backwards(stages: int, chunks: int, micros: int) -> None:
+    ours = orders_for("breadth-first", num_stages=stages, num_chunks=chunks, num_micros=micros)
+    half = chunks * micros
+    for mine, theirs in zip(cells_of(ours), rows_of("ScheduleLoopedBFS", stages, micros, chunks), strict=True):
+        passes = [theirs[first : first + micros] for first in range(half, 2 * half, micros)]
+        assert mine == theirs[:half] + [cell for passed in passes for cell in reversed(passed)]
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(1, 1), (1, 4), (2, 3), (4, 2), (4, 5), (4, 12), (5, 9)])
+def test_zbv(stages: int, micros: int) -> None:
+    ours = orders_for("zbv", num_stages=stages, num_micros=micros)
+    assert cells_of(ours) == rows_of("ScheduleZBVZeroBubble", stages, micros, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_accepts_our_csv(name: str) -> None:
+    """Its check of a schedule passes, and finds the same stage for every virtual stage."""
+    numbers: dict[str, Any] = {"num_chunks": 2} if name in (*CHUNKED, "zbv") else {}
+    numbers |= {"unit": 4} if name == "zeropp" else {}
+    if name in AUTOMATIC:
+        numbers = {"seconds": even_seconds(4, forward_s=1.0, input_s=1.0, weight_s=1.0), "weight_share": 0.4}
+    numbers |= {"memory_limit": 5} if name == "zb-auto" else {}
+    ours = orders_for(name, num_stages=4, num_micros=8, **numbers)
+    action = torch_schedules._Action.from_str
+    rows = {stage: [action(cell) for cell in row] for stage, row in enumerate(cells_of(ours))}
+    found = torch_schedules._validate_schedule(rows, 4, ours.num_virtual, 8)
+    assert found == {virtual: stage for virtual, (stage, _) in enumerate(ours.holders())}

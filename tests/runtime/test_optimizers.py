@@ -1,0 +1,259 @@
+"""Lion and Muon: under every plan the numbers of one plain process, and what the formulas say they keep and send."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ConfigError, PlanError
+from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import count_tokens, run_blocks
+from terrace.plan import MessageClass, Plan, step_bytes
+from terrace.plan.flats import block_flats
+from terrace.plan.memory import model_state_bytes
+from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
+from terrace.program import Instruction, Op, build, build_stages, verify, verify_stages
+from terrace.runtime.engine import Engine
+from terrace.runtime.muon import newton_schulz
+from terrace.runtime.settings import OptimizerConfig
+from terrace.simulate import simulate, step_costs
+from tests.support.parity import Case, Outcome, deviation, exact, flatten, train
+from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
+
+Sizes = tuple[int, ...]
+
+LION = OptimizerConfig(name="lion", lr=1e-3, beta1=0.9, beta2=0.99)
+MUON = OptimizerConfig(name="muon", lr=3e-3, adamw_lr=1e-3, momentum=0.9)
+NUM_STEPS = 4
+TOLERANCE = 1e-10
+
+
+def plain_newton_schulz(g: Tensor, num_steps: int = 5) -> Tensor:
+    """As Jordan writes it down, for the transposed of a tall matrix."""
+    x: Tensor = (g.T if g.shape[0] > g.shape[1] else g) / g.norm()
+    for _ in range(num_steps):
+        x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+def lion_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
+    m = state.setdefault("m", torch.zeros_like(p))
+    decay = config.weight_decay if p.dim() >= 2 else 0.0
+    p -= config.lr * (torch.sign(config.beta1 * m + (1 - config.beta1) * g) + decay * p)
+    m.copy_(config.beta2 * m + (1 - config.beta2) * g)
+
+
+def muon_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
+    m = state.setdefault("m", torch.zeros_like(p))
+    m.copy_(config.momentum * m + g)
+    direction = plain_newton_schulz(g + config.momentum * m)
+    p -= config.lr * (0.2 * max(p.shape) ** 0.5 * direction + config.weight_decay * p)
+
+
+def adamw_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
+    m, v = (state.setdefault(name, torch.zeros_like(p)) for name in ("m", "v"))
+    m.copy_(config.beta1 * m + (1 - config.beta1) * g)
+    v.copy_(config.beta2 * v + (1 - config.beta2) * g * g)
+    lr = config.adamw_lr if config.adamw_lr is not None else config.lr
+    decay = config.weight_decay if p.dim() >= 2 else 0.0
+    scale = m / (1 - config.beta1**step) / ((v / (1 - config.beta2**step)).sqrt() + config.eps)
+    p -= lr * (scale + decay * p)
+
+
+@cache
+def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
+    """Train on whole batches in this process, with the formulas of the papers."""
+    model = MODELS[model_name]
+    blocks = model.blocks(torch.float64)
+    rules: dict[nn.Parameter, Any] = {}
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            inner = 0 < index < len(blocks) - 1 and parameter.dim() == 2
+            rules.setdefault(parameter, lion_step if optimizer.name == "lion" else muon_step if inner else adamw_step)
+    trained = [parameter for parameter in rules if parameter.requires_grad]
+    states: dict[nn.Parameter, dict[str, Tensor]] = {parameter: {} for parameter in trained}
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        tokens, labels = make_batch(step, batch)
+        loss = model.objective(run_blocks(blocks, tokens), labels) / count_tokens(labels)
+        for parameter in trained:
+            parameter.grad = None
+        torch.autograd.backward(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(trained, optimizer.clip)))
+        with torch.no_grad():
+            for parameter in trained:
+                assert parameter.grad is not None
+                rules[parameter](parameter.data, parameter.grad, states[parameter], optimizer, step + 1)
+        losses.append(float(loss.detach()))
+    return Outcome(losses, norms, flatten(blocks))
+
+
+# Models without parameters whose gradient is zero but for rounding, of which Lion would take the sign.
+CASES: list[tuple[Sizes, Case]] = [
+    ((1,), Case(exact("ddp", cluster_of(1)), model="llama tied")),
+    ((2, 2), Case(exact("ddp", cluster_of(2, 2)), num_micros=2)),
+    ((2, 2), Case(exact("zero1", cluster_of(2, 2)), model="llama tied")),
+    ((3,), Case(exact("zero2", cluster_of(3)), num_micros=2)),
+    ((2, 2), Case(exact("zero3", cluster_of(2, 2)), num_micros=2, model="llama tied")),
+    ((2, 2), Case(exact("zero++", cluster_of(2, 2)), lane="lazy")),
+    ((2, 2, 2), Case(exact("three-level", cluster_of(2, 2, 2)), model="llama, frozen layer")),
+    ((2, 2), Case(pipelined("zero1", OUTER, "1f1b"), num_micros=2, model="llama tied")),
+    ((4,), Case(pipelined("ddp", ALONE, "zb-h1"), num_micros=4, model="deep llama tied")),
+    ((2, 2, 2), Case(exact("hsdp", cluster_of(2, 2, 2)), model="toy", lane="eager")),
+]
+
+
+@pytest.mark.parametrize("optimizer", [LION, MUON], ids=["lion", "muon"])
+@pytest.mark.parametrize(("sizes", "case"), CASES, ids=[f"{case.plan.name} {sizes}" for sizes, case in CASES])
+def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
+    cluster = cluster_of(*sizes)
+    case = replace(case, optimizer=optimizer, num_steps=NUM_STEPS)
+    outcomes = [each[0] for each in pool.run(cluster.world_size, train, cluster, [case], timeout_s=120.0)]
+    stages = 1 if case.plan.schedule is None else 4 if sizes == (4,) else 2
+    found = deviation(outcomes, serial(case.model, len(outcomes) // stages * case.num_micros, optimizer))
+    assert max(found.values()) < TOLERANCE, found
+    assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+
+
+def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer: OptimizerConfig) -> dict[str, int]:
+    """The meter's peaks after two steps on this rank."""
+    built = MODELS[model]
+    engine = Engine(
+        built.blocks(torch.float64),
+        cluster=cluster_of(*sizes),
+        plan=plan,
+        num_micros=1,
+        objective=built.objective,
+        rank=world.rank,
+        adamw=optimizer,
+    )
+    for step in range(2):
+        tokens, labels = make_batch(step, world.world_size)
+        engine.step([(tokens[world.rank :][:1], labels[world.rank :][:1])], 1e-3)
+    engine.check_bytes()
+    peak = engine.report({}).memory_bytes
+    engine.close()
+    return dict(peak)
+
+
+@pytest.mark.parametrize("optimizer", [LION, MUON], ids=["lion", "muon"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "three-level"])
+def test_state_and_buffers_are_what_the_formula_says(pool: LocalPool, name: str, optimizer: OptimizerConfig) -> None:
+    cluster = cluster_of(2, 2)
+    plan = replace(exact(name, cluster, update=optimizer.name), compute="fp32")
+    blocks = build(cluster, plan, MODELS["llama tied"].declared, 1).blocks
+    said = model_state_bytes(cluster, plan, blocks, 1)
+    found = pool.run(4, measured_state, (2, 2), plan, "llama tied", optimizer, timeout_s=60.0)
+    assert max(each["optimizer"] for each in found) == said["optimizer"]
+    assert all(each["buffers"] == said["buffers"] for each in found)
+    adamw = model_state_bytes(cluster, replace(plan, update="adamw"), blocks, 1)
+    assert said["optimizer"] < adamw["optimizer"]
+
+
+def test_bytes_of_muon_are_the_layers_once_from_the_optimizer_tier() -> None:
+    cluster, blocks = cluster_of(2, 4), MODELS["llama tied"].declared
+    for name, outermost in (("ddp", -1), ("hsdp", 1), ("zero1", 1)):
+        plan = exact(name, cluster, update="muon")
+        padded = sum(flats[0].padded for flats in block_flats(cluster, plan, blocks)[1:-1])
+        sent = step_bytes(cluster, plan, blocks, 1)
+        whole = {tier: sent.get((MessageClass.ORTHOGONALISE, tier), 0) for tier in ("package", "node")}
+        assert whole == (
+            {"package": padded // 2 * 8, "node": padded // 8 * 3 * 8} if outermost > 0 else {"package": 0, "node": 0}
+        )
+        without = step_bytes(cluster, replace(plan, update="lion"), blocks, 1)
+        assert without == {key: size for key, size in sent.items() if key[0] is not MessageClass.ORTHOGONALISE}
+
+
+def test_the_program_gathers_a_layer_while_the_one_before_is_updated() -> None:
+    cluster = cluster_of(2)
+    program = build(cluster, exact("zero1", cluster, update="muon"), MODELS["llama tied"].declared, 1)
+    end = [str(each) for each in program.instructions[program.instructions.index(Instruction(Op.CLIP)) :]]
+    assert end[:7] == [
+        "CLIP",
+        "ORTHOGONALISE b1",
+        "UPDATE b0",
+        "REFRESH b0",
+        "ORTHOGONALISE b2",
+        "UPDATE b1",
+        "REFRESH b1",
+    ]
+    missing = tuple(each for each in program.instructions if str(each) != "ORTHOGONALISE b2")
+    with pytest.raises(Exception, match="UPDATE b2`: it needs `ORTHOGONALISE b2` before it"):
+        verify(replace(program, instructions=missing))
+    elsewhere = (*program.instructions, Instruction(Op.ORTHOGONALISE, 0))
+    with pytest.raises(Exception, match="no matrices that the optimizer updates as wholes"):
+        verify(replace(program, instructions=elsewhere))
+    verify_stages(
+        build_stages(
+            cluster_of(2, 2), pipelined("zero1", OUTER, update="muon"), MODELS["deep gpt2"].declared, 2, SEQUENCE
+        )
+    )
+
+
+def test_the_simulator_prices_the_products_and_the_message() -> None:
+    cluster, blocks = cluster_of(4), MODELS["llama tied"].declared
+    slow = replace(cluster, device=replace(cluster.device, peak_flops_per_s={"fp64": 1e6}))
+    flops = [1.0] * len(blocks)
+    plans = {name: exact("zero1", slow, update=name) for name in ("adamw", "muon")}
+    programs = {name: build(slow, plan, blocks, 1) for name, plan in plans.items()}
+    reports = {name: simulate(program, step_costs(program, flops)) for name, program in programs.items()}
+    more_s = reports["muon"].time_s["update"] - reports["adamw"].time_s["update"]
+    shapes = [matrices_of_a_rank(flats[0]) for flats in programs["muon"].flats[1:-1]]
+    assert more_s == pytest.approx(5 * sum(iteration_flops(shape) for each in shapes for shape in each) / 1e6, rel=0.05)
+    assert reports["muon"].sent_bytes[MessageClass.ORTHOGONALISE, "package"] > 0
+    whole = build(slow, exact("ddp", slow, update="muon"), blocks, 1)
+    every = [param.shape for param in blocks[1].params if len(param.shape) == 2]
+    assert sorted(matrices_of_a_rank(whole.flats[1][0])) == sorted(every)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (1, 5), (5, 1)])
+def test_newton_schulz_makes_singular_values_about_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = newton_schulz(matrix, 5)
+    torch.testing.assert_close(found, plain_newton_schulz(matrix), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, newton_schulz(1e-30 * matrix, 5), rtol=1e-10, atol=1e-12)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    assert newton_schulz(torch.zeros(shape), 5).abs().max() == 0
+    for dtype in (torch.float32, torch.bfloat16):  # whose squares are zero
+        tiny = (1e-30 * matrix).to(dtype)
+        assert (newton_schulz(tiny, 5).double() - found).norm() / found.norm() < 0.1, dtype
+    assert (newton_schulz(matrix.bfloat16(), 5).double() - found).norm() / found.norm() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"name": "lion", "eps": 1e-6}, "optimizer.eps = 1e-06 has no effect under optimizer.name = 'lion'"),
+        ({"momentum": 0.9}, "optimizer.momentum = 0.9 has no effect under optimizer.name = 'adamw'"),
+        ({"name": "muon", "newton_schulz_steps": 0}, "must be at least 1"),
+        ({"name": "muon", "momentum": 1.0}, "optimizer.momentum = 1.0 must be at least 0 and below 1"),
+        ({"name": "muon", "lr": 0.0, "adamw_lr": 0.1}, "the schedule is of optimizer.lr, which is 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        OptimizerConfig(**values)
+
+
+def test_muon_is_refused_where_matrices_are_cut_or_missing() -> None:
+    cluster, blocks = cluster_of(2), MODELS["llama tied"].declared
+    cut = exact("ddp", cluster, update="muon", mapping={"package": {"tensor": 2}})
+    with pytest.raises(PlanError, match="takes whole matrices, and the tensor axis cuts them"):
+        build(cluster, cut, blocks, 1, SEQUENCE)
+    with pytest.raises(PlanError, match="'muon' has no effect: no layer has a matrix that trains"):
+        build(cluster, exact("ddp", cluster, update="muon"), [blocks[0], blocks[-1]], 1)
+    model = MODELS["toy"]
+    with pytest.raises(PlanError, match="the plan is for the optimizer 'lion', the settings are of 'adamw'"):
+        Engine(
+            model.blocks(torch.float64),
+            cluster=cluster_of(1),
+            plan=exact("ddp", cluster_of(1), update="lion"),
+            num_micros=1,
+            objective=model.objective,
+        )

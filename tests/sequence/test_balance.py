@@ -1,0 +1,165 @@
+"""`balance = "cost"`: every token once, capacities kept, near the bound, never worse than dealing out."""
+
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import PlanError
+from terrace.cluster import load_cluster
+from terrace.sequence.assign import Assignment, assign, sure_capacity
+from terrace.sequence.bound import makespan_bound_s
+from terrace.sequence.cost import Link, WorkCost, ring_tokens
+from terrace.sequence.distributions import bimodal, one_huge, sample
+from terrace.sequence.micro import micro_steps
+
+SOME = settings(max_examples=40, deadline=None)
+
+
+def cost_on(num_tiers: int, *, rate: float = 1e11, pair_s: float = 1e-10, window: int = 0) -> WorkCost:
+    """A cost whose tiers are each ten times slower than the one inside."""
+    links = tuple(Link(bytes_per_s=rate / 10**tier, latency_s=1e-6 * 3**tier) for tier in range(num_tiers))
+    return WorkCost(links=links, pair_s=pair_s, key_bytes=4096.0, query_bytes=8192.0, window=window)
+
+
+pools = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
+documents = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 20000)), min_size=1, max_size=60)
+
+
+@given(pools, documents, st.sampled_from([0, 64, 1000]), st.sampled_from([1e9, 1e11, 1e14]))
+@SOME
+def test_every_token_once_within_capacity_and_never_worse_than_dealing_out(
+    degrees: tuple[int, ...], lengths: list[int], window: int, rate: float
+) -> None:
+    num_places, cost = math.prod(degrees), cost_on(len(degrees), rate=rate, window=window)
+    capacity = sure_capacity(lengths, num_places)
+    found = assign(lengths, degrees, cost, capacity)
+    assert found == assign(lengths, degrees, cost, capacity)
+    seconds, tokens, start = [0.0] * num_places, [0] * num_places, 0
+    for segment, length in zip(found.segments, lengths, strict=True):
+        assert (segment.start, segment.stop) == (start, start + length)
+        assert len(set(segment.places)) == len(segment.places) == math.prod(segment.shape)
+        places_of_a_ring_are_whole_units(segment.places, segment.shape, degrees)
+        start += length
+        shape = on_all_tiers(segment.places, degrees)
+        for place in segment.places:
+            seconds[place] += cost.ring_s(length, shape)
+            tokens[place] += ring_tokens(length, len(segment.places))
+    assert found.seconds == pytest.approx(seconds)
+    assert found.tokens == tuple(tokens)
+    assert max(tokens) <= capacity
+    dealt = [0.0] * num_places
+    for index, length in enumerate(lengths):
+        dealt[index % num_places] += cost.whole_s(length)
+    fits = max(sum(lengths[place::num_places]) for place in range(num_places)) <= capacity
+    assert not fits or found.makespan_s <= max(dealt) * (1 + 1e-12)
+
+
+def on_all_tiers(places: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """How many members a group has on each tier, which is how far its places differ there."""
+    found = []
+    for degree in degrees:
+        found.append(len({place % degree for place in places}))
+        places = tuple(sorted({place // degree for place in places}))
+    return tuple(found)
+
+
+def places_of_a_ring_are_whole_units(places: tuple[int, ...], shape: tuple[int, ...], degrees: tuple[int, ...]) -> None:
+    """A group is one place, or some of a unit's children, whole; in the order of a segment, the innermost fastest."""
+    wanted = on_all_tiers(places, degrees)
+    assert math.prod(wanted) == len(places)
+    assert shape == (tuple(degree for degree in wanted if degree > 1) or (1,))
+    assert list(places) == sorted(places)
+    crossed = [tier for tier, degree in enumerate(wanted) if degree > 1]
+    assert all(wanted[tier] == degrees[tier] for tier in range(crossed[-1] if crossed else 0))
+
+
+def test_a_document_that_no_place_has_room_for_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"100 tokens, the longest document 100, do not fit on 4 places of 10 tokens"):
+        assign([100], (2, 2), cost_on(2), 10)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.integers(1, 4))
+@SOME
+def test_rows_are_dealt_to_micro_steps_in_equal_numbers(few: list[float], num_micros: int) -> None:
+    costs = few * num_micros
+    steps = micro_steps(costs, num_micros)
+    assert sorted(row for rows in steps for row in rows) == list(range(len(costs)))
+    assert {len(rows) for rows in steps} == {len(few)}
+    totals = [sum(costs[row] for row in rows) for rows in steps]
+    assert max(totals) - min(totals) <= max(costs) * (1 + 1e-9)
+
+
+@given(pools, documents, st.sampled_from([1e9, 1e11]))
+@SOME
+def test_no_assignment_is_below_the_bound(degrees: tuple[int, ...], lengths: list[int], rate: float) -> None:
+    cost, capacity = cost_on(len(degrees), rate=rate), sum(lengths) + 1
+    found = assign(lengths, degrees, cost, capacity)
+    assert makespan_bound_s(lengths, degrees, cost, capacity) <= found.makespan_s * (1 + 1e-9)
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=3), st.sampled_from([(2,), (3,), (2, 2), (1, 2)]))
+@SOME
+def test_the_bound_is_below_the_best_of_all_assignments(lengths: list[int], degrees: tuple[int, ...]) -> None:
+    cost, capacity = cost_on(len(degrees), pair_s=1e-8), sum(lengths) + 1
+    best, found = best_of_all(lengths, degrees, cost), assign(lengths, degrees, cost, capacity)
+    assert makespan_bound_s(lengths, degrees, cost, capacity) <= best * (1 + 1e-9)
+    assert best <= found.makespan_s * (1 + 1e-9) <= 2 * best * (1 + 1e-9)
+
+
+def best_of_all(lengths: list[int], degrees: tuple[int, ...], cost: WorkCost) -> float:
+    """The least makespan over every group of places of every sequence."""
+    num_places = math.prod(degrees)
+    groups: list[tuple[int, ...]] = []
+    for places in itertools.chain.from_iterable(
+        itertools.combinations(range(num_places), number) for number in range(1, num_places + 1)
+    ):
+        wanted = on_all_tiers(places, degrees)
+        crossed = [tier for tier, degree in enumerate(wanted) if degree > 1]
+        whole = all(wanted[tier] == degrees[tier] for tier in range(crossed[-1] if crossed else 0))
+        if whole and math.prod(wanted) == len(places):
+            groups.append(places)
+    best = math.inf
+    for chosen in itertools.product(groups, repeat=len(lengths)):
+        seconds = [0.0] * num_places
+        for length, places in zip(lengths, chosen, strict=True):
+            for place in places:
+                seconds[place] += cost.ring_s(length, on_all_tiers(places, degrees))
+        best = min(best, max(seconds))
+    return best
+
+
+def gpus(num_gpus: int) -> tuple[tuple[int, ...], WorkCost]:
+    """Nodes of eight, and a layer of 32 heads of 128 elements, 8 of keys and values."""
+    cluster = load_cluster("dgx-h100").resized(num_gpus // 8)
+    return (8, num_gpus // 8), WorkCost.of(cluster, heads=32, kv_heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize("num_gpus", [8, 32, 128])
+@pytest.mark.parametrize("name", ["published", "bimodal", "one huge"])
+def test_the_makespan_is_within_five_percent_of_the_bound(name: str, num_gpus: int) -> None:
+    number = 16 * num_gpus
+    cases = {
+        "published": sample(number),
+        "bimodal": bimodal(number),
+        "one huge": one_huge(number, 256 * number),
+    }
+    lengths, (degrees, cost) = cases[name], gpus(num_gpus)
+    capacity = 2 * -(-sum(lengths) // num_gpus)
+    found = assign(lengths, degrees, cost, capacity)
+    assert found.makespan_s <= 1.05 * makespan_bound_s(lengths, degrees, cost, capacity)
+
+
+def test_thousands_of_documents_are_assigned_to_a_thousand_places_in_no_time() -> None:
+    """Best of five; the limit is several times what one idle core takes, which `python -m bench.assign` measures."""
+    lengths, (degrees, cost) = sample(4096), gpus(1024)
+    capacity, seconds = 2 * -(-sum(lengths) // 1024), []
+    for _ in range(5):
+        begin = time.process_time()
+        found = assign(lengths, degrees, cost, capacity)
+        seconds.append(time.process_time() - begin)
+    assert isinstance(found, Assignment)
+    assert min(seconds) < 0.5

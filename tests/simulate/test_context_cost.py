@@ -1,0 +1,253 @@
+"""Seconds and memory of the context axis: what hides its messages, and which of its forms a plan takes."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terrace.base.errors import ClusterError
+from terrace.cluster import Cluster, Device, Tier
+from terrace.model.config import forward_flops
+from terrace.plan import step_bytes
+from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.planner import Pins, Space, Task, find, plan_of
+from terrace.planner.estimate import Part
+from terrace.planner.space import Rows, closed, open_shapes
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
+from terrace.program import Instruction, Op, Program, build
+from terrace.sequence.balanced import most_attended, place_capacity
+from terrace.simulate import critical_path, record, simulate, step_costs
+from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.attention_cost import attention_cost
+from terrace.simulate.context import Rounds, context_waits, exchanges_in, exchanges_of
+from terrace.simulate.footprint import work_of
+from terrace.simulate.layers import core_rounds
+from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
+from terrace.simulate.work import Work
+from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, small_task
+
+REPLICATED = Placement(-1, -1, -1)
+FORMS: tuple[Rows, ...] = (  # of tiers of 4 and 4: Ulysses inside, the reverse, both on one tier, one of them alone
+    ((1, 1, 4, 1, 1, 4), (1, 1, 4, 1)),
+    ((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)),
+    ((1, 1, 4, 1, 1, 2), (2, 1, 2, 1)),
+    ((1, 1, 4, 1), (1, 1, 4, 1)),
+    ((1, 1, 4, 1), (2, 1, 2, 1)),
+    ((2, 1, 2, 1), (4, 1, 1, 1)),
+    ((1, 1, 4, 1, 1, 4), (4, 1, 1, 1)),
+)
+
+
+def two_tiers(outer_bytes_per_s: float = 2e9) -> Cluster:
+    """Four devices a node, four nodes behind slow links."""
+    tiers = (
+        Tier(name="node", size=4, bandwidth_bytes_per_s=200e9, latency_s=3e-6),
+        Tier(name="system", size=4, bandwidth_bytes_per_s=outer_bytes_per_s, latency_s=1e-5),
+    )
+    device = Device(
+        name="any",
+        memory_bytes=80e9,
+        memory_bandwidth_bytes_per_s=2e12,
+        peak_flops_per_s={"bf16": 312e12},
+        overlap_penalty=0.125,
+    )
+    return Cluster(name="two tiers", device=device, tiers=tiers)
+
+
+def choice_of(rows: Rows, recompute: int = 0, micro_batch: int = 1) -> Choice:
+    return Choice(recompute, 1, SERIAL, 1, micro_batch, REPLICATED, rows)
+
+
+def program_of(task: Task, choice: Choice) -> Program:
+    return build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice), task.sequence)
+
+
+def by_hand(program: Program, messages: tuple[ContextMessage, ...], rounds_s: tuple[float, float]) -> float:
+    """Price the messages one by one, each beside the round of which the formula says so."""
+    cluster, waited_s = program.cluster, 0.0
+    left_s = {index: rounds_s[min(index, 1)] for index in range(len(messages))}
+    for message in messages:
+        if message.leg in (ContextLeg.INTO, ContextLeg.BACK):
+            for tier, num_bytes in message.sends:
+                degree = program.grid.combined(["ulysses"])[tier]
+                waited_s += cluster.tiers[tier].latency_s
+                waited_s += num_bytes / rate_bytes_per_s(cluster, tier, num_bytes, degree=degree)
+            waited_s += cluster.device.kernels.launch_s
+            continue
+        ((tier, num_bytes),) = message.sends
+        seconds = send_s(cluster, tier, num_bytes)
+        covered_s = 0.0 if message.beside is None else min(seconds, left_s[message.beside])
+        if message.beside is not None:
+            left_s[message.beside] -= covered_s
+        waited_s += seconds - covered_s + tier_penalty(cluster, tier) * covered_s
+    return waited_s
+
+
+@pytest.mark.parametrize("rows", FORMS)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 50.0])
+def test_the_closed_form_is_the_list_of_messages_priced_one_by_one(rows: Rows, scale: float) -> None:
+    """Whatever the rounds hide: nothing, some, all. Also the bytes that a task's numbers say are the program's."""
+    task = replace(
+        small_task(two_tiers(20e9), batch=16, model=gpt(2, 512, 8, vocab=1000, positions=4096)), sequence=4096
+    )
+    choice = choice_of(rows, recompute=1, micro_batch=2 if rows[1][0] == 4 else 1)
+    program = program_of(task, choice)
+    work = work_of(task.cluster, program.plan, task.model, task.sequence)
+    exchanges = exchanges_in(program, LAYER)
+    assert exchanges == exchanges_of(work, *(program.grid.combined([form]) for form in ("ulysses", "ring")))
+    assert exchanges is not None
+    first, later = ((scale * forward, scale * backward) for forward, backward in core_rounds(task.cluster.device, work))
+    rounds: Rounds = (first, later)
+    waits = context_waits(task.cluster, exchanges, rounds)
+    forward = program.attention(Instruction(Op.FORWARD, LAYER))
+    backward = program.attention(Instruction(Op.BACKWARD, LAYER))[len(forward) :]  # its forward is run again first
+    assert waits.forward_s == pytest.approx(by_hand(program, forward, (first[0], later[0])), rel=1e-9)
+    assert waits.backward_s == pytest.approx(by_hand(program, backward, (first[1], later[1])), rel=1e-9)
+    assert exchanges_in(program, 0) is None
+    costs = replace(step_costs(program, work), rounds=rounds)
+    assert costs.context_s(Instruction(Op.BACKWARD, LAYER)) == waits.backward_s + waits.forward_s
+    assert costs.context_s(Instruction(Op.BACKWARD, 0)) == 0.0
+    alone = context_waits(task.cluster, exchanges, rounds, hides=False)
+    assert alone.backward_s >= waits.backward_s
+
+
+@pytest.mark.parametrize("rows", FORMS[:4])
+def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(rows: Rows) -> None:
+    """The same step, bytes and waits in the planner, in the program that runs, and on its critical path."""
+    task = replace(small_task(two_tiers(), batch=16, model=gpt(4, 512, 8, vocab=1000, positions=4096)), sequence=1024)
+    evaluator, choice = evaluator_of(task), choice_of(rows)
+    plan, micros, program = plan_of(task, choice), num_micros(task, choice), program_of(task, choice)
+    costs = step_costs(program, work_of(task.cluster, plan, task.model, task.sequence))
+    whole = simulate(program, costs)
+    assert simulate(*evaluator.program(Part(True, (4,), True), choice, micros)).time_s == pytest.approx(whole.time_s)
+    assert evaluator.evaluate(choice).step_s == pytest.approx(whole.step_s, rel=2e-3)
+    sent = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
+    assert evaluator.sent_bytes(choice) == sent
+    assert whole.sent_bytes == step_bytes(task.cluster, plan, program.blocks, micros, task.sequence)
+    # What the search bounds it by is the same computing and the same waits.
+    blocks = [evaluator.estimator.block(kind, rows, 1) for kind in KINDS]
+    passes = sum(count * (each.forward_s + each.backward_s) for count, each in zip((1, 4, 1), blocks, strict=True))
+    own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait context"))
+    assert micros * passes == pytest.approx(own, rel=1e-3)  # sums of gradients slow a few of them
+    path = critical_path(record(program, costs))
+    waited = math.fsum(spent for (_, category), spent in path.seconds.items() if category == "context")
+    assert 0.9 * whole.time_s["wait context"] < waited <= whole.time_s["wait context"]
+
+
+def test_ulysses_goes_inside_a_slow_tier_and_the_ring_across_it() -> None:
+    """Long sequences behind slow links: the planner picks it of all forms, and the reverse is slower, simulated."""
+    model = replace(gpt(8, 4096, 32, vocab=32000, positions=1 << 17), num_kv_heads=8)
+    task = Task(model=model, cluster=two_tiers(6e9), batch=1, sequence=1 << 17)
+    found, evaluator = find(Space(task=task, axes=("data", "context")), count=1)
+    best = found.best[0].choice
+    assert best.rows == ((1, 1, 4, 1, 1, 4), (1, 1, 4, 1))
+    assert found.proved
+    mapping = plan_of(task, best).mapping
+    assert mapping == {"node": {"context": {"ulysses": 4}}, "system": {"context": {"ring": 4}}}
+    reverse = best._replace(rows=((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)))
+    steps = {}
+    for name, choice in (("best", best), ("reverse", reverse)):
+        program = program_of(task, choice)
+        report = simulate(program, step_costs(program, work_of(task.cluster, program.plan, model, task.sequence)))
+        steps[name] = report.step_s
+    assert steps["reverse"] > 1.1 * steps["best"]
+    # Bytes by tier of a layer, in elements of one head of 128, with T tokens of 16 ranks: terrace.plan.context_traffic.
+    tokens, head = (1 << 17) // 16, 128 * 2
+    sent = evaluator.sent_bytes(best)
+    passes = 2 if best.recompute else 1  # of forwards
+    across = 3 * tokens * (passes * (8 + 2 * 2 + 8) + 8 + 8 + 2 * 2) * head
+    ring = 4 * tokens * 2 * 2 * head
+    assert sent["context", "node"] == 8 * across
+    assert sent["context", "system"] == 8 * ring * (passes * 3 + 3 + 2 + 1)
+
+
+def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
+    """Every form divides; a pin leaves what it allows; an open shape's bound is below that of its forms."""
+    task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=replace(SMALL, num_kv_heads=2))
+    space = Space(task=task)
+    evaluator, seen = evaluator_of(task), set[tuple[int, ...]]()
+    for shape in open_shapes(space):
+        for form in closed(space, shape) if shape.is_open else ():
+            heads = task.heads(form.tensor)
+            assert heads.can_split(form.ulysses)
+            assert task.sequence % (2 * form.context // form.ulysses) == 0 or form.context == form.ulysses
+            seen.add((form.ulysses, form.context // form.ulysses))
+            for again in (0, 1):
+                roots = [evaluator.bounds.root(each, 1, again) for each in (shape, form)]
+                assert roots[0].bound_s <= roots[1].bound_s * (1 + 1e-12)
+                least = [evaluator.bounds.least_bytes(root, Placement(-1, -1, -1), 1) for root in roots]
+                assert least[0] <= least[1]
+    assert {(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2)} == seen
+    pinned = replace(space, pins=Pins({"ulysses": (2, 2), "ring": (1, 2)}))
+    forms = {(form.ulysses, form.context) for shape in open_shapes(pinned) for form in closed(pinned, shape)}
+    assert forms == {(2, 2), (2, 4)}
+
+
+def test_activations_of_a_rank_fall_as_one_over_the_context_ranks() -> None:
+    whole = Work(model=SMALL, sequence=4096)
+    for backend in ("cpu", "cuda"):
+        kept = partial(block_activation_bytes, kind="layer", backend=backend)
+        for ulysses, ring in ((1, 2), (2, 1), (2, 2), (4, 4)):
+            part = kept(replace(whole, ulysses=ulysses, ring=ring))
+            # With Ulysses the output is kept where it was attended to and, for the next product, where its tokens are.
+            twice = 4096 * 512 * 2 if ulysses > 1 else 0
+            assert ulysses * ring * part.kept_bytes == kept(whole).kept_bytes + twice
+            assert part.backward_peak_bytes < kept(whole).backward_peak_bytes
+
+
+@pytest.mark.parametrize(("ulysses", "ring", "pooled"), [(1, 1, 4), (2, 2, 2), (4, 1, 8)])
+def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to(
+    ulysses: int, ring: int, pooled: int
+) -> None:
+    """With data ranks alone, too: operands, output and log-sums of three even shares, and the output that is held."""
+    even = Work(model=SMALL, sequence=4096, ulysses=ulysses, ring=ring)
+    assert even.most_attended == even.attended == 4096 // ring
+    work = replace(even, balance="cost", pooled=pooled)
+    assert work.most_attended == 3 * even.attended
+    part = block_activation_bytes(work, "layer")
+    row = even.attended * 512 // ulysses * 2  # bytes that an even share has in a rank's heads; all 4 have keys
+    assert part.saved["attention"] == 3 * (4 * row + even.attended * 4 // ulysses * 4)
+    assert part.saved["attention output"] == even.tokens * 512 * 2
+    # Gradients of all four, and the keys and gradients of two rounds.
+    assert part.backward_peak_bytes >= part.saved["attention"] + 3 * 12 * row
+    plan = replace(plan_of(small_task(two_tiers(), batch=16), choice_of(FORMS[4])), balance="cost")
+    assert work_of(two_tiers(), plan, SMALL, 1024).places == 16  # ring 8, data 2
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 20))
+def test_no_capacity_is_above_the_most_that_is_predicted(lengths: list[int], num_places: int, spare: int) -> None:
+    share = -(-sum(lengths) // num_places) + spare
+    assert place_capacity(lengths, num_places, share) <= most_attended(num_places, share)
+
+
+def test_recomputation_costs_attention_and_products_another_forward() -> None:
+    cluster = two_tiers()
+    plain, half, whole = (
+        attention_cost(cluster, SMALL, recomputed=range(1, 1 + number)) for number in (0, 1, SMALL.num_layers)
+    )
+    head_s = (
+        3 * forward_flops(SMALL, SMALL.num_blocks - 1, 1, 1) / SMALL.num_layers / (312e12 * cluster.device.kernels.gemm)
+    )
+    assert whole.token_s - head_s == pytest.approx(4 / 3 * (plain.token_s - head_s))
+    assert (plain.whole_pair_s, whole.whole_pair_s) == (3.5 * plain.pair_s, 4.5 * plain.pair_s)
+    forward_s = plain.ring_s(1 << 16, (4, 2)) - replace(plain, forwards=0).ring_s(1 << 16, (4, 2))
+    assert whole.ring_s(1 << 16, (4, 2)) == pytest.approx(plain.ring_s(1 << 16, (4, 2)) + forward_s)
+    assert whole.move_s(1, 100) == pytest.approx(1.5 * plain.move_s(1, 100))
+    assert plain.token_s < half.token_s < whole.token_s
+
+
+def test_a_device_without_a_peak_of_the_dtype_is_told_at_once() -> None:
+    with pytest.raises(ClusterError, match=r"peak_flops_per_s\.fp64"):
+        attention_cost(two_tiers(), SMALL, compute="fp64")
+
+
+def test_with_a_window_nothing_hides_behind_later_rounds() -> None:
+    work = Work(model=replace(SMALL, sliding_window=64), sequence=1024, ring=4)
+    device = two_tiers().device
+    windowed, plain = (core_rounds(device, each) for each in (work, replace(work, model=SMALL)))
+    assert plain[1][0] - plain[0][0] == pytest.approx(windowed[1][0])  # results are added, and nothing is multiplied
+    assert windowed[1][0] > 0

@@ -1,0 +1,228 @@
+"""Programs with a tensor axis: messages inside a block by hand, what hides them, and the activations of their plans."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from terrace.base.errors import PlanError
+from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.model.config import block_specs, parse_model
+from terrace.plan import Plan, step_bytes
+from terrace.program import Instruction, Op, Program, build, verify
+from terrace.report import inside_table
+from terrace.simulate import Costs, changes, critical_path, memory_curve, record, simulate, step_costs
+from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.footprint import work_of
+from terrace.simulate.inside import Behind, Waits, inside_seconds, waits
+from terrace.simulate.layers import block_seconds
+from terrace.simulate.work import Work
+from tests.support.planner_cases import gpt
+
+MODEL = gpt(2, 64, 4, vocab=96, positions=32)
+LLAMA = parse_model(
+    {
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+    }
+)
+SEQUENCE = 32
+LATENCY_S, RATE = 1e-3, 1e6
+
+
+def cluster_of(*sizes: int, penalty: float = 0.0) -> Cluster:
+    """Tiers of one latency; the rate falls tenfold from one to the next."""
+    device = replace(load_cluster("local").device, overlap_penalty=penalty)
+    device = replace(device, kernels=replace(device.kernels, launch_s=0.0))
+    tiers = tuple(
+        Tier(name=f"t{i}", size=size, bandwidth_bytes_per_s=RATE / 10**i, latency_s=LATENCY_S)
+        for i, size in enumerate(sizes)
+    )
+    return Cluster(name="test", device=device, tiers=tiers)
+
+
+def program_of(cluster: Cluster, tensor: Any, num_micros: int = 2, **more: Any) -> Program:
+    values: dict[str, Any] = {"params": "t0", "grads": "t0", "optimizer": cluster.tiers[-1].name} | more
+    plan = Plan(mapping={"t0": {"tensor": tensor, "data": 1}}, **values)
+    program = build(cluster, plan, block_specs(MODEL), num_micros, SEQUENCE)
+    verify(program)
+    return program
+
+
+def test_messages_of_a_layer_by_hand() -> None:
+    """Two rows, fp32: T H elements in halves, 8 messages forward and back, two more to gather the inputs again."""
+    program = program_of(cluster_of(2, 2), 2)
+    one_s = LATENCY_S + SEQUENCE * 64 * 4 / 2 / RATE
+    forward, backward = Instruction(Op.FORWARD, 1, 0), Instruction(Op.BACKWARD, 1, 0)
+    assert waits(program, forward) == pytest.approx(Waits(4 * one_s, 0.0, 0.0))
+    # Waited for are the gathers of two outputs' gradients; two sums run beside the gradients of weights.
+    assert waits(program, backward) == pytest.approx(Waits(2 * one_s, 2 * one_s, 2 * one_s))
+    again = program_of(cluster_of(2, 2), 2, recompute=("layers.*",))
+    assert waits(again, backward) == pytest.approx(Waits(6 * one_s, 0.0, 2 * one_s))
+    whole = program_of(cluster_of(2, 2), 2, sequence_parallel=False)
+    assert waits(whole, forward) == pytest.approx(Waits(4 * one_s, 0.0, 0.0))
+    assert waits(whole, backward) == pytest.approx(Waits(0.0, 0.0, 4 * one_s))
+
+
+def told(program: Program) -> list[list[str]]:
+    """The cells of the rows of the table that people read."""
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(inside_table(program))
+    lines = [re.split(r" {2,}", line.strip()) for line in capture.get().splitlines()]
+    return [cells for cells in lines if cells[-1] in ("waited for", *(each.value for each in Behind))]
+
+
+def test_people_read_the_messages_of_each_kind_of_block() -> None:
+    """The same two rows: a message of 8,192 bytes halves to 4.1 kB sent, 5.1 ms; the two layers are alike."""
+    rows = told(program_of(cluster_of(2, 2), 2))
+    one = ["rows", "4.1 kB on t0", "5.1 ms"]
+    first = next(index for index, cells in enumerate(rows) if cells[0].startswith("layers.0"))
+    assert rows[first : first + 5] == [
+        ["layers.0 (x 2)", "forward", "2 gather", *one, "waited for"],
+        ["2 reduce", *one, "waited for"],
+        ["layers.0 (x 2)", "backward", "2 gather", *one, "waited for"],
+        ["2 reduce", *one, "gradients of weights"],
+        ["2 gather", *one, "gradients of inputs"],
+    ]
+    assert ["1 numbers", "columns and rows", "384 B on t0", "1.4 ms", "waited for"] in rows
+    again = told(program_of(cluster_of(2, 2), 2, recompute=("layers.*",)))
+    assert ["layers.0 (x 2)", "backward", "4 gather", *one, "waited for"] in again
+
+
+def test_messages_in_parts_by_hand() -> None:
+    """Four parts: of what a region gathers the first is waited for, of what it sums the last; three are hidden."""
+    program = program_of(cluster_of(2, 2), 2, tensor_chunks=4)
+    one_s, part_s = (LATENCY_S + SEQUENCE * 64 * 4 / 2 / parts / RATE for parts in (1, 4))
+    forward, backward = Instruction(Op.FORWARD, 1, 0), Instruction(Op.BACKWARD, 1, 0)
+    assert waits(program, forward) == pytest.approx(Waits(4 * part_s, 0.0, 0.0, 12 * part_s))
+    assert waits(program, backward) == pytest.approx(Waits(2 * part_s, 6 * part_s + 2 * one_s, 2 * one_s))
+    assert Waits(1.0, 0.0, 0.0, 4.0).exposed_s(9.0, 9.0, 0.5, 3.0) == 1.0 + 1.0 + 1.5
+
+
+def test_what_hides_a_message_ends_and_is_slowed() -> None:
+    assert Waits(1.0, 2.0, 4.0).exposed_s(10.0, 3.0, 0.0) == 1.0 + 0.0 + 1.0
+    assert Waits(1.0, 2.0, 4.0).exposed_s(0.5, 10.0, 0.0) == 1.0 + 1.5 + 0.0
+    assert Waits(1.0, 2.0, 4.0).exposed_s(10.0, 10.0, 0.25) == 1.0 + 0.5 + 1.0
+
+
+@pytest.mark.parametrize("tensor", [2, {"columns": 2}, {"rows": 2, "columns": 2}])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_step_waits_for_the_sum_of_its_passes(tensor: Any, sequence_parallel: bool) -> None:
+    cluster = cluster_of(4 if tensor == {"rows": 2, "columns": 2} else 2, 2)
+    program = program_of(cluster, tensor, sequence_parallel=sequence_parallel)
+    costs = step_costs(program, work_of(cluster, program.plan, MODEL, SEQUENCE))
+    report = simulate(program, costs)
+    passes = [each for each in program.instructions if each.op in (Op.FORWARD, Op.BACKWARD)]
+    assert report.time_s["wait tensor"] == pytest.approx(math.fsum(map(costs.inside_s, passes)))
+    assert report.time_s["wait tensor"] > 0
+    assert report.time_s["forward"] == pytest.approx(program.num_micros * sum(costs.forward_s))
+    assert report.sent_bytes == step_bytes(cluster, program.plan, program.blocks, program.num_micros, SEQUENCE)
+
+
+def test_the_critical_path_names_the_tiers_of_messages_inside() -> None:
+    """Rows on the first tier, columns on the second, which is ten times as slow; the pieces fill the step."""
+    cluster = cluster_of(2, 2)
+    mapping = {"t0": {"tensor": {"columns": 2}}, "t1": {"tensor": {"rows": 2}}}
+    plan = Plan(params="device", grads="device", optimizer="device", mapping=mapping)
+    program = build(cluster, plan, block_specs(MODEL), 1, SEQUENCE)
+    recording = record(program, step_costs(program, work_of(cluster, plan, MODEL, SEQUENCE)))
+    path = critical_path(recording)
+    assert sum(path.seconds.values()) == pytest.approx(recording.report.step_s)
+    inside = {tier: spent for (tier, category), spent in path.seconds.items() if category == "tensor"}
+    assert sum(inside.values()) == pytest.approx(recording.report.time_s["wait tensor"])
+    assert inside["t1"] > inside["t0"] > 0
+    by_hand = inside_seconds(cluster, program.tensor, program.inside(Instruction(Op.FORWARD, 1, 0)))
+    assert set(by_hand) == {0, 1}
+
+
+def test_changes_and_memory_over_the_step_know_the_tensor_axis() -> None:
+    cluster = cluster_of(2, 2)
+    program = program_of(cluster, 2, params="t1", grads="t1")
+
+    def price(each: Program) -> Costs:
+        return step_costs(each, work_of(each.cluster, each.plan, MODEL, SEQUENCE))
+
+    recording = record(program, price(program))
+    found = changes(program, price)
+    rounded = next(change for change in found if change.words == "int8 on tier t0")
+    assert rounded.plan.wire["tensor"] == {"t0": "int8"}
+    assert rounded.step_s < recording.report.step_s
+    assert any(change.words == "bandwidth of tier t0 x 2" for change in found)
+    curve = memory_curve(recording)
+    assert max(curve.varying_bytes["gathered"]) == recording.report.memory_bytes["gathered"]
+    assert max(curve.varying_bytes["grads_full"]) <= recording.report.memory_bytes["grads_full"]
+
+
+def test_a_work_of_other_ranks_is_refused() -> None:
+    program = program_of(cluster_of(2, 2), 2)
+    work = work_of(program.cluster, program.plan, MODEL, SEQUENCE)
+    with pytest.raises(PlanError, match="1 x 2 tensor ranks"):
+        step_costs(program, replace(work, columns=2))
+    with pytest.raises(PlanError, match="columns = 3 do not divide tensor = 4"):
+        Work(model=MODEL, sequence=8, tensor=4, columns=3)
+
+
+def test_columns_share_products_and_the_stream_but_not_attention() -> None:
+    """On a device whose memory costs nothing: 4 ranks share products, rows alone share the core."""
+    device = replace(load_cluster("dgx-a100").device, memory_bandwidth_bytes_per_s=1e30)
+    kernels = replace(device.kernels, gemm_half_depth=0.0, tiles=(), num_cores=0, launch_s=0.0, host_layer_s=0.0)
+    device = replace(device, kernels=kernels)
+    model = gpt(2, 4096, 32)
+    whole, rows, columns = (
+        block_seconds(device, Work(model=model, sequence=1024, tensor=tensor, columns=c), 1)
+        for tensor, c in ((1, 1), (4, 1), (4, 4))
+    )
+    assert whole.weight_s == pytest.approx(4 * rows.weight_s) == pytest.approx(4 * columns.weight_s)
+    assert whole.forward_s == pytest.approx(4 * rows.forward_s)
+    products = whole.weight_s  # as long as the forward's
+    assert columns.forward_s == pytest.approx(products / 4 + whole.forward_s - products)
+
+
+# Korthikanti et al. 2205.05198, section 4 and Table 2, for 16-bit tensors: bytes over s b h, with a s / h of scores.
+FORMULAS: dict[tuple[bool, str], Any] = {
+    (False, "none"): lambda t, scores: 10 + 24 / t + 5 * scores / t,
+    (True, "none"): lambda t, scores: 34 / t + 5 * scores / t,
+    (False, "selective"): lambda t, scores: 10 + 24 / t,
+    (True, "selective"): lambda t, scores: 34 / t,
+    (False, "full"): lambda t, scores: 2,
+    (True, "full"): lambda t, scores: 2,
+}
+
+
+@pytest.mark.parametrize(("sequence_parallel", "recompute"), FORMULAS)
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+def test_a_plan_s_layer_keeps_what_the_published_formulas_say(sequence_parallel: bool, recompute: Any, t: int) -> None:
+    """From the plan to the bytes, within 5 %; kernels of CUDA keep no scores, and a little beside the formula."""
+    cluster = load_cluster("dgx-a100")
+    mapping = {"node": {"tensor": t, "data": 8 // t}}
+    places: dict[str, Any] = {"params": "device", "grads": "device", "optimizer": "device"}
+    plan = Plan(mapping=mapping, compute="bf16", sequence_parallel=sequence_parallel, **places)
+    work = replace(work_of(cluster, plan, gpt(96, 12288, 96), 2048), dropout=True, recompute=recompute)
+    sbh, scores = 2048 * 12288, 96 * 2048 / 12288
+    expected = sbh * FORMULAS[sequence_parallel, recompute](t, scores)
+    kept = block_activation_bytes(replace(work, flash=False), "layer", "published").kept_bytes
+    assert kept == pytest.approx(expected, rel=0.05)
+    if recompute == "selective":  # what a flash kernel does by itself
+        assert block_activation_bytes(work, "layer", "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
+    if recompute == "full":  # this runtime keeps a rank's part of the input alone
+        own = block_activation_bytes(work, "layer", "cuda").kept_bytes
+        assert own == pytest.approx(expected / (t if sequence_parallel else 1), rel=0.05)
+
+
+def test_columns_cut_the_stream_whether_or_not_tokens_are_split() -> None:
+    work = Work(model=LLAMA, sequence=64, tensor=4, columns=2, sequence_parallel=False)
+    flat = replace(work, tensor=2, columns=1)
+    # The rows see the same inside; the stream outside, 2 inputs of regions and 2 norms, is half.
+    for kind in ("layer", "head"):
+        cut, whole = (block_activation_bytes(each, kind, "published") for each in (work, flat))
+        assert cut.input_bytes == whole.input_bytes / 2
+        assert cut.kept_bytes < whole.kept_bytes

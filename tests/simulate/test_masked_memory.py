@@ -1,0 +1,159 @@
+"""What attention under documents and windows keeps, against what torch saves and allocates."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrace.model import attention
+from terrace.model.attention import AttentionPlans, Pieces
+from terrace.model.decoder import build_blocks
+from terrace.model.init import initialise
+from terrace.plan import preset
+from terrace.sequence.pairs import SHORT_PIECE
+from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.footprint import footprint, has_flash_attention
+from terrace.simulate.layers import block_seconds
+from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, mask_bytes
+from terrace.simulate.work import Work
+from tests.simulate.test_activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.allocations import addresses, allocated, saved_bytes, seeded
+from tests.support.toys import cluster_of
+
+
+class Measured:
+    """A layer that runs forward and backward on rows with these documents."""
+
+    def __init__(self, name: str, window: int, compute: str, sequence: int, rows: list[list[int]] | None) -> None:
+        config, dtype = replace(MODELS[name], sliding_window=window), DTYPES[compute]
+        blocks = build_blocks(config, device="cpu", dtype=dtype)
+        initialise(blocks, config, seed=0, dtype=dtype)
+        self.block: Any = blocks[1]
+        for parameter in self.block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        inputs = torch.randn(BATCH, sequence, HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
+        positions = None if rows is None else torch.tensor([[i for n in row for i in range(n)] for row in rows])
+
+        def forward() -> Tensor:
+            output: Tensor = self.block(inputs, positions)
+            return output
+
+        gradient = torch.randn_like(forward())  # fills tables and plans
+        self.masks = self._masks()
+        ignored = addresses([inputs, *self.block.parameters(), *self.masks, *self._tables()])
+        self.saved = saved_bytes(forward, ignored)
+        forward_peak, left, output = allocated(forward)
+        backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
+        self.forward_peak = forward_peak + inputs.nbytes
+        self.backward_peak = backward_peak + left + inputs.nbytes + gradient.nbytes
+        self.work = Work(
+            model=config,
+            sequence=sequence,
+            micro_batch=BATCH,
+            compute=compute,  # type: ignore[arg-type]
+            flash=has_flash_attention(config, sequence, compute, "cpu", rows is not None),
+            documents=rows is not None,
+        )
+        self.predicted = block_activation_bytes(self.work, "layer", "cpu")
+
+    def _masks(self) -> list[Tensor]:
+        plans = self.block.attention.plans
+        made = [plan for each in plans._packed._made.values() for plan in each.values()]
+        found: dict[int, Tensor] = {}
+        for plan in [*made, *plans._whole.values()]:
+            assert isinstance(plan, Pieces)
+            found |= {piece.mask.data_ptr(): piece.mask for piece in plan.pieces if piece.mask is not None}
+        return list(found.values())
+
+    def _tables(self) -> list[Tensor]:
+        rotary = self.block.attention.rotary
+        packed = [] if rotary is None else [*rotary._packed._made.values()]
+        return rotary_tables(self.block) + [table for made in packed for pair in made.values() for table in pair]
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks that all layers share."""
+        return sum(mask.nbytes for mask in self.masks)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(("window", "sequence"), [(96, 256), (64, 256), (20, 200), (40, 60)])
+def test_a_window(name: str, window: int, sequence: int) -> None:
+    """To the byte what is saved and what the masks take; the peaks within 3 %."""
+    found = Measured(name, window, "fp32", sequence, None)
+    assert sum(found.predicted.saved.values()) == found.saved
+    assert mask_bytes(found.work, "cpu") == found.mask_bytes
+    assert found.predicted.forward_peak_bytes == pytest.approx(found.forward_peak, rel=0.03)
+    assert found.predicted.backward_peak_bytes == pytest.approx(found.backward_peak, rel=0.03)
+
+
+ROWS: list[list[list[int]]] = [
+    [[100, 156], [80, 176]],
+    [[256], [3] * 84 + [4]],
+    [[1] * 256, [7, 249]],
+    [[130, 126]] * 2,
+]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("window", [0, 70])
+def test_documents_keep_at_most_what_is_predicted(rows: list[list[int]], window: int) -> None:
+    for compute in ("fp32", "bf16"):
+        found = Measured("llama", window, compute, 256, rows)
+        assert found.saved <= sum(found.predicted.saved.values())
+        assert found.mask_bytes <= mask_bytes(found.work, "cpu")
+        assert found.backward_peak <= 1.1 * found.predicted.backward_peak_bytes
+        if compute == "fp32" and not window:  # nothing but masks depends on the documents
+            assert found.saved == sum(found.predicted.saved.values())
+
+
+def test_the_constants_are_those_of_attention() -> None:
+    assert attention._SHORT_PIECE == CPU_SHORT_PIECE == SHORT_PIECE
+
+
+def test_the_footprint_has_positions_and_masks() -> None:
+    cluster = cluster_of(1)
+    plan = replace(preset("ddp", cluster), compute="bf16")
+
+    def batch(documents: bool, backend: Any, window: int = 0) -> int:
+        model = replace(MODELS["llama"], sliding_window=window)
+        return footprint(cluster, plan, model, 512, 3, backend=backend, documents=documents)["batch"]
+
+    tokens = 3 * 512 * 8
+    assert batch(False, "cuda") == batch(False, "cpu") == 2 * tokens
+    assert batch(True, "cuda") == 3 * tokens + 3 * 512 * 512 * 2
+    assert batch(False, "cuda", window=100) == 2 * tokens + 512 * 512 * 2
+    assert batch(True, "cpu") == 3 * tokens + 3 * 512 * CPU_SHORT_PIECE * 2
+
+
+def test_grouped_heads_that_are_repeated_are_kept() -> None:
+    work = Work(model=MODELS["llama"], sequence=256, micro_batch=BATCH)
+    plain, masked = (
+        block_activation_bytes(one, "layer", "cuda").kept_bytes for one in (work, replace(work, documents=True))
+    )
+    assert masked - plain == 2 * work.tokens * HIDDEN * 2
+
+
+def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
+    """What the pieces of a plan multiply, in all; elsewhere whole rows under a mask."""
+    for window, sequence in ((96, 960), (20, 640), (0, 512), (600, 512), (40, 60)):
+        model = replace(MODELS["llama"], sliding_window=window)
+        work = Work(model=model, sequence=sequence)
+        query = torch.empty(1, 1, sequence, 4)
+        plan = AttentionPlans(window).plan(None, query)
+        keys, causal = core_keys(work, "cpu")
+        assert causal == (plan is None) == core_keys(work, "cuda")[1]
+        assert core_keys(work, "cuda")[0] == sequence
+        if isinstance(plan, Pieces):
+            sizes = [piece.size for piece in plan.pieces]
+            before = [size if piece.sees_before else 0 for size, piece in zip([0, *sizes], plan.pieces, strict=False)]
+            assert keys == sum(size * (size + more) for size, more in zip(sizes, before, strict=True)) // sequence
+    cpu = cluster_of(1).device
+    model = MODELS["llama"]
+    whole, cut = (
+        block_seconds(cpu, Work(model=replace(model, sliding_window=window), sequence=4096), 1).forward_s
+        for window in (0, 128)
+    )
+    assert cut < 0.7 * whole

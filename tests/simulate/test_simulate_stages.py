@@ -1,0 +1,247 @@
+"""The programs of a pipeline, played together: published bubbles, the orders' own timeline, what stages wait for."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import ProgramError
+from terrace.cluster import Cluster, Device, Kernels, Tier, load_cluster
+from terrace.model.config import parse_model
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan import MessageClass, Plan, preset, step_bytes
+from terrace.planner import Evaluator, Task
+from terrace.planner.bound import Bounds
+from terrace.planner.chosen import choice_of
+from terrace.planner.estimate import Estimator
+from terrace.program import Op, Program, build_stages, verify_stages
+from terrace.program.schedules import Orders, TaskSeconds, orders_for
+from terrace.simulate import Costs, StagesStep, simulate_stages, step_costs
+from terrace.simulate.footprint import work_of
+from terrace.simulate.stages import activation_bytes
+from terrace.simulate.timeline import play
+from tests.program.test_schedules import any_orders, seconds_of
+from tests.simulate.test_timeline import Row, rows, weight_share
+from tests.support.toys import cluster_of
+
+ENDLESS = 1e18  # bytes/s: a message takes its latency alone
+HIDDEN = 8
+
+
+def cluster(num_stages: int, edge_s: float, num_data: int = 1) -> Cluster:
+    device = Device(
+        name="any",
+        memory_bytes=1e12,
+        memory_bandwidth_bytes_per_s=ENDLESS,
+        peak_flops_per_s={"fp32": ENDLESS},
+        kernels=Kernels(launch_s=0.0, optimizer_s=0.0),
+    )
+    tiers = [Tier(name="node", size=num_stages, bandwidth_bytes_per_s=ENDLESS, latency_s=edge_s)]
+    if num_data > 1:
+        tiers.insert(0, Tier(name="pair", size=num_data, bandwidth_bytes_per_s=ENDLESS, latency_s=0.0))
+    return Cluster(name="any", device=device, tiers=tuple(tiers))
+
+
+def blocks_of(num: int) -> tuple[BlockSpec, ...]:
+    dims = (("hidden", HIDDEN), ("intermediate", HIDDEN))
+    return tuple(
+        BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(HIDDEN, HIDDEN), dims=dims),)) for i in range(num)
+    )
+
+
+def stage_plan(num_stages: int, num_virtual: int, **changes: object) -> Plan:
+    plan = Plan(
+        params="device",
+        grads="device",
+        optimizer="device",
+        mapping={"node": {"pipeline": num_stages}},
+        schedule="1f1b",
+        stages=(1,) * num_virtual,
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def played(orders: Orders, seconds: TaskSeconds, edge_s: float) -> tuple[StagesStep, list[Program]]:
+    """Every virtual stage is one block with the seconds of its tasks."""
+    programs = build_stages(
+        cluster(orders.num_stages, edge_s),
+        stage_plan(orders.num_stages, orders.num_virtual),
+        blocks_of(orders.num_virtual),
+        orders.num_micros,
+        sequence=4,
+        orders=orders,
+    )
+    costs = [
+        Costs(
+            forward_s=seconds.forward_s,
+            backward_s=tuple(i + w for i, w in zip(seconds.input_s, seconds.weight_s, strict=True)),
+            weight_s=seconds.weight_s,
+            update_s=(0.0,) * orders.num_virtual,
+            program=program,
+        )
+        for program in programs
+    ]
+    return simulate_stages(programs, costs), programs
+
+
+def bubble(step: StagesStep) -> float:
+    """The share of the longest span in which stages do not compute (Qi et al. 2401.10241, section 5.3)."""
+    spans = [passes[-1].end_s - passes[0].start_s for passes in step.passes]
+    busy = [sum(each.end_s - each.start_s for each in passes) for passes in step.passes]
+    return 1 - sum(busy) / (len(spans) * max(spans))
+
+
+@rows
+def test_programs_have_the_published_bubbles_to_four_decimals(row: Row) -> None:
+    model, micros, _, forward_s, input_s, weight_s, edge_s, *published = row
+    seconds = TaskSeconds(
+        forward_s=(forward_s,) * 8,
+        backward_s=(input_s + weight_s,) * 8,
+        input_s=(input_s,) * 8,
+        weight_s=(weight_s,) * 8,
+        edge_s=(edge_s,) * 7,
+    )
+    share = {"seconds": seconds, "weight_share": weight_share(model)}
+    wanted = dict(zip(("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p"), (published[0], *published[2:]), strict=True))
+    for name, rate in wanted.items():
+        orders = orders_for(name, num_stages=8, num_micros=micros, **(share if name.endswith("p") else {}))
+        step, _ = played(orders, seconds, edge_s)
+        assert round(bubble(step), 4) == rate, name
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_programs_are_played_as_their_orders_are(data: st.DataObject) -> None:
+    """Whatever the seconds: every pass begins when the timeline of the orders says it does.
+
+    Messages are free, since those of one rank leave one after the other and the timeline's do not.
+    """
+    orders = data.draw(any_orders())
+    if orders.num_stages == 1:
+        return
+    seconds = replace(data.draw(seconds_of(orders.num_virtual)), edge_s=(0.0,) * (orders.num_virtual - 1))
+    seconds = replace(seconds, backward_s=tuple(i + w for i, w in zip(seconds.input_s, seconds.weight_s, strict=True)))
+    step, _ = played(orders, seconds, 0.0)
+    timeline = play(orders, seconds)
+    for passes, starts in zip(step.passes, timeline.starts_s, strict=True):
+        begin = step.passes[0][0].start_s - timeline.starts_s[0][0]
+        assert [each.start_s - begin for each in passes] == pytest.approx(starts, abs=1e-6)
+
+
+def test_seconds_sum_to_the_same_step_on_every_stage_and_bytes_are_the_formulas() -> None:
+    machine = cluster(4, 1e-3, num_data=2)
+    plan = replace(
+        preset("zero2", machine), mapping={"node": {"pipeline": 4}}, schedule="zb-h1", compute="fp32", wire={}
+    )
+    programs = build_stages(machine, plan, blocks_of(8), 6, sequence=4)
+    costs = [
+        Costs(forward_s=(1.0,) * 8, backward_s=(2.0,) * 8, weight_s=(1.0,) * 8, update_s=(0.1,) * 8, program=program)
+        for program in programs
+    ]
+    step = simulate_stages(programs, costs)
+    whole = {round(report.step_s, 6) for report in step.reports}
+    assert len(whole) == 1
+    for program, report in zip(programs, step.reports, strict=True):
+        declared = step_bytes(machine, plan, program.blocks, 6, 4, program.stage)
+        assert dict(report.sent_bytes) == {key: size for key, size in declared.items() if size}
+        assert report.time_s["forward"] == pytest.approx(6 * len(program.stage.own))
+        assert report.time_s["wait pipeline"] > 0
+    middle = step_bytes(machine, plan, programs[1].blocks, 6, 4, programs[1].stage)
+    assert middle[MessageClass.PIPELINE, "node"] == 2 * 6 * 4 * HIDDEN * 4
+
+
+def test_a_circle_between_stages_is_named() -> None:
+    machine = cluster(2, 0.0)
+    programs = build_stages(machine, stage_plan(2, 2), blocks_of(2), 2, sequence=4)
+    sent = next(i for i, each in enumerate(programs[0].instructions) if each.op is Op.SEND)
+    lost = replace(programs[0], instructions=programs[0].instructions[:sent] + programs[0].instructions[sent + 1 :])
+    costs = [
+        Costs(forward_s=(1.0,) * 2, backward_s=(2.0,) * 2, update_s=(0.0,) * 2, program=program)
+        for program in (lost, programs[1])
+    ]
+    with pytest.raises(
+        ProgramError,
+        match="in a circle: stage 0 for the gradient of b1, micro-batch 0, from stage 1; stage 1 ",
+    ):
+        simulate_stages([lost, programs[1]], costs)
+
+
+def test_a_cluster_of_cpus_plays_a_pipeline_by_the_clock_of_the_wall() -> None:
+    """Messages share the cores there, so a rank's own clock stands still at times: stages meet at the wall's time."""
+    machine = cluster_of(2, 2)
+    plan = replace(
+        preset("zero3", machine), mapping={"node": {"pipeline": 2}}, schedule="1f1b", compute="fp32", wire={}
+    )
+    programs = build_stages(machine, plan, blocks_of(6), 4, sequence=4)
+    costs = [
+        Costs(forward_s=(1e-4,) * 6, backward_s=(2e-4,) * 6, weight_s=(1e-4,) * 6, update_s=(0.0,) * 6, program=program)
+        for program in programs
+    ]
+    first, second = simulate_stages(programs, costs).reports
+    assert first.step_s == pytest.approx(second.step_s, rel=0.02)
+
+
+LAYERED = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("placements", [("device",) * 3, ("device", "device", "node"), ("node",) * 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2", "zb-h1", "zbv", "zeropp:2"])
+def test_what_the_planner_says_of_a_pipeline_is_what_its_programs_take(
+    placements: tuple[str, str, str], schedule: str
+) -> None:
+    """The search spreads waits evenly over a step; where parameters are gathered that is 5 % too much at most."""
+    params, grads, optimizer = placements
+    machine, model = load_cluster("frontier").resized(4), parse_model(LAYERED)
+    task = Task(model=model, cluster=machine, batch=256, sequence=2048, compute="bf16", master="fp32", wire={})
+    plan = Plan(
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+        mapping={"system": {"pipeline": 4}},
+        schedule=schedule,
+        compute="bf16",
+        unit=4 if schedule.startswith("zeropp") else 1,
+    )
+    evaluator, choice = Evaluator(Bounds(Estimator(task))), choice_of(task, plan)
+    said_s = evaluator.evaluate(choice).step_s
+    plan = replace(plan, stages=evaluator.shares(choice))
+    programs = build_stages(machine, plan, task.blocks, 32, 2048)
+    work = work_of(machine, plan, model, 2048)
+    played_s = max(
+        report.step_s
+        for report in simulate_stages(programs, [step_costs(program, work) for program in programs]).reports
+    )
+    assert said_s / played_s - 1 == pytest.approx(0.0, abs=0.06 if params == "node" else 0.01)
+
+
+def tied(*borrows: tuple[int, ...]) -> list[Program]:
+    """Two stages of two blocks, of which those of the second borrow."""
+    blocks = [replace(block, borrows=lent) for block, lent in zip(blocks_of(4), ((), (), *borrows), strict=True)]
+    return build_stages(cluster(2, 0.0), stage_plan(2, 2, stages=(2, 2)), blocks, 2, sequence=4)
+
+
+def test_two_stages_tie_the_same_block_at_a_time() -> None:
+    first, second = tied((0,), (1,))
+    verify_stages([first, second])
+    mine = [each for each in second.instructions if each.op is Op.TIE or (each.op is Op.SYNC and each.block < 2)]
+    swapped = dict(zip(mine, mine[2:] + mine[:2], strict=True))
+    other = replace(second, instructions=tuple(swapped.get(each, each) for each in second.instructions))
+    with pytest.raises(ProgramError, match=r"circle: rank 0 waits in `TIE b0 .* for rank 1; rank 1 waits in `TIE b1"):
+        verify_stages([first, other])
+
+
+def test_a_copy_may_be_borrowed_twice() -> None:
+    verify_stages(tied((0,), (0,)))
+
+
+def test_activations_are_those_of_the_instructions() -> None:
+    """Forwards moved to the front keep more, whatever the schedule says."""
+    by_block = [(1, 0)] * 4
+    one_f_one_b = build_stages(cluster(2, 0.0), stage_plan(2, 2, stages=(2, 2)), blocks_of(4), 8, sequence=4)[0]
+    assert activation_bytes(one_f_one_b, by_block) == 4  # two micro-batches of two blocks
+    eager = sorted(one_f_one_b.instructions, key=lambda each: each.op is not Op.FORWARD)
+    assert activation_bytes(replace(one_f_one_b, instructions=tuple(eager)), by_block) == 16

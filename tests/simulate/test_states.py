@@ -1,0 +1,116 @@
+"""The closed form of model state against the formula that walks through the visits, and against counts by hand."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
+from terrace.plan import PRESETS, Plan, preset
+from terrace.plan.grid import Grid
+from terrace.plan.memory import model_state_bytes
+from terrace.plan.slices import slice_blocks
+from terrace.simulate.footprint import footprint
+from terrace.simulate.states import model_states, stage_of, state_layout
+from tests.support.strategies import plans
+from tests.support.toys import cluster_of
+
+LLAMA = parse_model(
+    {
+        "model_type": "llama",
+        "vocab_size": 101,
+        "hidden_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 36,
+    }
+)
+SIZES = [(1,), (2,), (3, 2), (2, 2, 2), (1, 4, 1, 2)]
+
+
+def closed_form(plan: Plan, sizes: tuple[int, ...], model: ModelConfig, num_micros: int) -> dict[str, int]:
+    layout = state_layout(cluster_of(*sizes), plan)
+    states = model_states(layout, plan, stage_of(model, 1, 1, 0, layout.degree), num_micros)
+    return states.steady | {"gathered": max(states.gathered.values()), "grads_full": max(states.gradients.values())}
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
+    """On the data axis alone, for any placement, wire formats, prefetch, unit, tied or not, padded or not."""
+    sizes = data.draw(st.sampled_from(SIZES))
+    cluster = cluster_of(*sizes)
+    plan = data.draw(plans(cluster))
+    model = replace(
+        LLAMA,
+        num_layers=data.draw(st.integers(1, 6)),
+        tied_embeddings=data.draw(st.booleans()),
+        vocab_size=data.draw(st.sampled_from((5, 101, 1000))),
+    )
+    num_micros = data.draw(st.integers(1, 7))
+    assert closed_form(plan, sizes, model, num_micros) == model_state_bytes(
+        cluster, plan, block_specs(model), num_micros
+    )
+
+
+def test_presets_too() -> None:
+    for name in PRESETS:
+        cluster = cluster_of(2, 2, 2)
+        plan = replace(preset(name, cluster), compute="bf16")
+        assert closed_form(plan, (2, 2, 2), LLAMA, 3) == model_state_bytes(cluster, plan, block_specs(LLAMA), 3)
+
+
+def test_tensor_ranks_and_stages_hold_the_whole_model() -> None:
+    """What several ranks hold of it beyond their share is what each holds whole."""
+    untied = replace(LLAMA, num_layers=6)
+    for num_stages in (1, 2, 3, 4):
+        stages = [stage_of(untied, 1, num_stages, stage, 1) for stage in range(num_stages)]
+        assert sum(stage.total for stage in stages) == num_params(untied)
+        assert [layer for stage in stages for layer in stage.layers] == list(range(6))
+    tied = replace(untied, tied_embeddings=True)
+    stages = [stage_of(tied, 1, 2, stage, 1) for stage in range(2)]
+    assert sum(stage.total for stage in stages) == num_params(tied) + 101 * 24  # a copy beside the head
+    norms = 6 * 2 * 24 + 24
+    assert 2 * stage_of(replace(untied, vocab_size=100), 2, 1, 0, 1).total == (
+        num_params(replace(untied, vocab_size=100)) + norms
+    )
+    # Each of four tensor ranks holds both key-value heads.
+    keys = 2 * 2 * 6 * 24
+    whole = stage_of(untied, 1, 1, 0, 1).layer - 2 * 24 - keys
+    assert 4 * stage_of(untied, 4, 1, 0, 1).layer == 4 * 2 * 24 + whole + 4 * keys
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_closed_form_is_the_walk_under_a_tensor_axis(data: st.DataObject) -> None:
+    """Buffers that tensor ranks share, messages inside blocks, and padding included."""
+    sizes = data.draw(st.sampled_from([(2, 2), (4, 3), (2, 2, 2)]))
+    cluster = cluster_of(*sizes)
+    factors = data.draw(st.sampled_from([{"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 2}]))
+    tensor = math.prod(factors.values())
+    mapping: dict[str, Any] = {"package": {"data": sizes[0], "tensor": 1}}
+    if sizes[0] % tensor == 0:
+        mapping["package"] = {"data": sizes[0] // tensor, "tensor": factors}
+    else:
+        mapping = {"package": {"tensor": {"rows": 2}}, "node": {"tensor": {"columns": 2}}}
+    plan = replace(
+        preset(data.draw(st.sampled_from(sorted(PRESETS))), cluster),
+        wire={},
+        mapping=mapping,
+        compute=data.draw(st.sampled_from(("fp32", "bf16"))),
+        recompute=data.draw(st.sampled_from(((), ("layers.*",)))),
+        sequence_parallel=data.draw(st.booleans()),
+        prefetch=data.draw(st.integers(0, 3)),
+    )
+    model = replace(LLAMA, num_layers=data.draw(st.integers(1, 4)), tied_embeddings=data.draw(st.booleans()))
+    num_micros = data.draw(st.integers(1, 4))
+    blocks = slice_blocks(block_specs(model), Grid.of(cluster, plan))
+    walked = model_state_bytes(cluster, plan, blocks, num_micros, 7)
+    found = footprint(cluster, plan, model, 7, num_micros, backend="cpu")
+    for name in ("params", "secondary", "grads", "optimizer", "feedback", "buffers"):
+        assert found[name] == walked[name], name
+    for name in ("gathered", "grads_full"):
+        assert found.get(name, 0) <= walked[name], name

@@ -1,0 +1,217 @@
+"""The timeline: published bubbles, the rules of play, circles, the critical path, the picture, its speed."""
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import PlanError, ProgramError
+from terrace.program.schedules import Kind, Orders, Task, even_seconds, from_csv, orders_for
+from terrace.simulate.timeline import Timeline, play
+from terrace.simulate.timeline_picture import picture
+from tests.program.test_schedules import any_orders, seconds_of
+
+quick = settings(deadline=None, max_examples=60)
+
+# Qi et al. 2401.10241, section 5.3 and appendix: 8 stages; model, micro-batches, chunks of interleaved 1F1B,
+# milliseconds of F, B, W and a message, then the bubble of 1F1B, interleaved, ZB-H1, ZB-H2, ZB-1p and ZB-2p.
+TABLE = [
+    ("1.5B", 24, 3, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1055, 0.1585, 0.1083, 0.1585, 0.0433),
+    ("1.5B", 32, 3, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0818, 0.1242, 0.0837, 0.1242, 0.0039),
+    ("1.5B", 64, 3, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0443, 0.0674, 0.0444, 0.0674, 0.0026),
+    ("6.2B", 24, 4, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.0808, 0.1323, 0.0698, 0.1323, 0.0029),
+    ("6.2B", 32, 4, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.0628, 0.1045, 0.0559, 0.1045, 0.0022),
+    ("6.2B", 64, 4, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0320, 0.0554, 0.0294, 0.0554, 0.0010),
+]
+HEADS_AND_HIDDEN = {"1.5B": (24, 2304), "6.2B": (32, 4096)}  # sequences of 1024
+Row = tuple[str, int, int, float, float, float, float, float, float, float, float, float, float]
+rows = pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}-{row[1]}")
+
+
+def weight_share(model: str) -> float:
+    """M_W / M_B = 32 s b h / (34 s b h + 5 a s s b) (Qi et al., Table 1)."""
+    heads, hidden = HEADS_AND_HIDDEN[model]
+    return 32 * hidden / (34 * hidden + 5 * heads * 1024)
+
+
+@rows
+def test_published_bubbles_to_four_decimals(row: Row) -> None:
+    model, micros, _, forward_s, input_s, weight_s, edge_s, *published = row
+    seconds = even_seconds(8, forward_s=forward_s, input_s=input_s, weight_s=weight_s, edge_s=edge_s)
+    played = {
+        name: play(orders_for(name, num_stages=8, num_micros=micros, **given), seconds).bubble
+        for name, given in (
+            ("1f1b", {}),
+            ("zb-h1", {}),
+            ("zb-h2", {}),
+            ("zb-1p", {"seconds": seconds, "weight_share": weight_share(model)}),
+            ("zb-2p", {"seconds": seconds, "weight_share": weight_share(model)}),
+        )
+    }
+    wanted = dict(zip(played, (published[0], *published[2:]), strict=True))
+    assert {name: round(bubble, 4) for name, bubble in played.items()} == wanted
+
+
+@rows
+def test_interleaved_beside_the_published_closed_form(row: Row) -> None:
+    """The published cost has num_stages messages fewer than a played round trip; without them it is the table's."""
+    _, micros, chunks, forward_s, input_s, weight_s, edge_s, _, published, *_ = row
+    orders = orders_for("interleaved", num_stages=8, num_chunks=chunks, num_micros=micros)
+    parts = {"forward_s": forward_s / chunks, "input_s": input_s / chunks, "weight_s": weight_s / chunks}
+    span_s = max(play(orders, even_seconds(8 * chunks, **parts, edge_s=edge_s)).spans_s)
+    step_s = forward_s + input_s + weight_s
+    assert span_s == pytest.approx(micros * step_s + 7 * step_s / chunks + (2 * 8 * chunks - 2) * edge_s)
+    assert round(1 - micros * step_s / (span_s - 8 * edge_s), 4) == published
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Orders of any schedule played with unequal seconds."""
+    orders = draw(any_orders())
+    return play(orders, draw(seconds_of(orders.num_virtual)))
+
+
+def ready_s(timeline: Timeline, ends: dict[tuple[str, int, int], float], stage: int, task: Task) -> float:
+    """When the input of a task is there, by the rules."""
+    orders, edge_s = timeline.orders, timeline.seconds.edge_s
+    k, last = orders.placement[stage][task.chunk], orders.num_virtual - 1
+    local = orders.placement[stage]
+    if task.kind is Kind.FORWARD:
+        return ends["F", k - 1, task.micro] + (0 if k - 1 in local else edge_s[k - 1]) if k else 0.0
+    if task.kind is Kind.BACKWARD_WEIGHT:
+        return ends["B", k, task.micro]
+    return (
+        ends["F", k, task.micro] if k == last else ends["B", k + 1, task.micro] + (0 if k + 1 in local else edge_s[k])
+    )
+
+
+@quick
+@given(timelines())
+def test_every_task_starts_as_soon_as_it_can_and_no_sooner(timeline: Timeline) -> None:
+    orders, ends = timeline.orders, {}
+    for stage, tasks in enumerate(orders.tasks):
+        for task, end_s in zip(tasks, timeline.ends_s[stage], strict=True):
+            letter = "B" if task.kind.letter == "I" else task.kind.letter
+            ends[letter, orders.placement[stage][task.chunk], task.micro] = end_s
+    for stage, tasks in enumerate(orders.tasks):
+        free_s = 0.0
+        for task, start_s, end_s in zip(tasks, timeline.starts_s[stage], timeline.ends_s[stage], strict=True):
+            assert start_s == max(free_s, ready_s(timeline, ends, stage, task))
+            assert end_s - start_s == timeline.seconds.of(task.kind)[orders.placement[stage][task.chunk]]
+            free_s = end_s
+
+
+@quick
+@given(timelines())
+def test_the_critical_path_fills_the_makespan(timeline: Timeline) -> None:
+    path = timeline.critical_path()
+    assert path[0].start_s == 0.0
+    assert path[-1].end_s == timeline.makespan_s
+    for before, after in pairwise(path):
+        assert after.start_s == before.end_s + after.edge_s
+        assert after.edge_s == 0.0 or after.stage != before.stage
+    for step in path:
+        position = timeline.orders.tasks[step.stage].index(step.task)
+        assert timeline.starts_s[step.stage][position] == step.start_s
+
+
+@quick
+@given(timelines())
+def test_makespan_span_and_bubble_bound_one_another(timeline: Timeline) -> None:
+    assert timeline.makespan_s >= max(timeline.spans_s) >= max(timeline.busy_s)
+    assert 0.0 <= timeline.bubble <= 1.0
+    assert (timeline.bubble == 0.0) == all(busy == max(timeline.spans_s) for busy in timeline.busy_s)
+
+
+def test_unequal_stages_idle_by_what_they_lack() -> None:
+    orders = orders_for("1f1b", num_stages=2, num_micros=3)
+    seconds = replace(
+        even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0), forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)
+    )
+    timeline = play(orders, seconds)
+    assert list(timeline.starts_s) == [[0, 1, 7, 9, 13, 19], [1, 3, 7, 9, 13, 15]]
+    assert timeline.makespan_s == 21
+    assert timeline.spans_s == [21, 18]
+    assert timeline.busy_s == [9, 18]
+    assert timeline.bubble == 1 - 27 / 42
+    assert timeline.peak_bytes([10.0, 7.0]) == [20, 7]
+
+
+def test_messages_between_virtual_stages_of_one_stage_are_free() -> None:
+    orders = orders_for("zbv", num_stages=1, num_micros=2)
+    assert play(orders, even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0, edge_s=100.0)).makespan_s == 12
+
+
+def test_stages_that_wait_in_a_circle_are_named() -> None:
+    orders = from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ProgramError) as caught:
+        play(orders, even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0))
+    assert str(caught.value) == (
+        "schedule 'csv' does not end: stage 0 waits at position 1, BACKWARD of micro-batch 0, chunk 0, "
+        "for BACKWARD of micro-batch 0, chunk 0, on stage 1; stage 1 waits at position 1, FORWARD of micro-batch 1, "
+        "chunk 0, for FORWARD of micro-batch 1, chunk 0, on stage 0: a circle: let one of these tasks come later"
+    )
+
+
+def without(orders: Orders, stage: int, task: Task) -> Orders:
+    tasks = list(orders.tasks)
+    tasks[stage] = tuple(other for other in tasks[stage] if other != task)
+    return replace(orders, tasks=tuple(tasks))
+
+
+def test_a_task_that_is_in_no_order_is_named() -> None:
+    orders = without(orders_for("1f1b", num_stages=3, num_micros=2), 1, Task(Kind.BACKWARD, 0, 1))
+    with pytest.raises(
+        ProgramError, match=r"stage 0 waits at position 3, BACKWARD of micro-batch 1, .* stage 1 has ended"
+    ):
+        play(orders, even_seconds(3, forward_s=1.0, input_s=1.0, weight_s=1.0))
+    orders = without(orders_for("zb-h1", num_stages=1, num_micros=2), 0, Task(Kind.BACKWARD_INPUT, 0, 1))
+    with pytest.raises(
+        ProgramError, match="BACKWARD_WEIGHT of micro-batch 1, chunk 0, for BACKWARD_INPUT of micro-batch 1"
+    ):
+        play(orders, even_seconds(1, forward_s=1.0, input_s=1.0, weight_s=1.0))
+
+
+def test_seconds_of_another_pipeline_are_refused() -> None:
+    orders = orders_for("1f1b", num_stages=3, num_micros=2)
+    seconds = even_seconds(4, forward_s=1.0, input_s=1.0, weight_s=1.0)
+    with pytest.raises(PlanError, match="forward tasks: 4 of them; give 3"):
+        play(orders, seconds)
+    with pytest.raises(PlanError, match="edges: 1 of them; give 2"):
+        play(orders, replace(even_seconds(3, forward_s=1.0, input_s=1.0, weight_s=1.0), edge_s=(1.0,)))
+
+
+def test_the_largest_published_pipeline_plays_in_a_tenth_of_a_second() -> None:
+    """530B, Narayanan et al. 2104.04473, Table 1: 35 stages, 3 chunks, 280 micro-batches, at its ideal makespan."""
+    orders = orders_for("interleaved", num_stages=35, num_chunks=3, num_micros=280)
+    assert sum(map(len, orders.tasks)) == 58_800
+    seconds = even_seconds(105, forward_s=1.0, input_s=1.0, weight_s=1.0)
+    took_s = []
+    for _ in range(7):
+        begun = time.process_time()
+        timeline = play(orders, seconds)
+        took_s.append(time.process_time() - begun)
+    assert timeline.makespan_s == (3 * 280 + 34) * 3
+    assert min(took_s) < 0.1
+
+
+def test_picture_by_example() -> None:
+    orders = orders_for("zb-h1", num_stages=2, num_micros=2)
+    timeline = play(orders, even_seconds(2, forward_s=3.0, input_s=2.0, weight_s=1.0))
+    assert picture(timeline, 8 + round(timeline.makespan_s)).splitlines() == [
+        "stage 0 F0-F1-..I0W..I1W",
+        "stage 1 ...F0-I0F1-I1WW.",
+        "F forward, I backward input, W backward weight, . idle",
+        "a column is 1 s, the bubble 25.0%",
+    ]
+
+
+@quick
+@given(timelines(), st.integers(1, 150))
+def test_a_picture_keeps_its_width(timeline: Timeline, width: int) -> None:
+    *lines, _, _ = picture(timeline, width).splitlines()
+    assert len(lines) == timeline.orders.num_stages
+    assert {len(line) for line in lines} == {max(width, len("stage 0 ") + 8)}

@@ -1,0 +1,77 @@
+"""What a layer keeps and takes on one context rank, as autograd saves it and torch allocates it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.cluster import Cluster
+from terrace.launch.start import World
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.init import initial_value
+from terrace.plan import Plan
+from terrace.runtime.batch import localise, positions_of
+from terrace.runtime.engine import Engine
+from tests.support.allocations import addresses, allocated, saved_bytes, seeded
+from tests.support.lanes import use_lane
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes that a layer saves, and alive at the peaks of its forward and its backward, its ends included."""
+
+    saved: int
+    forward_peak: int
+    backward_peak: int
+
+
+def layer_memory(
+    world: World, cluster: Cluster, plans: Sequence[Plan], model: ModelConfig, sequence: int
+) -> list[LayerMemory]:
+    """Return the memory of the first layer under each plan, on this rank."""
+    with use_lane("eager"):  # messages are packed by the thread that is looked at
+        return [_layer_memory(world, cluster, plan, model, sequence) for plan in plans]
+
+
+def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int) -> LayerMemory:
+    specs, blocks = block_specs(model), build_blocks(model)
+    engine = Engine(
+        blocks,
+        names=[spec.name for spec in specs],
+        cluster=cluster,
+        plan=plan,
+        num_micros=1,
+        objective=token_loss,
+        rank=world.rank,
+        initial=lambda block, name, shape: initial_value(model, block, name, shape, 0),
+        declared=specs,
+        sequence=sequence,
+    )
+    tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
+    engine.step([(tokens, tokens)], 1e-3)  # tables, masks and buffers are there from now on
+    axis: Any = engine._context
+    layer: Any = blocks[1]
+    axis.run(0)
+    positions = positions_of(localise((tokens, tokens), axis._course.spread))
+    assert positions is not None
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.compute]
+    inputs = torch.randn(1, positions.shape[1], model.hidden_size, dtype=dtype, generator=seeded(0)).requires_grad_()
+
+    def forward() -> Tensor:
+        output: Tensor = layer(inputs, positions)
+        return output
+
+    gradient = torch.randn_like(forward())
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made = [] if layer.attention.rotary is None else layer.attention.rotary._packed._made.values()
+    tables = [table for each in made for pair in each.values() for table in pair]
+    saved = saved_bytes(forward, addresses([inputs, *layer.parameters(), *tables]))
+    forward_peak, left, output = allocated(forward)
+    backward_peak, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
+    engine.close()
+    backward = backward_peak + left + inputs.nbytes + gradient.nbytes
+    return LayerMemory(saved, forward_peak + inputs.nbytes, backward)

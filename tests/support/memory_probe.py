@@ -1,0 +1,160 @@
+"""Measuring the model state of a rank twice: by looking at live tensors, and by the engine's own meter.
+
+The live measure knows nothing of the runtime: it asks the garbage collector for every tensor made since
+the start and adds up their storages, at every instruction and whenever the meter hears of an allocation.
+
+Of the lanes in tests.support.lanes the eager one makes gathers as early as they can be, and the lazy one lets
+gradients wait for their reduction as long as they can.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrace.cluster import Cluster
+from terrace.comm import Meter
+from terrace.comm.codecs import cpu
+from terrace.launch.start import World
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan
+from terrace.runtime import engine as engine_module
+from terrace.runtime.engine import Engine
+from tests.support.lanes import use_lane
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that tensors made since the last `gc.freeze` refer to."""
+    sizes = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Tensor) and candidate.device.type == "cpu":
+            storage = candidate.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    for scratch in codec_scratch():
+        sizes.pop(scratch.untyped_storage().data_ptr(), None)  # of one size whatever the plan: not model state
+    return sum(sizes.values())
+
+
+def codec_scratch() -> list[Tensor]:
+    """What the block codecs of this thread keep between calls."""
+    scratch: list[Tensor] = getattr(cpu._local, "buffers", [])
+    return scratch
+
+
+class _WatchedMeter(Meter):
+    """A meter that tells when something was allocated."""
+
+    def __init__(self, heard: Callable[[], None]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def add(self, category: str, num_bytes: int) -> None:
+        super().add(category, num_bytes)
+        if num_bytes > 0:
+            self._heard()
+
+
+def _import_all_of_torch() -> None:
+    """Have torch import what an optimizer imports when first made, so that scans need not look through it."""
+    leaf = torch.zeros(1)
+    leaf.grad = torch.zeros(1)
+    torch.optim.AdamW([leaf], fused=True).step()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Peaks of a run: live bytes in all, and the meter's by category. `specs` are the engine's blocks."""
+
+    live_bytes: int
+    metered_bytes: dict[str, int]
+    specs: tuple[BlockSpec, ...]
+
+
+def measure(
+    build_blocks: Callable[[], list[nn.Module]],
+    cluster: Cluster,
+    plan: Plan,
+    num_micros: int,
+    lane: str,
+    batch: tuple[Tensor, Tensor],
+    rank: int = 0,
+    look_at_tensors: bool = True,
+) -> Held:
+    """Run two steps and return the peaks. `batch` is every micro-batch.
+
+    Rank 0 alone looks at tensors, and not while a thread makes and drops them; others report 0 live bytes.
+    """
+    peak = [0]
+    patched: Any = engine_module
+    scans = look_at_tensors and rank == 0 and lane != "thread"
+
+    def look() -> None:
+        if scans:
+            peak[0] = max(peak[0], live_bytes())
+
+    def look_at_instruction(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        look()
+
+    if scans:
+        _import_all_of_torch()
+        gc.collect()
+        gc.freeze()
+    original = patched.Meter
+    patched.Meter = lambda: _WatchedMeter(look)
+    try:
+        with use_lane(lane):
+            engine = Engine(
+                build_blocks(),
+                cluster=cluster,
+                plan=plan,
+                num_micros=num_micros,
+                objective=lambda output, labels: output.float().square().sum(),
+                rank=rank,
+                progress=look_at_instruction,
+            )
+        if scans:
+            gc.collect()  # modules may refer to themselves; their first parameters are gone after this
+        peak[0] = 0  # building holds whole parameters for a moment; only steps count
+        for _ in range(2):
+            engine.step([batch] * num_micros, 1e-3)
+        engine.check_bytes()
+        metered = dict(engine.report({}).memory_bytes)
+        engine.close()
+        return Held(peak[0], metered, engine.program.blocks)
+    finally:
+        patched.Meter = original
+        gc.unfreeze()
+
+
+class WideBlock(nn.Module):
+    """One matrix and one vector, so wide that activations weigh nothing beside them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.vector = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.nn.functional.linear(x, self.matrix, self.vector)
+        return out
+
+
+NUM_BLOCKS, WIDTH = 24, 256
+
+
+def wide_blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [WideBlock(WIDTH) for _ in range(NUM_BLOCKS)]
+
+
+def measure_wide(world: World, cluster: Cluster, runs: Sequence[tuple[Plan, int, str]]) -> list[Held]:
+    """Measure (plan, micro-batches, lane) on this rank."""
+    results = []
+    for plan, num_micros, lane in runs:
+        dtype = torch.bfloat16 if plan.compute == "bf16" else torch.float32
+        batch = torch.ones(1, 2, WIDTH, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)
+        results.append(measure(wide_blocks, cluster, plan, num_micros, lane, batch, world.rank))
+    return results

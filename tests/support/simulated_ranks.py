@@ -1,0 +1,154 @@
+"""Simulated ranks of any plan: what each should hold of a known whole model, and the checkpoint that they save."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from terrace.checkpoint.layout import Files, encode, manifest_of
+from terrace.checkpoint.parts import slices_of
+from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.snapshot import Snapshot
+from terrace.comm import Meter
+from terrace.model.spec import BlockSpec
+from terrace.plan import Plan
+from terrace.plan.grid import stage_of
+from terrace.plan.slices import rank_slices
+from terrace.program import Program, build_stages
+from terrace.runtime.block_state import BlockState
+from terrace.runtime.flat import Flat
+from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.shard import Shard
+from terrace.runtime.states import ADAMW, FROZEN, KINDS
+from tests.support.toys import TIER_NAMES, cluster_of
+
+NUM_UPDATES = 5
+Blocks = tuple[BlockSpec, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A plan: (data, rows, columns) of each tier, and the tiers of params and of optimizer, -1 for the device.
+
+    The innermost tier is as many times larger as (ulysses, ring) say. A pipeline of `stages` has one more tier, the
+    outermost.
+    """
+
+    tiers: tuple[tuple[int, int, int], ...]
+    params: int = -1
+    optimizer: int = -1
+    stages: int = 1
+    context: tuple[int, int] = (1, 1)
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * math.prod(self.context) * math.prod(map(math.prod, self.tiers))
+
+    def total(self, axis: int) -> int:
+        return math.prod(tier[axis] for tier in self.tiers)
+
+    def programs(self, blocks: Blocks) -> list[Program]:
+        """The program of every rank."""
+        sizes = [math.prod(tier) for tier in self.tiers]
+        sizes[0] *= math.prod(self.context)
+        cluster = cluster_of(*sizes, *([self.stages] if self.stages > 1 else []))
+        mapping: dict[str, dict[str, int | Mapping[str, int]]] = {
+            name: {"data": data, "tensor": {"rows": rows, "columns": columns}}
+            for name, (data, rows, columns) in zip(TIER_NAMES, self.tiers, strict=False)
+        }
+        mapping[TIER_NAMES[0]]["context"] = dict(zip(("ulysses", "ring"), self.context, strict=True))
+        if self.stages > 1:
+            mapping[TIER_NAMES[len(self.tiers)]] = {"pipeline": self.stages}
+        places = ("device", *(tier.name for tier in cluster.tiers))
+        params, optimizer = places[self.params + 1], places[self.optimizer + 1]
+        plan = Plan(params=params, grads=params, optimizer=optimizer, mapping=mapping)
+        # A scalar declares no dims, which plans with a tensor axis refuse: here all of that axis' ranks hold it.
+        scalars = {param.name for block in blocks for param in block.params if not param.shape}
+        stages = build_stages(
+            cluster,
+            plan,
+            [replace(block, params=tuple(p for p in block.params if p.name not in scalars)) for block in blocks],
+            num_micros=1,
+            sequence=8,
+        )
+        tensor = tuple(axis for axis, degree in stages[0].tensor.degrees.items() if degree > 1)
+        whole = tuple(with_scalars(*pair, tensor) for pair in zip(stages[0].blocks, blocks, strict=True))
+        ranked = [replace(program, blocks=whole) for program in stages]
+        return [ranked[stage_of(ranked[0].grid, rank)] for rank in range(cluster.world_size)]
+
+
+def with_scalars(sliced: BlockSpec, whole: BlockSpec, shared: tuple[str, ...]) -> BlockSpec:
+    own = {param.name: param for param in sliced.params}
+    return replace(whole, params=tuple(own.get(param.name) or replace(param, shared=shared) for param in whole.params))
+
+
+class Truth:
+    """Values of the whole model: every element of every kind has a number of its own, and none is zero."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.values: dict[str, dict[str, dict[str, Tensor]]] = {}  # block -> parameter -> kind
+        count = 1
+        for block in blocks:
+            own = self.values[block.name] = {}
+            for param in block.params:
+                own[param.name] = {}
+                for kind in KINDS[ADAMW if param.trainable and param.numel else FROZEN]:
+                    own[param.name][kind] = torch.arange(count, count + param.numel).float().view(param.shape)
+                    count += param.numel
+
+    def buffer(self, program: Program, rank: int, block: str, flat: Flat, kind: str) -> Tensor:
+        """What a whole flat buffer of a rank holds, padding included."""
+        full, tensor = torch.zeros(flat.padded), program.tensor
+        for spec, start, stop in flat.extents():
+            part = self.values[block][spec.name][kind][rank_slices(spec, tensor.places(rank), tensor.degrees)]
+            local = torch.zeros(spec.shape)
+            local[tuple(slice(size) for size in part.shape)] = part
+            full[start:stop] = local.flatten()
+        return full
+
+    def of(self, program: Program, rank: int, shard: Shard) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (kind, what a rank keeps, what it should hold there)."""
+        if shard.trainable is not None and shard.optimizer is not None:
+            for kind in KINDS[ADAMW]:
+                full = self.buffer(program, rank, shard.name, shard.trainable, kind)
+                yield kind, getattr(shard.optimizer, kind), full[shard.trainable.part(shard.layout.optimizer)]
+        if shard.fixed is not None:
+            full = self.buffer(program, rank, shard.name, shard.fixed, FROZEN)
+            yield FROZEN, shard.fixed.shard, full[shard.fixed.part(shard.layout.params)]
+
+
+def shards_of(program: Program, rank: int) -> list[Shard]:
+    """The shards of a rank, made as the engine makes them, with -1 in every element."""
+    shards = []
+    for index in program.stage.held:
+        spec, flats, is_copy = program.blocks[index], program.flats[index], index in program.stage.copies
+        state = BlockState(spec, nn.Module(), flats, rank, program.plan, torch.device("cpu"), Meter(), is_copy)
+        state.initialise(lambda param: -torch.ones(param.shape), AdamWConfig())
+        for shard in state.shards:
+            if shard.optimizer is not None:
+                for part in shard.optimizer.parts:
+                    for kind, values in part.values.items():
+                        if kind != "master":
+                            values.fill_(-1)
+        shards += state.shards
+    return shards
+
+
+def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoint:
+    """Write a checkpoint of all simulated ranks."""
+    files: Files = {}
+    for rank, program in enumerate(spread.programs(blocks)):
+        shards = shards_of(program, rank)
+        for shard in shards:
+            for _, kept, values in truth.of(program, rank, shard):
+                kept.copy_(values)
+        snapshot = Snapshot(shards, slices_of(program.tensor, rank))
+        snapshot.take()
+        if snapshot.pieces:
+            files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")
+    manifest = encode(manifest_of(blocks, AdamWConfig(), 3, NUM_UPDATES, {}, files))
+    (folder / "manifest.json").write_text(manifest)
+    return Checkpoint(folder)

@@ -1,0 +1,49 @@
+"""What a layer keeps for its backward on one tensor rank, as torch allocates it."""
+
+import torch
+
+from terrace.cluster import Cluster
+from terrace.launch.start import World
+from terrace.model.config import ModelConfig, block_specs
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.init import initial_value
+from terrace.plan import Plan
+from terrace.program import Instruction, Op
+from terrace.runtime.engine import Engine
+from tests.support.allocations import allocated
+
+LAYER = 1
+
+
+def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int) -> int:
+    """Return the bytes that a layer's FORWARD leaves allocated on this rank, with its input and without its output."""
+    specs = block_specs(model)
+    engine = Engine(
+        build_blocks(model),
+        names=[spec.name for spec in specs],
+        cluster=cluster,
+        plan=plan,
+        num_micros=1,
+        objective=token_loss,
+        rank=world.rank,
+        initial=lambda block, name, shape: initial_value(model, block, name, shape, 0),
+        declared=specs,
+        sequence=sequence,
+    )
+    executor, kept = engine._executor, []
+    plain = executor._handlers[Op.FORWARD]
+
+    def watched(now: Instruction) -> None:
+        if now.block != LAYER:
+            plain(now)
+            return
+        given = executor._passing._made[False, now.block - 1, now.micro].nbytes
+        _, left, _ = allocated(lambda: plain(now))
+        kept.append(left - executor._passing._made[False, now.block, now.micro].nbytes + given)
+
+    executor._handlers[Op.FORWARD] = watched
+    tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
+    for _ in range(4):  # buffers of messages are there from the first step on
+        engine.step([(tokens, tokens)], 1e-3)
+    engine.close()
+    return min(kept)  # what another thread frees is not seen: some steps count a tensor that is gone

@@ -1,0 +1,139 @@
+"""`terrace` in a process of its own whose interpreter is warm: forked from one that has imported torch.
+
+Such a process differs from one that a shell starts in nothing but its first seconds: it has its own directory,
+environment, output, signals and exit code, and the ranks that it starts are children of its own fork server, which is
+forked, too. Starting cold is left to the tests that start `python -m terrace`, the script `terrace` or torchrun.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+from terrace.cli.main import _COMMANDS, main
+from terrace.launch.start import _start_forkserver
+from terrace.launch.stop import SIGNALS
+from terrace.train import calibrate
+
+# What a command would import when it runs.
+for _name in (*_COMMANDS, "worker"):
+    import_module(f"terrace.cli.{_name}")
+
+# The ranks measure the machine for a moment only: what a full measurement says has its own tests.
+_MOMENT_S, _FEW = 0.03, 4
+
+
+class Command:
+    """A process that runs, with what of `subprocess.Popen` the tests use."""
+
+    def __init__(self, words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+        _start_forkserver(__name__)
+        context = multiprocessing.get_context("forkserver")
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        outputs = [there for _, there in pipes]
+        self._process = context.Process(target=_command, args=(tuple(words), str(cwd), dict(environment), outputs))
+        self._process.start()
+        for there in outputs:
+            there.close()
+        self.stdout, self.stderr = (_text(here) for here, _ in pipes)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or None before the end; below 0 for the signal that ended the process."""
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Return all that is still to be read of both outputs; raises `subprocess.TimeoutExpired`."""
+        with ThreadPoolExecutor(2) as readers:
+            texts = [readers.submit(output.read) for output in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+            return texts[0].result(), texts[1].result()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code; raises `subprocess.TimeoutExpired`."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("terrace", timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+
+
+def run(
+    words: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """Run `terrace` with these words to its end; raises `subprocess.TimeoutExpired`."""
+    command = Command(words, cwd, environment)
+    said, errors = command.communicate(timeout_s)
+    return subprocess.CompletedProcess(list(words), command.wait(), said, errors)
+
+
+def _text(connection: "Connection[Any, Any]") -> IO[str]:
+    number = os.dup(connection.fileno())
+    connection.close()
+    return os.fdopen(number, encoding="utf-8", errors="replace")
+
+
+def _command(
+    words: Sequence[str], cwd: str, environment: Mapping[str, str], outputs: "Sequence[Connection[Any, Any]]"
+) -> None:
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), number)
+        output.close()
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["terrace", *words]
+    for signal_number in SIGNALS:  # the fork server ignores them
+        signal.signal(signal_number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _starter.spawnv_passfds = _fork_fork_server
+    calibrate._BUDGET_S, calibrate._REPEATS = _MOMENT_S, _FEW
+    sys.exit(main())
+
+
+_starter: Any = util
+_spawn = util.spawnv_passfds
+
+
+def _fork_fork_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """Start what `multiprocessing` starts, and its fork server by a fork: then it has imported all it needs."""
+    program = arguments[-1]
+    if "multiprocessing.forkserver" not in program:
+        return int(_spawn(path, arguments, kept))
+    pid = os.fork()
+    if pid:
+        return pid
+    try:  # as after an exec: no handlers of the parent, and of its files only those meant for it
+        for number in (signal.SIGINT, signal.SIGHUP, *SIGNALS):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        below = 3
+        for file in [*sorted(kept), os.sysconf("SC_OPEN_MAX")]:
+            os.closerange(below, file)
+            below = file + 1
+        exec(program, {})
+    finally:
+        os._exit(1)

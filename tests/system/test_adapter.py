@@ -1,0 +1,170 @@
+"""Decoders of `transformers`, as they are, trained under a plan: the numbers of training them in plain PyTorch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrace
+from terrace.base.errors import ModelError
+from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import token_loss
+from terrace.runtime.settings import AdamWConfig
+from tests.support.toys import cluster_of
+from tests.support.user_models import NUM_STEPS, Trained, deviation, plain
+
+transformers: Any = pytest.importorskip("transformers")
+
+# transformers computes norms, softmax and rotary tables in fp32 whatever the model's dtype, whose last bits depend on
+# how many rows a tensor has; an eps well above those bits keeps AdamW from dividing by them.
+ADAMW = AdamWConfig(lr=1e-2, eps=1e-3)
+TOLERANCE, EXACT = 1e-6, 1e-10
+VOCAB = 31
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.3}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_WINDOW = {"sliding_window": 3}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _GROUPED),
+    "llama tied eager": ("Llama", _GROUPED | {"tie_word_embeddings": True, "attn_implementation": "eager"}),
+    "qwen2": ("Qwen2", _GROUPED | {"tie_word_embeddings": True}),
+    "qwen2 sliding": ("Qwen2", _GROUPED | _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", _GROUPED | {"head_dim": 4}),
+    "mistral sliding": ("Mistral", _GROUPED | _WINDOW),
+    "gpt2": ("GPT2", _GPT2 | _NO_DROPOUT),
+    "gpt_neox": ("GPTNeoX", _SIZES),
+    "gpt_neox tied": ("GPTNeoX", _SIZES | {"tie_word_embeddings": True, "use_parallel_residual": False}),
+    "olmo2": ("Olmo2", _GROUPED),
+    "phi": ("Phi", _SIZES),
+    "gemma": ("Gemma", _GROUPED | {"head_dim": 4}),
+    "granite scaled": ("Granite", _GROUPED | {"embedding_multiplier": 3.0}),
+}
+TAKEN = [name for name in FAMILIES if name not in ("granite scaled", "phi")]
+
+_IN_FP32 = [name for name in TAKEN if not name.startswith("gpt")]
+PIPELINE = {"preset": "zero1", "mapping": {"node": {"pipeline": 2}}, "micro_batch": 2}
+
+
+def model_of(name: str) -> Any:
+    """A tiny model in fp64, the same everywhere."""
+    family, table = FAMILIES[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**table)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, family + head)(config)
+    return model.double()
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and shifted labels of four sequences."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (4, 8), generator=generator)
+    labels = tokens.roll(-1, dims=1)
+    labels[:, -1] = labels[0, :3] = -100
+    return tokens, labels
+
+
+def train(world: World, name: str, folder: str, plan: Any = "zero3") -> Trained:
+    """Train under a plan; rank 0 saves what comes out as `transformers` does."""
+    model, found = model_of(name), Trained()
+    keys = {"beta1": ADAMW.beta1, "beta2": ADAMW.beta2, "eps": ADAMW.eps}
+    trainer = terrace.Trainer(
+        terrace.blocks_of(model),
+        plan=plan,
+        num_micros=1 if plan == "zero3" else 2,
+        activation=None if plan == "zero3" else (8, 16),
+        cluster=cluster_of(*((2,) if plan == "zero3" else (1, 2))),
+        loss=token_loss,
+        lr=ADAMW.lr,
+        optimizer=keys,
+        predict=False,
+    )
+    for step in range(NUM_STEPS):
+        result = trainer.step(*batch_of(step))
+        found.losses.append(result.loss)
+        found.norms.append(result.grad_norm)
+    found.parameters = trainer.state_dict()
+    trainer.unload()
+    for key, value in model.named_parameters():
+        assert torch.equal(value, found.parameters[key]), key
+    if world.rank == 0:
+        model.save_pretrained(folder)
+    return found
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_training_equals_plain_transformers(pool: LocalPool, name: str, tmp_path: Path) -> None:
+    check(pool, name, tmp_path, "zero3")
+
+
+@pytest.mark.parametrize("name", ["llama tied eager", "gpt2"])
+def test_a_pipeline_trains_them_too(pool: LocalPool, name: str, tmp_path: Path) -> None:
+    check(pool, name, tmp_path, PIPELINE)
+
+
+def check(pool: LocalPool, name: str, tmp_path: Path, plan: Any) -> None:
+    """Both give the same figures, and what is saved is what was trained."""
+    model = model_of(name)
+    wanted = plain(
+        lambda tokens: model(tokens, use_cache=False).logits,
+        list(model.parameters()),
+        token_loss,
+        [batch_of(step) for step in range(NUM_STEPS)],
+        ADAMW,
+    )
+    wanted.parameters = {key: value.detach() for key, value in model.named_parameters()}
+    for found in pool.run(2, train, name, str(tmp_path), plan):
+        assert deviation(found, wanted) < (TOLERANCE if name in _IN_FP32 else EXACT), name
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    tokens, _ = batch_of(9)
+    assert torch.allclose(again(tokens).logits, model(tokens).logits, atol=1e-4)
+
+
+def test_documents_packed_into_a_sequence_do_not_see_one_another() -> None:
+    for name in ("llama", "mistral sliding", "gpt2", "gpt_neox"):
+        model = model_of(name).eval()
+        blocks = terrace.blocks_of(model)
+        tokens, _ = batch_of(0)
+        positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(4, 8)
+        with torch.no_grad():
+            x = tokens
+            for block in blocks:
+                x = block(x, positions)
+            alone = torch.cat([model(tokens[:, :3]).logits, model(tokens[:, 3:]).logits], dim=1)
+        assert torch.allclose(x, alone, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("granite scaled", "do not give its logits"), ("phi", "embed_dropout")],
+)
+def test_what_blocks_would_lose_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        terrace.blocks_of(model_of(name))
+
+
+def test_dropout_is_refused_in_training_mode_alone() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT2))
+    with pytest.raises(ModelError, match=r"= 0\.1 of GPT2LMHeadModel is dropout"):
+        terrace.blocks_of(model)
+    assert len(terrace.blocks_of(model.eval())) == 4
+
+
+def test_what_is_no_decoder_is_refused() -> None:
+    with pytest.raises(ModelError, match="Linear is no causal language model of transformers"):
+        terrace.blocks_of(nn.Linear(2, 2))
+    t5 = transformers.T5Config(vocab_size=9, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration"):
+        terrace.blocks_of(transformers.T5ForConditionalGeneration(t5))

@@ -1,0 +1,248 @@
+"""The context axis: the same numbers as one process, and the bytes that it declares."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import terrace
+from terrace.base.errors import TerraceError
+from terrace.cluster import Cluster
+from terrace.comm import Among
+from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import DecoderLayer, token_loss
+from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan.context import Pool
+from terrace.runtime.clock import make_clock
+from terrace.runtime.context import Mover
+from terrace.runtime.context.attention import attend
+from terrace.runtime.context.course import Course
+from terrace.runtime.linear import WeightGradients
+from terrace.runtime.means import Means
+from terrace.sequence import layout as spreads
+from terrace.sequence.build import spread
+from terrace.sequence.segments import Segment
+from tests.support.allocations import allocated
+from tests.support.lanes import EagerLane
+from tests.support.parity import ADAMW, FEW_STEPS, Outcome, deviation, exact, flatten
+from tests.support.spreads import Rows, SpreadCase, engine_of, in_one_process, make_rows, train_spread
+from tests.support.toys import MODELS, cluster_of
+
+TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.timeout(360)
+
+# Documents longer than what a rank holds, of one token, and short neighbours; rows that neither 2 r nor u divides;
+# fewer tokens than ranks.
+DOCUMENTS = ((5, 1, 17), (23,), (4, 4, 4, 11))
+ROWS = (
+    Rows(model="wide llama, 1 kv head", sequence=23, documents=DOCUMENTS),
+    Rows(model="wide llama, 2 kv heads", sequence=37),
+    Rows(model="wide llama, 8 kv heads", sequence=5),
+    Rows(model="wide llama, window", sequence=23, documents=DOCUMENTS),
+    Rows(model="wide gpt2", sequence=7),
+    Rows(model="wide qwen3, 2 kv heads", sequence=16),
+)
+
+
+def context(cluster: Cluster, mapping: dict[str, Any], name: str = "zero3", **changes: object) -> Plan:
+    return exact(name, cluster, mapping=mapping, **changes)
+
+
+def forms(ulysses: int, ring: int) -> dict[str, Any]:
+    return {"context": {"ulysses": ulysses, "ring": ring}}
+
+
+def run(pool: LocalPool, cluster: Cluster, cases: list[SpreadCase]) -> list[tuple[dict[str, float], str]]:
+    """Return of every case how far it is from one process, and what the ledger complains of."""
+    by_rank = pool.run(cluster.world_size, train_spread, cluster, cases, timeout_s=300.0)
+    found = []
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        num_rows = Layout.of(cluster, case.plan).data_degree * case.num_micros * case.plan.micro_batch
+        complaints = "; ".join(outcome.complaint for outcome in outcomes if outcome.complaint)
+        found.append((deviation(list(outcomes), in_one_process(case.rows, num_rows)), complaints))
+    return found
+
+
+def check(pool: LocalPool, cluster: Cluster, cases: list[SpreadCase]) -> None:
+    for case, (distance, complaint) in zip(cases, run(pool, cluster, cases), strict=True):
+        assert max(distance.values()) < TOLERANCE, (case, distance)
+        assert not complaint, (case, complaint)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_form_equals_one_process(pool: LocalPool, size: int) -> None:
+    """Every form with two kinds of rows, one of them of two sequences a micro-batch; every kind comes up."""
+    cluster, cases = cluster_of(size), []
+    degrees = [degree for degree in (1, 2, 4, 8) if degree <= size]
+    for index, ulysses in enumerate(degrees, start=size):
+        for more in (0, 1):
+            plan = context(cluster, {"package": forms(ulysses, size // ulysses)}, micro_batch=1 + more)
+            cases.append(SpreadCase(plan=plan, rows=ROWS[(2 * index + more) % len(ROWS)]))
+    check(pool, cluster, cases)
+
+
+MAPPINGS: list[dict[str, Any]] = [
+    {"package": forms(2, 1), "node": forms(1, 2)},
+    {"package": forms(1, 2), "node": forms(1, 2), "system": forms(2, 1)},
+    {"node": forms(1, 2), "system": forms(1, 2)},
+    {"package": {"context": 2}, "system": forms(2, 1)},
+]
+
+
+def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
+    """With data ranks, several micro-batches, recomputation and frozen layers."""
+    cluster, cases = cluster_of(2, 2, 2), []
+    for index, (mapping, name) in enumerate(zip(MAPPINGS, ("three-level", "zero++", "zero2", "zero3"), strict=True)):
+        again = ("layers.*",) if index % 2 else ()
+        rows = ROWS[index] if index < 3 else Rows(model="llama, frozen layer", sequence=9)
+        plan = context(cluster, mapping, name, recompute=again)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("lazy", "thread")[index % 2]))
+    check(pool, cluster, cases)
+
+
+BESIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"package": {"tensor": 2}, "node": forms(2, 1)}, {}),
+    ({"package": forms(1, 2), "node": {"tensor": {"columns": 2}}}, {"sequence_parallel": False}),
+    ({"package": {"tensor": 2}, "node": forms(1, 2)}, {"tensor_chunks": 2, "recompute": ("layers.1",)}),
+    ({"package": forms(2, 1), "node": {"pipeline": 2}}, {"schedule": "1f1b"}),
+    ({"package": forms(1, 2), "node": {"pipeline": 2}}, {"schedule": "zb-h1", "recompute": ("layers.0",)}),
+    ({"node": {"tensor": 2}}, {"balance": "cost"}),
+    ({"node": {"pipeline": 2}}, {"balance": "cost", "schedule": "1f1b"}),
+]
+
+
+def test_beside_tensor_and_pipeline_ranks(pool: LocalPool) -> None:
+    cluster, cases = cluster_of(2, 2), []
+    kinds = [ROWS[0], ROWS[4], ROWS[1], ROWS[3], ROWS[4], ROWS[0], ROWS[3]]
+    for (mapping, changes), rows in zip(BESIDE, kinds, strict=True):
+        plan = context(cluster, mapping, "zero2", **changes)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=3 if "schedule" in changes else 1))
+    check(pool, cluster, cases)
+
+
+def test_documents_anywhere_equal_one_process(pool: LocalPool) -> None:
+    """With balance = "cost" over data and context ranks: rings of several sizes, tokens held elsewhere, idle places."""
+    cluster, cases = cluster_of(2, 2, 2), []
+    mappings: list[dict[str, Any]] = [
+        {},
+        {"package": forms(2, 1), "node": forms(1, 2)},
+        {"package": forms(2, 1)},
+        {"node": forms(1, 2), "system": forms(2, 1)},
+    ]
+    for index, mapping in enumerate(mappings):
+        plan = context(cluster, mapping, "zero2", balance="cost", recompute=("layers.0",) if index % 2 else ())
+        rows = replace(ROWS[(0, 3, 1, 5)[index]], sequence=23, documents=DOCUMENTS)
+        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("thread", "lazy")[index % 2]))
+    check(pool, cluster, cases)
+
+
+class OwnAttention(nn.Module):
+    """Attention of a user's own, with the parameters of the model's."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = other.query, other.key, other.value, other.output
+
+
+def train_with_trainer(world: World, cluster: Cluster, case: SpreadCase) -> tuple[Outcome, str, bool]:
+    """A run in a loop of one's own; what is said of attention that nobody knows; whether blocks are as before."""
+    model = MODELS[case.rows.model]
+    blocks = model.blocks(torch.float64)
+    layers = [block for block in blocks if isinstance(block, DecoderLayer)]
+    plans = [layer.attention.plans for layer in layers]
+    options: dict[str, Any] = {"plan": case.plan, "cluster": cluster, "loss": token_loss, "lr": ADAMW.lr}
+    options |= {"declared": model.declared, "activation": (case.rows.sequence, 16), "say": lambda line: None}
+    losses, norms = [], []
+    with terrace.Trainer(dict(zip(NAMES, blocks, strict=True)), **options) as trainer:
+        for step in range(FEW_STEPS):
+            inputs, labels, positions = make_rows(case.rows, step, case.plan.micro_batch)
+            result = trainer.step(inputs, labels, positions)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+        trainer.unload()
+    restored = plans == [layer.attention.plans for layer in layers]
+    outcome = Outcome(losses, norms, flatten(blocks))
+    blocks[1].attention = OwnAttention(layers[0].attention)
+    try:
+        terrace.Trainer(dict(zip(NAMES, blocks, strict=True)), **options)
+    except TerraceError as error:
+        return outcome, str(error), restored
+    return outcome, "", restored
+
+
+NAMES = ("embedding", "layers.0", "layers.1", "head")
+
+
+def test_in_a_loop_of_ones_own(pool: LocalPool) -> None:
+    cluster = cluster_of(4)
+    plan = context(cluster, {"package": forms(2, 2)}, micro_batch=2)
+    case = SpreadCase(plan=plan, rows=ROWS[3])
+    for outcome, refused, restored in pool.run(4, train_with_trainer, cluster, case, timeout_s=60.0):
+        assert max(deviation([outcome], in_one_process(case.rows, 2)).values()) < TOLERANCE
+        assert refused.startswith("block 'layers.0' is a DecoderLayer, whose attention is not declared"), refused
+        assert restored
+
+
+def too_long(world: World, cluster: Cluster, plan: Plan) -> str:
+    """What a rank says of a row that is longer than the positions that are learned."""
+    blocks = MODELS["wide gpt2"].blocks(torch.float64)
+    case = SpreadCase(plan=plan, rows=Rows(model="wide gpt2", sequence=10))
+    engine = engine_of(world, cluster, case, blocks)
+    tokens, labels, _ = make_rows(case.rows, 0, 1)
+    try:
+        engine.step([(tokens, labels)], 1e-3)
+    except TerraceError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
+def test_no_rank_waits_for_one_that_has_a_position_beyond(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    said = pool.run(2, too_long, cluster, context(cluster, {"package": forms(1, 2)}), timeout_s=60.0)
+    assert said == ["a sequence of 10 tokens needs as many positions; the model has 8"] * 2
+
+
+def test_a_fault_shows(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    plan = context(cluster, {"package": forms(1, 2)})
+    cases = [SpreadCase(plan=plan, rows=ROWS[1], sabotage=fault) for fault in ("wrong_position", "dropped_pair")]
+    for distance, complaint in run(pool, cluster, cases):
+        assert min(distance.values()) > 1e-4, distance
+        assert not complaint
+
+
+class NobodyThere:
+    """Has everything that is received be zero."""
+
+    def exchange(self, message: MessageClass, sends: object, receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for _, values in receives:
+            values.zero_()
+
+
+def peak_of_a_ring(num_places: int) -> int:
+    """The bytes that attention takes at its peak, forward and backward, on a rank of a ring of so many places."""
+    segment = Segment(0, num_places * 64, tuple(range(num_places)), (num_places,))
+    held = tuple(segment.shard(place) for place in segment.places)
+    made = spread(spreads.Layout(segments=(segment,), documents=(), held=held, ulysses=1, num_held=64), 1)
+    pool = Pool(members=segment.places, ulysses=1, place_degrees=(num_places,), sizes=(num_places,))
+    cpu = torch.device("cpu")
+    means = Means(EagerLane(), make_clock(cpu), WeightGradients())
+    course = Course(made, Mover(pool, 1, cast(Among, NobodyThere()), means), cpu)
+    parts = [torch.zeros(1, 64, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
+
+    def run() -> None:
+        output = attend(parts[0], parts[1], parts[2], course)
+        torch.autograd.backward(output, torch.ones_like(output))
+
+    run()  # what a course makes once, and the gradients, are there afterwards
+    return allocated(run)[0]
+
+
+def test_memory_does_not_grow_with_the_rounds_of_a_ring() -> None:
+    assert peak_of_a_ring(16) <= 1.05 * peak_of_a_ring(4)

@@ -1,0 +1,146 @@
+"""A rank that dies or stops under `terrace train`: all end in time, one message names it, nothing is left over."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from terrace.base.errors import HangError
+from terrace.checkpoint.layout import latest
+from terrace.checkpoint.reading import Checkpoint
+from terrace.checkpoint.saving import Saver
+from terrace.cli.options import parse_overrides
+from terrace.cli.prepare import prepare
+from terrace.launch.start import World, launch_local
+from terrace.runtime.executor import Executor
+from terrace.train import loop
+from terrace.train.config import resolve
+from terrace.train.loop import Job
+from terrace.train.metrics import Silent, read_metrics
+from tests.support.tiny_runs import (
+    all_gone,
+    descendants,
+    is_alive,
+    one_line,
+    rank_pids,
+    started,
+    wait_for_step,
+    write_run,
+)
+
+TIMEOUT_S = 4.0
+# What is allowed: the timeout, the looks of the post-mortem, ten seconds of grace, and a busy machine.
+LIMIT_S = TIMEOUT_S + 10.0 + 60.0
+WHERE = r"step \d+, instruction \d+ `[A-Z]+[^`]*`"
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def run_of(folder: Path) -> Path:
+    return write_run(folder, 2, 2, steps=100_000, checkpoint_every=3, timeout_s=TIMEOUT_S, log_every=1)
+
+
+def check_what_is_left(run_folder: Path) -> None:
+    records = read_metrics(run_folder / "metrics.jsonl")
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
+    assert len(records) >= 4
+    newest = latest(run_folder)
+    assert newest is not None
+    Checkpoint(newest).verify()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_struck_from_outside_is_named(tmp_path: Path, how: str) -> None:
+    run_of(tmp_path)
+    with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
+        wait_for_step(tmp_path / "run", 4)
+        family = descendants(process.pid)
+        ranks = rank_pids(process.pid)
+        assert len(ranks) == 4
+        victim = ranks[2]
+        os.kill(victim, signal.Signals[how])
+        began = time.monotonic()
+        _, errors = process.communicate(timeout=LIMIT_S + 30)
+        assert time.monotonic() - began < LIMIT_S
+        assert process.returncode == 1
+        assert all_gone(family)
+    said = one_line(errors)
+    found = re.match(rf"terrace: error: rank (\d) stopped at (or before )?{WHERE} \(no heartbeat for ", said)
+    assert found, said
+    named = int(found[1])
+    assert f"pid {victim}" in said
+    # Others may wait for it directly or behind one that does; at least one rank is named as waiting.
+    assert re.search(rf"waiting for it: ranks? [0-3, -]+ \(rank [0-3] at {WHERE}\)", said), said
+    survivors = [rank for rank in range(4) if rank != named]
+    assert re.search(r"\(reported by ranks? [0-3, -]+\)$", said), said
+    assert str(survivors[0]) in said.rsplit("(reported by", 1)[1]
+    check_what_is_left(tmp_path / "run")
+
+
+class Strike:
+    """Makes one rank misbehave at an instruction of step 4."""
+
+    def __init__(self, world: World, folder: Path, victim: int, how: str) -> None:
+        (folder / f"{os.getpid()}.pid").touch()
+        if world.rank != victim:
+            return
+        if how == "computing":
+            forward = Executor._forward
+
+            def slow(self: Executor, now: object) -> None:
+                metrics = folder / "run" / "metrics.jsonl"  # rank 0 opens it when it comes to its own first step
+                if metrics.exists() and metrics.read_text().count("\n") >= 4:
+                    time.sleep(1000)
+                forward(self, now)  # type: ignore[arg-type]
+
+            Executor._forward = slow  # type: ignore[method-assign]
+        else:
+            assert how == "saving", how
+            start = Saver.start
+            Saver.start = lambda saver, step: time.sleep(1000) if step else start(saver, step)  # type: ignore
+
+
+def struck(world: World, job: Job, folder: Path, victim: int, how: str) -> None:
+    """One rank of a run that is about to be stopped."""
+    Strike(world, folder, victim, how)
+    loop.train(world, job, Silent())
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "more"),
+    [
+        (1, "computing", ()),
+        (0, "computing", ()),
+        (3, "saving", ()),
+        (1, "computing", ("--plan.mapping.package.tensor", "2", "--plan.mapping.node.data", "2")),
+    ],
+    ids=["computing", "first rank computing", "saving", "computing, its peers inside a block"],
+)
+def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: str, more: tuple[str, ...]) -> None:
+    timeout_s = TIMEOUT_S if how == "computing" else 1.0
+    words = ("--train.timeout_s", str(timeout_s), *more)
+    config = resolve(str(run_of(tmp_path)), {}, parse_overrides(words))
+    job = prepare(config, tmp_path / "run", None)
+    began = time.monotonic()
+    with pytest.raises(HangError) as caught:
+        launch_local(4, struck, (job, tmp_path, victim, how), grace_s=5.0)
+    assert time.monotonic() - began < LIMIT_S + 30  # with the start of the ranks
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith(f"rank {victim} has not moved"), said
+    if how == "computing":
+        assert re.search(r"from step \d+, instruction \d+ `FORWARD[^`]*` \(computing", said), said
+        assert "waiting for it: rank" in said
+        check_what_is_left(tmp_path / "run")
+    else:
+        assert "`saving a checkpoint` (outside a step" in said
+        assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step == 3
+        newest = latest(tmp_path / "run")
+        assert newest is not None
+        assert newest.name == "step-00000000"
+    pids = {int(path.stem) for path in tmp_path.glob("*.pid")}
+    assert len(pids) == 4
+    assert not [pid for pid in pids if is_alive(pid)]

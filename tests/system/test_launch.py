@@ -1,0 +1,289 @@
+"""Real processes: a step that stops names its culprit, and nothing outlives its parent.
+
+Run as a script, this file is also the program that torchrun starts and the parent that gets killed.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from terrace.base.errors import ConfigError, HangError, PlanError
+from terrace.launch.start import LocalPool, World, detect, join, launch_local
+from terrace.launch.watchdog import watch
+
+TIMEOUT_S = 3.0
+GRACE_S = 4.0
+# What the contract allows: the timeout, the wait for stragglers, and starting on a busy machine.
+LIMIT_S = 40.0
+NUM_STEPS, NUM_INSTRUCTIONS = 6, 3
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def toy(world: World, folder: str, what: str, victim: int, wait_s: float = 0.01) -> int:
+    """Run steps of (compute, all_reduce) instructions; at step 3, `what` befalls the rank `victim`."""
+    Path(folder, f"{os.getpid()}.pid").touch()
+    group = tuple(range(world.world_size))
+    value = torch.ones(100)
+    with watch(world, timeout_s=TIMEOUT_S) as dog, dog.guard():
+        for step in range(NUM_STEPS):
+            for counter in range(NUM_INSTRUCTIONS):
+                dog.at(step, counter, f"FORWARD b{counter}")
+                time.sleep(wait_s)
+                if world.rank == victim and (step, counter) == (3, 1):
+                    strike(what)
+                dog.at(step, counter, f"REDUCE b{counter}", group)
+                dist.all_reduce(value)
+            dog.idle()
+    return world.rank * 10 + world.world_size
+
+
+def strike(what: str) -> None:
+    """Do to this process what the test asks for."""
+    if what in ("SIGKILL", "SIGSTOP"):
+        os.kill(os.getpid(), signal.Signals[what])
+    elif what == "sleep":
+        time.sleep(1000)
+    elif what == "ValueError":
+        raise ValueError("boom")
+    elif what == "PlanError":
+        raise PlanError("the plan does not fit")
+
+
+def state(pid: int) -> str:
+    """Return the kernel's letter for a process's state; none for no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process runs; a zombie does not."""
+    return state(pid) not in ("", "Z")
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.stem) for path in folder.glob("*.pid")]
+
+
+def all_gone(folder: Path, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, pids(folder))):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def hang(folder: Path, what: str, victim: int, grace_s: float = GRACE_S) -> str:
+    start = time.monotonic()
+    with pytest.raises(HangError) as caught:
+        launch_local(4, toy, (str(folder), what, victim), grace_s=grace_s)
+    assert time.monotonic() - start < LIMIT_S
+    assert len(pids(folder)) == 4
+    assert all_gone(folder, 0.0)
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    message = hang(tmp_path, "SIGKILL", 2)
+    assert message.startswith("rank 2 stopped at")
+    assert "step 3, instruction 1 `REDUCE b1` (no heartbeat for" in message
+    assert "waiting for it: ranks 0-1, 3 (rank 0 at step 3, instruction 1 `REDUCE b1`)" in message
+    assert message.endswith("(reported by ranks 0-1, 3)")
+    assert message.count("rank 2") == 1
+
+
+def test_a_stalled_rank_is_named(tmp_path: Path) -> None:
+    message = hang(tmp_path, "sleep", 1)
+    assert re.match(r"rank 1 has not moved for \d\.\d s from step 3, instruction 1 `FORWARD b1`", message)
+    assert "waiting for it: ranks 0, 2-3 (rank 0 at step 3, instruction 1 `REDUCE b1`)" in message
+
+
+def test_a_frozen_rank_is_named_and_ended(tmp_path: Path) -> None:
+    message = hang(tmp_path, "SIGSTOP", 0, grace_s=2.0)
+    assert message.startswith("rank 0 stopped at")
+    assert "waiting for it: ranks 1-3" in message
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("ValueError", RuntimeError, r"rank 3 failed: ValueError: boom\nTraceback"),
+        ("PlanError", PlanError, r"the plan does not fit \(reported by rank 3\)"),
+    ],
+)
+def test_the_first_error_of_a_rank_is_the_one_reported(
+    tmp_path: Path, what: str, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words):
+        launch_local(4, toy, (str(tmp_path), what, 3), grace_s=GRACE_S)
+    assert all_gone(tmp_path, 0.0)
+
+
+def test_results_come_back(tmp_path: Path) -> None:
+    assert launch_local(3, toy, (str(tmp_path), "nothing", 0), grace_s=GRACE_S) == 3
+    assert all_gone(tmp_path, 0.0)
+
+
+@pytest.mark.parametrize(("how", "what"), [("SIGKILL", "SIGSTOP"), ("SIGINT", "nothing")])
+def test_nothing_outlives_the_parent(tmp_path: Path, how: str, what: str) -> None:
+    parent = subprocess.Popen([sys.executable, __file__, "parent", str(tmp_path), what], stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 90
+        while len(pids(tmp_path)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while what == "SIGSTOP" and "T" not in map(state, pids(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        family = descendants(parent.pid)
+        assert {*pids(tmp_path)} <= family
+        parent.send_signal(signal.Signals[how])
+        _, errors = parent.communicate(timeout=90)
+    finally:
+        parent.kill()
+    assert all_gone(tmp_path, 5.0)
+    deadline = time.monotonic() + 30
+    while any(map(is_alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in family if is_alive(pid)]
+    if how == "SIGINT":
+        assert b"KeyboardInterrupt" in errors
+
+
+def descendants(root: int) -> set[int]:
+    """Return every process below `root`: the fork server, its children, the resource tracker."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {root}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalPool]:
+    with LocalPool(3, grace_s=GRACE_S) as pool:
+        yield pool
+
+
+def total(world: World, scale: int) -> tuple[int, int, float]:
+    value = torch.full((4,), float(world.rank + 1))
+    dist.all_reduce(value)
+    return world.rank, os.getpid(), float(value.sum()) * scale
+
+
+def break_on(world: World, victim: int) -> None:
+    if world.rank == victim:
+        raise ValueError(f"rank {victim} breaks")
+    dist.barrier()
+
+
+def sleep_on(world: World, victim: int) -> None:
+    if world.rank == victim:
+        time.sleep(1000)
+
+
+def kill_on(world: World, victim: int) -> None:
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_pool_runs_worlds_of_several_sizes(pool: LocalPool) -> None:
+    seen: set[int] = set()
+    for world_size, expected in [(1, 4.0), (2, 12.0), (3, 24.0), (2, 12.0)]:
+        results = pool.run(world_size, total, 2)
+        assert [(rank, value) for rank, _, value in results] == [(rank, expected * 2) for rank in range(world_size)]
+        seen.update(pid for _, pid, _ in results)
+    assert seen == set(pool.pids)
+    assert len(seen) == 3
+
+
+def test_a_pool_raises_errors_and_goes_on(pool: LocalPool) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: rank 1 breaks"):
+        pool.run(3, break_on, 1)
+    assert len(pool.run(3, total, 1)) == 3
+    with pytest.raises(RuntimeError, match="rank 2 was killed by SIGKILL"):
+        pool.run(3, kill_on, 2)
+    with pytest.raises(HangError, match=r"rank 1 did not finish within 1 s"):
+        pool.run(2, sleep_on, 1, timeout_s=1.0)
+    with pytest.raises(ValueError, match="a world of 4 needs 1 to 3 processes"):
+        pool.run(4, total, 1)
+    assert len(pool.run(2, total, 1)) == 2
+
+
+def test_torchrun_names_the_killed_rank_and_a_restart_starts_afresh(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command += ["--max-restarts", "1", __file__, "torchrun", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in run.stderr.splitlines() if line.startswith("terrace: rank 1 stopped at")]
+    assert len(lines) == 2, run.stderr
+    for line, reporter in zip(sorted(lines, key=lambda line: line[-3:]), (0, 2), strict=True):
+        assert "instruction 1 `REDUCE b1` (no heartbeat for" in line
+        assert "waiting for it: ranks 0, 2" in line
+        assert line.endswith(f"(reported by rank {reporter})")
+    assert run.stdout.count("3 ranks under torchrun, backend ") == 2
+    assert "second life: 3 of 3 here" in run.stdout
+    assert all_gone(tmp_path, 0.0)
+
+
+def test_a_launcher_that_hides_the_meeting_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not detect()
+    with pytest.raises(ConfigError, match="no launcher started this process"):
+        join(1.0)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert not detect()
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT must say where rank 0 is"):
+        detect()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert detect()
+
+
+def test_join_names_the_ranks_that_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = 20000 + os.getpid() % 10000
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(HangError, match="ranks 1-2 did not join the world within 1 s"):
+        join(1.0)
+
+
+def main(role: str, folder: str, *rest: str) -> None:
+    if role == "parent":
+        launch_local(3, toy, (folder, rest[0], 1, 0.1), grace_s=30.0)
+        return
+    world = join(30.0)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    toy(world, folder, "SIGKILL" if first else "nothing", 1)
+    dist.destroy_process_group()
+    if world.rank == 0:
+        print(f"second life: {world.local_world_size} of {world.world_size} here")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,274 @@
+"""Pipelines that run: the numbers of one process, the order of the schedule, the bytes that are declared."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from terrace.cluster import Cluster
+from terrace.comm import Pacer
+from terrace.launch.start import LocalPool, World
+from terrace.plan import Layout, MessageClass
+from terrace.plan.stage import Kind
+from terrace.program.schedules import Task
+from terrace.program.stages import plan_orders
+from tests.support.parity import FEW_STEPS, Case, deviation, serial, train
+from tests.support.pipelines import (
+    ALONE,
+    DIMENSIONS,
+    OUTER,
+    PLACEMENTS,
+    SCHEDULES,
+    Place,
+    batches_of,
+    case_of,
+    covering_rows,
+    engine_of,
+    executed,
+    num_chunks,
+    pipelined,
+    tasks_of,
+)
+from tests.support.toys import MODELS, SEQUENCE, Model, cluster_of
+
+TOLERANCE = 1e-10
+ROWS = covering_rows()
+
+pytestmark = pytest.mark.timeout(360)
+
+
+def check(pool: LocalPool, sizes: tuple[int, ...], cases: Sequence[Case]) -> None:
+    """Every case equals the serial run, and every rank's ledger the formula."""
+    cluster = cluster_of(*sizes)
+    cases = [replace(case, num_steps=FEW_STEPS) for case in cases]
+    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        ranks = Layout.of(cluster, case.plan).data_degree
+        found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
+        assert max(found.values()) < TOLERANCE, (case, found)
+        assert not any(outcome.complaint for outcome in outcomes), (case, [o.complaint for o in outcomes])
+
+
+@pytest.mark.parametrize("sizes", sorted({case_of(row)[0] for row in ROWS}), ids=str)
+def test_every_schedule_and_placement_equals_one_process(pool: LocalPool, sizes: tuple[int, ...]) -> None:
+    check(pool, sizes, [case for where, case in map(case_of, ROWS) if where == sizes])
+
+
+def test_all_pairs_are_among_the_cases() -> None:
+    """But for a few that the number of cases has no room for."""
+    assert [(row["schedule"], row["placement"]) for row in ROWS] == [(s, p) for s in SCHEDULES for p in PLACEMENTS]
+    seen = {pair for row in ROWS for pair in combinations(((key, row[key]) for key in DIMENSIONS), 2)}
+    for one, other in combinations(DIMENSIONS, 2):
+        wanted = {((one, a), (other, b)) for a in DIMENSIONS[one] for b in DIMENSIONS[other]}
+        assert len(wanted - seen) <= len(wanted) // 10, (one, other, wanted - seen)
+
+
+TENSOR_OUTER = Place((2, 2), {"package": {"tensor": 2}, "node": {"pipeline": 2}}, 2)
+TENSOR_INNER = Place((2, 2), {"package": {"pipeline": 2}, "node": {"tensor": 2}}, 2)
+COLUMNS = Place((4,), {"package": {"tensor": {"columns": 2}, "pipeline": 2}}, 2)
+THREE_AXES = Place((2, 2, 2), {"package": {"tensor": 2}, "system": {"pipeline": 2}}, 2)
+SECONDARY = Place((2, 2, 2), {"node": {"pipeline": 2}}, 2)
+
+
+@pytest.mark.parametrize("place", [TENSOR_OUTER, TENSOR_INNER], ids=str)
+def test_tensor_ranks_send_parts_of_an_activation(pool: LocalPool, place: Place) -> None:
+    """Without sequence parallelism ranks send a part each, which the receivers gather; with it, what they have."""
+    cases = []
+    for schedule, model in (("1f1b", "gpt2"), ("zbv", "llama tied"), ("zeropp:2", "gpt_neox")):
+        for splits in (True, False):
+            plan = pipelined("zero2", place, schedule, unit=2, sequence_parallel=splits)
+            cases.append(Case(plan, num_micros=3, model=model))
+    check(pool, place.sizes, cases)
+
+
+def test_columns_and_their_stages(pool: LocalPool) -> None:
+    plans = [pipelined("ddp", COLUMNS, "interleaved:2"), pipelined("ddp", COLUMNS, "zb-h1", recompute=("*",))]
+    check(pool, COLUMNS.sizes, [Case(plan, num_micros=4, model="llama tied") for plan in plans])
+
+
+def test_three_axes(pool: LocalPool) -> None:
+    changes: list[dict[str, Any]] = [{"recompute": ("*",)}, {"sequence_parallel": False, "unit": 3}]
+    plans = [pipelined("three-level", THREE_AXES, "zb-h2", **change) for change in changes]
+    check(pool, THREE_AXES.sizes, [Case(plan, num_micros=4, model="gpt2") for plan in plans])
+
+
+def test_secondary_copies(pool: LocalPool) -> None:
+    """Parameters over both tiers beside the pipeline's, a copy on the inner one."""
+    cases = []
+    for schedule, unit, prefetch in (("1f1b", 1, 0), ("zbv", 2, 1), ("zeropp:2", 2, 2)):
+        plan = pipelined("zero++", SECONDARY, schedule, unit=unit, prefetch=prefetch)
+        assert Layout.of(cluster_of(*SECONDARY.sizes), plan).has_secondary
+        cases.append(Case(plan, num_micros=3, model="llama tied"))
+    check(pool, SECONDARY.sizes, cases)
+
+
+def test_one_lane_a_rank_is_enough(pool: LocalPool) -> None:
+    """What the verifier plays: a rank does nothing while a collective of its own is under way."""
+    plans = [pipelined(name, OUTER, schedule, unit=2) for name in ("zero3", "ddp") for schedule in ("1f1b", "zb-h2")]
+    check(pool, OUTER.sizes, [Case(plan, num_micros=3, model="llama tied", lane="eager") for plan in plans])
+
+
+@pytest.mark.parametrize(
+    ("fault", "schedule", "seen"),
+    [
+        ("skipped_weight_half", "zb-h1", ("norm", "parameters")),
+        ("swapped_arrivals", "gpipe", ("loss", "norm", "parameters")),
+    ],
+)
+def test_comparison_sees_a_fault(pool: LocalPool, fault: str, schedule: str, seen: tuple[str, ...]) -> None:
+    case = Case(pipelined("zero2", OUTER, schedule), num_micros=3, model="llama tied", sabotage=fault)
+    outcomes = pool.run(4, train, cluster_of(*OUTER.sizes), [case], timeout_s=60.0)
+    found = deviation([outcome for (outcome,) in outcomes], serial(case.model, 6))
+    assert all(found[quantity] > 100 * TOLERANCE for quantity in seen), found
+
+
+def test_comparison_sees_copies_that_differ(pool: LocalPool) -> None:
+    """Both stages that hold the table would train their own."""
+    case = Case(pipelined("zero2", OUTER), num_micros=3, model="llama tied", sabotage="skipped_tie")
+    with pytest.raises(RuntimeError, match=r"AssertionError: \('block.0', 'weight', 2\)"):
+        pool.run(4, train, cluster_of(*OUTER.sizes), [case], timeout_s=60.0)
+
+
+WHOLE, LATE = 34, 32  # M_B and M_W: of a micro-batch's activations, what waits for the weight half
+
+
+def most_kept(tasks: Sequence[Task]) -> int:
+    """The most activations kept at once by a stage that has run these tasks; a task frees when it ends."""
+    freed = {Kind.FORWARD: -WHOLE, Kind.BACKWARD: WHOLE, Kind.BACKWARD_INPUT: WHOLE - LATE, Kind.BACKWARD_WEIGHT: LATE}
+    kept = [-sum(freed[task.kind] for task in tasks[: stop + 1]) for stop in range(len(tasks))]
+    assert kept[-1] == 0
+    return max(kept)
+
+
+def published(schedule: str, stage: int, stages: int, micros: int, unit: int) -> int:
+    """What each schedule says that a stage keeps at most."""
+    behind, name, chunks = stages - stage, schedule.partition(":")[0], num_chunks(schedule)
+    later = 2 * (stages - 1 - stage)
+    return {
+        "1f1b": min(micros, behind) * WHOLE,
+        "gpipe": micros * WHOLE,
+        "interleaved": min(chunks * micros, later + (chunks - 1) * stages + 1) * WHOLE,
+        "zb-h1": behind * WHOLE + stage * LATE,
+        "zb-h2": (2 * behind - 1) * WHOLE + 2 * stage * LATE,
+        "zb-1p": stages * WHOLE,
+        "zb-2p": 2 * stages * WHOLE,
+        "zb-auto": 3 * WHOLE,
+        "zbv": 2 * stages * WHOLE,
+        "breadth-first": micros * chunks * WHOLE,
+        "zeropp": unit * chunks * WHOLE + min(unit * chunks, later) * LATE,
+    }[name]
+
+
+def test_the_executed_order_is_that_of_the_schedule(pool: LocalPool) -> None:
+    """And what it keeps in flight is what the schedule says."""
+    micros, unit, cluster = 8, 2, cluster_of(*ALONE.sizes)
+    model = {1: "llama tied", 2: "deep llama tied"}
+    cases = [
+        Case(pipelined("ddp", ALONE, schedule, unit=unit), num_micros=micros, model=model[num_chunks(schedule)])
+        for schedule in SCHEDULES
+    ]
+    by_rank = pool.run(4, executed, cluster, cases, timeout_s=120.0)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        orders = plan_orders(case.plan, MODELS[case.model].declared, 4, micros, SEQUENCE)
+        for stage, (program, instructions) in enumerate(ranks):
+            assert program.stage.index == stage
+            assert instructions == list(program.instructions)
+            tasks = tasks_of(program, instructions)
+            assert tasks == list(orders.tasks[stage]), (case.plan.schedule, stage)
+            assert case.plan.schedule is not None
+            kept, most = most_kept(tasks), published(case.plan.schedule, stage, 4, micros, unit)
+            assert kept <= most, (case.plan.schedule, stage)
+            if case.plan.schedule not in ("zb-1p", "zb-2p", "zb-auto:3"):  # whose memory is a limit
+                assert kept == most, (case.plan.schedule, stage)
+
+
+def kept_to_send(world: World, cluster: Cluster, case: Case, rate: float | None) -> tuple[int, int]:
+    """The most messages that a rank keeps because they may not be received yet, and the threads of its lanes."""
+    most = 0
+
+    def note(*_: object) -> None:
+        nonlocal most
+        most = max(most, len(engine._executor._passing._sent))
+
+    before = sum(thread.name == "terrace-lane" for thread in threading.enumerate())
+    engine = engine_of(world, cluster, case, note, pacer=Pacer(cluster, rate) if rate else None)
+    engine.step(batches_of(engine, world, 0), 1e-3)
+    engine.drain()
+    num_threads = sum(thread.name == "terrace-lane" for thread in threading.enumerate()) - before
+    engine.close()
+    return most, num_threads
+
+
+@pytest.mark.parametrize("rate", [None, 1e9])
+def test_what_was_sent_is_kept_until_it_is_received(pool: LocalPool, rate: float | None) -> None:
+    """And no longer: of 64 micro-batches' activations a stage would keep every one that it has sent."""
+    case = Case(pipelined("ddp", ALONE, "1f1b"), num_micros=64, model="llama tied")
+    for stage, (most, num_threads) in enumerate(
+        pool.run(4, kept_to_send, cluster_of(*ALONE.sizes), case, rate, timeout_s=60.0)
+    ):
+        assert 0 < most <= 16, stage
+        assert num_threads <= 5, stage  # two lanes of collectives at most, and one for each stage that it sends to
+
+
+def parameter_bytes(world: World, cluster: Cluster, cases: Sequence[Case], block: int) -> list[dict[str, int]]:
+    """What a rank sends of one block's parameters and gradients in the second of two steps, by message class."""
+    classes = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REDUCE)
+    found = []
+    for case in cases:
+        engine = engine_of(world, cluster, case, lambda *_: None)
+        sent: dict[str, int] = {}
+        if block in engine.program.stage.own:
+            state = engine.states[engine.program.stage.held.index(block)]
+            _measure(engine, state, classes, sent)
+        for step in range(2):
+            sent.clear()
+            engine.step(batches_of(engine, world, step), 1e-3)
+        engine.check_bytes()
+        found.append(dict(sent))
+        engine.close()
+    return found
+
+
+def _measure(engine: Any, state: Any, classes: Sequence[MessageClass], sent: dict[str, int]) -> None:
+    """Note what the ledger counts while a message of a block is under way; its classes share one lane here."""
+
+    def measured(work: Any) -> Any:
+        def run(*words: Any) -> None:
+            before = engine._ledger.total()
+            work(*words)
+            for (message, _), total in engine._ledger.total().items():
+                if message in classes:
+                    grown = total - before.get((message, "package"), 0)
+                    sent[message.value] = sent.get(message.value, 0) + grown
+
+        return run
+
+    state.gather, state.reduce = measured(state.gather), measured(state.reduce)
+
+
+def num_elements(model: Model, block: int) -> int:
+    return sum(param.numel for param in model.declared[block].params)
+
+
+def test_a_layer_in_a_unit_is_gathered_twice_and_reduced_once(pool: LocalPool) -> None:
+    """ZeroPP (2402.03791): 36 H^2 / U elements a micro-batch for a layer of 12 H^2, so 3 P / U for one of P.
+
+    That is of a chunk in the middle: the first and the last of a stage stand beside themselves at the turns.
+    """
+    micros, block, cluster, model = 8, 3, cluster_of(*OUTER.sizes), "deep gpt2"
+    cases = []
+    for unit in (1, 2, 4, 8):
+        plan = pipelined("zero3", OUTER, "zeropp:3", unit=unit, stages=(2, 1, 1, 1, 1, 2))
+        cases.append(Case(plan, num_micros=micros, model=model))
+    by_rank = pool.run(4, parameter_bytes, cluster, cases, block, timeout_s=120.0)
+    whole = num_elements(MODELS[model], block)
+    assert whole == 12 * 8**2 + 13 * 8, "12 H^2, biases and norms"
+    for rank, found in enumerate(by_rank):
+        for case, sent in zip(cases, found, strict=True):
+            times = micros // case.plan.unit if rank < 2 else 0  # rank 2 and 3 have other blocks
+            expected = dict.fromkeys(("gather", "gather_backward", "reduce"), times * whole * 8 // 2) if times else {}
+            assert sent == expected, (rank, case.plan.unit)
+            assert sum(sent.values()) == (3 * whole * micros // case.plan.unit * 8 // 2 if times else 0)

@@ -1,0 +1,184 @@
+"""How a run is asked to stop: by one rank or all, at any time; all stop after the same step."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in __all__
+
+from terrace.checkpoint.layout import latest
+from terrace.checkpoint.reading import Checkpoint
+from terrace.launch.start import LocalPool
+from terrace.launch.stop import Asked, Stop, Vote, ask
+from terrace.launch.watchdog import Watchdog
+from terrace.launch.world import World
+from tests.support.tiny_runs import all_gone, descendants, environment, metrics, wait_for_step, write_run
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def wish(name: str | None) -> Asked:
+    asked = Asked(())
+    asked.name = name
+    return asked
+
+
+def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int | None, every: int) -> list[Stop | None]:
+    """Threads as ranks, which meet in every step; each wish is (after how many steps, what): how each rank ended."""
+    store, barrier = HashStore(), threading.Barrier(world_size)
+    found: list[Stop | None] = [None] * world_size
+
+    def rank_of(rank: int) -> None:
+        generator = random.Random(rank)
+        vote = Vote(World(rank, world_size, rank, world_size, store), wish(None))
+        vote._every = every
+        for done in range(1, 40):
+            barrier.wait(20)  # nobody ends a step before all have entered it
+            time.sleep(generator.random() / 2000)
+            if outside == done and rank == 0:
+                ask(store, "SIGINT")
+            if wishes.get(rank, (0, ""))[0] == done:
+                vote._asked = wish(wishes[rank][1])
+            found[rank] = vote.after(done)
+            if found[rank] is not None:
+                return
+
+    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wishes", "outside", "every", "at"),
+    [
+        ({2: (7, "SIGTERM")}, None, 1, 8),
+        (dict.fromkeys(range(4), (7, "SIGTERM")), None, 1, 8),
+        ({1: (7, "SIGTERM"), 3: (8, "SIGTERM")}, None, 1, 8),
+        ({}, 5, 1, 6),
+        ({3: (7, "SIGUSR1")}, None, 5, 15),  # asked after 7, seen at 10, so that all stop at 15
+        ({}, None, 1, None),
+    ],
+)
+def test_all_ranks_stop_after_the_same_step(
+    wishes: dict[int, tuple[int, str]], outside: int | None, every: int, at: int | None
+) -> None:
+    for _ in range(5):
+        found = steps_of(4, wishes, outside, every)
+        assert [None if each is None else each.step for each in found] == [at] * 4
+        assert len(set(found)) == 1
+
+
+def test_a_rank_alone_stops_at_once_and_a_failure_has_its_own_words() -> None:
+    vote = Vote(World(0, 1, 0, 1, HashStore()), wish("SIGTERM"))
+    assert vote.after(3) == Stop(step=3, why="signal", text="SIGTERM")
+    vote = Vote(World(0, 1, 0, 1, HashStore()), wish(None))
+    assert vote.after(3) is None
+    vote.fail("the disk is full")
+    assert vote.after(4) == Stop(step=4, why="failed", text="the disk is full")
+
+
+def test_a_large_world_asks_its_store_seldom() -> None:
+    class Counting(HashStore):
+        num_checks = 0
+
+        def check(self, keys: Any) -> bool:
+            self.num_checks += 1
+            return bool(super().check(keys))
+
+    store: Any = Counting()
+    vote = Vote(World(9, 5120, 0, 8, store), wish(None))
+    vote._store = store
+    for done in range(1, 111):
+        vote.after(done)
+    assert store.num_checks == 10
+
+
+def test_the_second_signal_ends_a_process_and_a_repeat_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, killed = [100.0], list[int]()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    before = signal.getsignal(signal.SIGUSR1)
+    with Asked() as asked:
+        for at_s, dies in ((0.0, False), (1.9, False), (2.1, True)):
+            now_s[0] = 100.0 + at_s
+            signal.raise_signal(signal.SIGUSR1)
+            assert asked.name == "SIGUSR1"
+            assert bool(killed) == dies
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path) -> None:
+    """A rank is killed, the ranks are started again by the same command and go on; then torchrun is told to end."""
+    write_run(tmp_path, 2, 2, steps=100_000, checkpoint_every=5)
+    run = tmp_path / "run"
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["-m", "terrace", "train", "--config", "run.toml", "--folder", "run", "--resume", "auto"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    family: set[int] = set()
+    try:
+        wait_for_step(run, 12)
+        family = descendants(process.pid)
+        ranks = sorted(pid for pid in family if "terrace" in Path(f"/proc/{pid}/cmdline").read_text())
+        os.kill(ranks[-1], signal.SIGKILL)
+        struck = latest(run)
+        assert all_gone({ranks[-1]})
+        assert struck is not None
+        deadline_s = time.monotonic() + 200
+        while not set(ranks).isdisjoint(descendants(process.pid)) or latest(run) == struck:
+            assert time.monotonic() < deadline_s
+            assert process.poll() is None
+            time.sleep(0.05)
+        family |= descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in family:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert said.count("resuming after step ") == 1
+    assert said.count("2 ranks in place of 4: node 2 -> 1") == 2
+    assert errors.count("terrace: ended by SIGTERM; what was saved is complete") == 1
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    newest = latest(run)
+    assert newest is not None
+    assert newest.name == f"step-{len(lines):08d}"
+    Checkpoint(newest).verify()
+
+
+def watched(world: World, stopped_s: float) -> str:
+    """A rank that is told to stop and takes its time: its watchdog lets it, since no rank is missing."""
+    with (
+        Asked((signal.SIGTERM,)) as asked,
+        Watchdog(world.store, world.rank, 2, timeout_s=20.0, interval_s=0.2, catch_sigterm=True, stops=True) as dog,
+    ):
+        dog.at(1, 2, "a long kernel")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(stopped_s)
+        assert asked.name == "SIGTERM"
+    return "in order"
+
+
+def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:
+    assert pool.run(2, watched, 2.0) == ["in order"] * 2

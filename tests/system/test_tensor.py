@@ -1,0 +1,225 @@
+"""The tensor axis: the same numbers as one process, and the bytes that its formula declares."""
+
+import math
+from dataclasses import replace
+from threading import current_thread
+from typing import Any
+
+import pytest
+import torch
+
+from terrace.base.errors import ProgramError
+from terrace.cluster import Cluster
+from terrace.comm import Collectives
+from terrace.launch.start import LocalPool, World
+from terrace.model.config import ModelConfig, parse_model
+from terrace.plan import Layout, MessageClass, Plan, preset
+from terrace.runtime.engine import Engine
+from tests.support.parity import Case, Outcome, deviation, exact, serial, shortened, train
+from tests.support.tensor_memory import kept_by_a_layer
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
+
+TOLERANCE = 1e-10
+ROUNDED_AT_ALL = 1e-5  # fp32 alone, without rounded messages, stays below this
+
+pytestmark = pytest.mark.timeout(360)
+
+
+def tensor(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object) -> Plan:
+    return exact(name, cluster, mapping=rows, **changes)
+
+
+def check(pool: LocalPool, sizes: tuple[int, ...], cases: list[Case]) -> None:
+    cluster = cluster_of(*sizes)
+    cases = shortened(cluster, cases)
+    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        check_case(cluster, case, list(outcomes))
+
+
+def check_case(cluster: Cluster, case: Case, outcomes: list[Outcome]) -> None:
+    ranks = Layout.of(cluster, case.plan).data_degree
+    found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
+    assert max(found.values()) < TOLERANCE, (case, found)
+    assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+
+
+@pytest.mark.parametrize("model", ["wide llama, 2 kv heads", "llama tied", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("splits", [True, False])
+def test_two_rows_equal_one_process(pool: LocalPool, model: str, splits: bool) -> None:
+    plan = tensor(cluster_of(2), "ddp", {"package": {"tensor": 2}}, sequence_parallel=splits)
+    check(pool, (2,), [Case(plan, num_micros=2, model=model)])
+
+
+def factorings(total: int) -> list[tuple[int, int, int]]:
+    """Every rows x columns x depth of `total` ranks."""
+    return [
+        (rows, columns, total // rows // columns)
+        for rows in range(1, total + 1)
+        for columns in range(1, total + 1)
+        if total % (rows * columns) == 0
+    ]
+
+
+FAMILIES = ("wide llama, 1 kv head", "wide llama, 2 kv heads", "wide llama, 8 kv heads", "wide gpt2", "wide gpt_neox")
+
+
+def factored(factoring: tuple[int, int, int], model: str, splits: bool, num_micros: int) -> Case:
+    axes = dict(zip(("rows", "columns", "depth"), factoring, strict=True))
+    cluster = cluster_of(math.prod(factoring))
+    plan = tensor(cluster, "zero3", {"package": {"tensor": axes}}, sequence_parallel=splits)
+    return Case(plan, num_micros=num_micros, model=model)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_factoring_of_four_equals_one_process(pool: LocalPool, model: str) -> None:
+    """Every family, whose neighbours in the list have the other form of a factoring."""
+    first = FAMILIES.index(model)
+    check(pool, (4,), [factored(one, model, (first + i) % 2 == 0, 2) for i, one in enumerate(factorings(4))])
+
+
+def test_norms_of_heads_and_biases_of_some_are_cut_like_the_rest(pool: LocalPool) -> None:
+    """A norm of heads is held by all ranks, each with a part of its gradient; the output of Qwen has no bias."""
+    models = ("wide qwen3, 2 kv heads", "wide qwen2, 1 kv head")
+    check(pool, (4,), [factored(one, models[i % 2], i // 2 % 2 == 0, 2) for i, one in enumerate(factorings(4))])
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_every_factoring_of_eight_equals_one_process(pool: LocalPool, splits: bool) -> None:
+    """Both forms of each, with two families each: every family comes up in both forms."""
+    families = [FAMILIES[(2 * i + splits) % len(FAMILIES)] for i in range(len(factorings(8)))]
+    assert {*families} == {*FAMILIES}
+    check(pool, (8,), [factored(*pair, splits, 1) for pair in zip(factorings(8), families, strict=True)])
+
+
+PLACEMENTS = ["ddp", "zero2", "zero3", "zero++", "three-level"]
+MAPPINGS: list[dict[str, Any]] = [
+    {"package": {"tensor": 2}},
+    {"node": {"tensor": 2}},
+    {"system": {"tensor": {"columns": 2}}},
+    {"package": {"tensor": 2}, "node": {"tensor": 2}},
+    {"package": {"tensor": {"columns": 2}}, "system": {"tensor": {"rows": 2}}},
+]
+
+
+@pytest.mark.parametrize("rows", MAPPINGS, ids=str)
+def test_every_placement_of_states_beside_it(pool: LocalPool, rows: dict[str, Any]) -> None:
+    """Every other combination has another family, the other form, recomputation, and one micro-batch."""
+    cluster, cases = cluster_of(2, 2, 2), []
+    for index, name in enumerate(PLACEMENTS, start=MAPPINGS.index(rows)):
+        if index % 2:
+            cases.append(Case(tensor(cluster, name, rows), num_micros=2, model="wide llama, 2 kv heads"))
+        else:
+            plan = tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False)
+            cases.append(Case(plan, model="wide gpt2"))
+    check(pool, (2, 2, 2), cases)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 100])
+def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> None:
+    """Six tokens on two rows and on four: parts that are not equal, and padding; every other case recomputes."""
+    models, cases = ("wide llama, 1 kv head", "wide gpt_neox"), []
+    for place, row in enumerate([{"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}]):
+        for index, model in enumerate(models, start=place + chunks % 2):
+            again = ("block.1",) if index % 2 else ()
+            plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks, recompute=again)
+            cases.append(Case(plan, num_micros=2, model=model))
+    check(pool, (2, 2), cases)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("bf16", 0.01), ("int8", 0.1)])
+def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bound: float) -> None:
+    """Losses near 2.5 stay within `bound` of one process, which is exact; `train` compares what several ranks hold."""
+    cluster = cluster_of(4)
+    rounds = replace(preset("zero2", cluster), wire={"tensor": {"package": name}})
+    cases = []
+    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("wide llama, 1 kv head", {"tensor": {"rows": 2, "columns": 2}}, {"tensor_chunks": 3}),
+        ("wide gpt2", {"tensor": {"rows": 4}}, {"recompute": ("block.1",)}),
+        ("wide llama, 2 kv heads", {"tensor": {"rows": 2}, "data": 2}, {"sequence_parallel": False}),
+    ]
+    for model, row, changes in kinds:
+        plan = replace(rounds, mapping={"package": row}, **changes)
+        cases.append(Case(plan, num_micros=2, model=model))
+    by_rank = pool.run(4, train, cluster, cases, timeout_s=300.0)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        ranks = Layout.of(cluster, case.plan).data_degree
+        found = deviation(list(outcomes), serial(case.model, ranks * case.num_micros))
+        assert ROUNDED_AT_ALL < found["loss"] < bound, (case, found)
+        assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+
+
+def threads_of_messages(
+    world: World, cluster: Cluster, plan: Plan, cases: list[tuple[str, str]]
+) -> list[tuple[set[str], str]]:
+    """Of each (model, what is frozen): the threads in which tensor messages run, and the complaint of the ledger."""
+    _sending = Collectives._sending
+    threads: set[str] = set()
+
+    def noted(self: Collectives, message: MessageClass, *rest: Any) -> Any:
+        if message is MessageClass.TENSOR:
+            threads.add(current_thread().name)
+        return _sending(self, message, *rest)
+
+    def run(name: str, freeze: str) -> tuple[set[str], str]:
+        threads.clear()
+        model, complaint = MODELS[name], ""
+        engine = Engine(
+            model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective,
+            rank=world.rank, declared=model.declared, sequence=SEQUENCE, freeze=(freeze,),
+        )  # fmt: skip
+        engine.step([make_batch(0, 1)], 1e-3)
+        try:
+            engine.check_bytes()
+        except ProgramError as error:
+            complaint = str(error)
+        engine.close()
+        return set(threads), complaint
+
+    Collectives._sending = noted  # type: ignore[method-assign, assignment]
+    try:
+        return [run(*case) for case in cases]
+    finally:
+        Collectives._sending = _sending  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_what_does_not_train_sends_as_declared_and_in_order(pool: LocalPool, splits: bool) -> None:
+    """Messages share memory and groups: one that ends a region must not run beside one that gathers its input again.
+
+    An embedding that is frozen has no backward.
+    """
+    cluster = cluster_of(4)
+    row = {"package": {"tensor": {"rows": 2, "columns": 2}}}
+    plan = tensor(cluster, "ddp", row, sequence_parallel=splits)
+    cases = [("wide llama, 2 kv heads", "*.weight"), ("wide gpt2", "block.0.weight"), ("wide gpt2", "*norm*")]
+    found = pool.run(4, threads_of_messages, cluster, plan, cases, timeout_s=60.0)
+    assert found == [[({"terrace-lane"}, "")] * len(cases)] * 4
+
+
+def gpt(hidden: int) -> ModelConfig:
+    table = {"model_type": "gpt2", "vocab_size": 64, "n_embd": hidden, "n_layer": 1, "n_head": 8, "n_positions": 512}
+    return parse_model(table | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> None:
+    """2205.05198, Table 2, with selective recomputation, which is what a kernel that keeps no scores comes to.
+
+    The model has no dropout, so the masks of its two outputs, 2 s b h, are not there.
+    """
+    hidden, sequence, batch = 256, 384, 2
+    cluster, model = cluster_of(t), gpt(hidden)
+    sbh = sequence * batch * hidden
+    expected = {
+        (False, False): sbh * 8 + sbh * 24 / t,
+        (True, False): sbh * 32 / t,
+        (False, True): 2 * sbh,
+        (True, True): 2 * sbh / t,  # the input is split, too
+    }
+    for (splits, again), wanted in expected.items():
+        plan = tensor(cluster, "ddp", {"package": {"tensor": t}}, sequence_parallel=splits, micro_batch=batch)
+        plan = replace(plan, compute="bf16", master="fp32", recompute=("layers.*",) if again else ())
+        kept = pool.run(t, kept_by_a_layer, cluster, plan, model, sequence, timeout_s=60.0)
+        generator = torch.get_rng_state().nbytes if again else 0  # kept with the input, for dropout
+        assert max(kept) - generator == pytest.approx(wanted, rel=0.05), (splits, again)

@@ -1,0 +1,242 @@
+"""Block formats through the whole runtime: replicas, bytes, bounds, error feedback, inf and nan, the measured error."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from terrace.base.errors import TrainingError
+from terrace.cluster import Cluster
+from terrace.comm import Collectives, Ledger, Meter, Origin, TierGroups
+from terrace.launch.start import LocalPool, World
+from terrace.plan import MessageClass, Plan, preset, validate
+from terrace.plan.layout import DEVICE
+from terrace.runtime.engine import Engine
+from tests.support.parity import Case, Outcome, deviation, serial, train
+from tests.support.toys import MODELS, cluster_of, make_batch, with_wires
+
+Sizes = tuple[int, ...]
+
+# Largest deviation of a loss near 2.5 from the exact one within five steps, by format of every message.
+LOSS_BOUND = {"int8": 0.02, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15, "int4": 0.4}
+
+pytestmark = pytest.mark.timeout(360)
+
+
+def rounded(name: str, sizes: Sizes, wire: str) -> Plan:
+    """A preset whose every message travels in this format."""
+    cluster = cluster_of(*sizes)
+    return with_wires(cluster, preset(name, cluster), wire)
+
+
+def run(pool: LocalPool, sizes: Sizes, cases: Sequence[Case]) -> list[list[Outcome]]:
+    cluster = cluster_of(*sizes)
+    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def num_distinct(outcomes: list[Outcome]) -> int:
+    return len({outcome.parameters.numpy().tobytes() for outcome in outcomes})
+
+
+# Every format crosses every kind of message somewhere; each world takes the formats that say most about it.
+WORLDS: list[tuple[str, Sizes, tuple[str, ...]]] = [
+    ("three-level", (2, 2, 2), tuple(LOSS_BOUND)),
+    ("zero++", (2, 2, 2), ("int8", "int4")),
+    ("zero3", (2, 2, 2), ("fp8:32", "int4:16")),
+    ("hsdp", (2, 2, 2), ("int8:16",)),
+    ("zero1", (2, 2, 2), ("int8",)),
+    ("ddp", (2, 2, 2), ("int4:16",)),
+    ("ddp", (3,), ("int8", "fp8:32")),
+    ("zero++", (1, 4), ("int8:16", "int4:16")),
+    ("three-level", (3, 2), ("int8", "int4")),
+    ("three-level", (2, 3), ("int8:16", "fp8:32")),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "wires"), WORLDS)
+def test_replicas_are_identical_and_close_in_every_format(
+    pool: LocalPool, name: str, sizes: Sizes, wires: tuple[str, ...]
+) -> None:
+    """The first format of a world also adds up two micro-batches."""
+    cases = [Case(rounded(name, sizes, wire), num_micros=2 if wire == wires[0] else 1) for wire in wires]
+    for wire, case, outcomes in zip(wires, cases, run(pool, sizes, cases), strict=True):
+        assert num_distinct(outcomes) == 1, wire
+        assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+        found = deviation(outcomes, serial("toy", case.num_micros * len(outcomes)))
+        assert 0 < found["loss"] < LOSS_BOUND[wire], (wire, found)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "three-level"])
+def test_comparison_sees_a_rank_that_keeps_its_own_part_unrounded(pool: LocalPool, name: str) -> None:
+    plan = rounded(name, (2, 2, 2), "int8")
+    (outcomes,) = run(pool, (2, 2, 2), [Case(plan, sabotage="unrounded_own_part")])
+    assert num_distinct(outcomes) > 1
+
+
+@pytest.mark.parametrize("name", ["zero++", "three-level-compressed"])
+def test_compressed_presets_train_in_bf16_on_odd_worlds(pool: LocalPool, name: str) -> None:
+    for sizes in ((2, 2, 2), (2, 3), (1, 2, 3)):
+        plan = replace(preset(name, cluster_of(*sizes)), compute="bf16")
+        (outcomes,) = run(pool, sizes, [Case(plan, num_micros=2, model="llama tied")])
+        assert num_distinct(outcomes) == 1
+        assert not outcomes[0].complaint
+        assert deviation(outcomes, serial("llama tied", 2 * len(outcomes)))["loss"] < 0.1
+
+
+NUM_ROUNDS = 40
+
+
+def repeated(world: World, cluster: Cluster, wires: Sequence[str]) -> list[float]:
+    """Sum the same gradient again and again; the error of the mean result, relative to one result's step."""
+    errors = []
+    for wire in wires:
+        plan = replace(preset("hsdp", cluster), wire={"sync": {"system": wire}})
+        layout = validate(cluster, plan, [])
+        groups = TierGroups(layout, world.rank, timedelta(seconds=30))
+        collectives = Collectives(groups, layout, plan, Ledger(), Meter(), torch.device("cpu"))
+        origin = Origin("block", layout, torch.device("cpu"), Meter())
+        gradient = torch.randn(640, generator=torch.Generator().manual_seed(world.rank))
+        exact = sum(torch.randn(640, generator=torch.Generator().manual_seed(rank)) for rank in range(4))
+        assert isinstance(exact, torch.Tensor)
+        total = torch.zeros(640 // 4)
+        for _ in range(NUM_ROUNDS):
+            total += collectives.reduce(MessageClass.SYNC, gradient, DEVICE, 1, origin)
+        part = layout.slice(1, cluster.coordinates(world.rank), 640)
+        errors.append(float((total / NUM_ROUNDS - exact[part]).abs().max()))
+    return errors
+
+
+def test_error_feedback_makes_the_mean_exact(pool: LocalPool) -> None:
+    cluster = cluster_of(4, 1)
+    cluster = replace(cluster, tiers=(replace(cluster.tiers[1], name="node", size=1), cluster.tiers[0]))
+    cluster = replace(cluster, tiers=(cluster.tiers[0], replace(cluster.tiers[1], name="system")))
+    step = 3.5 / 7  # an int4 step of a block whose largest element is about 3.5
+    for plain, fed_back in pool.run(4, repeated, cluster, ["int4", "int4+feedback"], timeout_s=200.0):
+        assert plain > step / 8, "without feedback the same error comes every time"
+        assert fed_back < 6 * step / NUM_ROUNDS
+
+
+def errors_of(world: World, cluster: Cluster, plan: Plan, spoil: int) -> list[dict[str, float]] | str:
+    """The measured rounding error of three steps, or what the engine says when rank `spoil` holds an inf."""
+    model = MODELS["toy"]
+    engine = Engine(
+        model.blocks(torch.float32),
+        names=["embedding", "layers.0", "layers.1", "layers.2", "head"],
+        cluster=cluster,
+        plan=plan,
+        num_micros=1,
+        objective=model.objective if world.rank != spoil else lambda output, labels: (output * float("inf")).sum(),
+        rank=world.rank,
+    )
+    try:
+        found = []
+        for step in range(3):
+            tokens, labels = make_batch(step, world.world_size)
+            row = slice(world.rank, world.rank + 1)
+            found.append(engine.step([(tokens[row], labels[row])], 1e-3).quantisation_error)
+        return found
+    except TrainingError as error:
+        return str(error)
+    finally:
+        if spoil < 0:
+            engine.close()
+
+
+def test_measured_error_is_there_for_block_formats_and_nothing_else(pool: LocalPool) -> None:
+    cluster = cluster_of(2, 2)
+    plan = preset("three-level", cluster)
+    assert pool.run(4, errors_of, cluster, plan, -1) == [[{}, {}, {}]] * 4
+    plan = replace(plan, wire={"reduce": {"node": "int4:32"}, "refresh": {"node": "int8"}})
+    everyone = pool.run(4, errors_of, cluster, plan, -1)
+    assert all(found == everyone[0] for found in everyone), "every rank knows the same figure"
+    first, *later = everyone[0]
+    assert first.keys() == {"reduce"}, "a refresh comes after the first step's sum"
+    for found in later:
+        # Rounding to steps of size 2/(2q+1) of the largest element, uniform inside: far below, never zero.
+        assert 0.02 < found["reduce"] < 0.2
+        assert 0.001 < found["refresh"] < 0.02
+
+
+def test_error_shrinks_as_the_format_widens(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    found = []
+    for wire in ("int4:128", "int4:16", "fp8:16", "int8:128", "int8:16"):
+        plan = replace(preset("zero2", cluster), wire={"reduce": {"package": wire}})
+        found.append(pool.run(2, errors_of, cluster, plan, -1)[0][1]["reduce"])
+    assert found == sorted(found, reverse=True)
+
+
+def test_inf_in_a_gradient_names_the_message(pool: LocalPool) -> None:
+    cluster = cluster_of(2)
+    plan = replace(preset("zero2", cluster), wire={"reduce": {"package": "int8"}})
+    with pytest.raises(TrainingError, match=r"reduce of block 'head'.*inf or nan"):
+        pool.run(2, errors_of_or_raise, cluster, plan, 1)
+
+
+def errors_of_or_raise(world: World, cluster: Cluster, plan: Plan, spoil: int) -> None:
+    said = errors_of(world, cluster, plan, spoil)
+    if isinstance(said, str):
+        raise TrainingError(said)
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_what_is_not_finite_without_block_formats_is_reported_not_raised(how: str) -> None:
+    """Rank 0 alone: the caller sees the loss and the norm as they are, and the token count stays a number."""
+    model, cluster = MODELS["toy"], cluster_of(1)
+
+    def objective(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        total = model.objective(output, labels)
+        return total * float("inf") if how == "loss" else total + (output - output.detach()).sum() * 1e39
+
+    engine = Engine(
+        model.blocks(torch.float32), cluster=cluster, plan=preset("ddp", cluster), num_micros=1, objective=objective
+    )
+    tokens, labels = make_batch(0, 1)
+    result = engine.step([(tokens, labels)], 1e-3)
+    engine.close()
+    assert result.num_tokens == int((labels != -100).sum())
+    assert not (abs(result.loss) < float("inf") and abs(result.grad_norm) < float("inf"))
+
+
+def test_later_forwards_of_zero_plus_plus_read_what_the_first_one_read() -> None:
+    cluster = cluster_of(2, 2, 2)
+    plan = preset("zero++", cluster)
+    assert plan.wire["gather"] == {"system": "int8"}, "the copy on the node is rounded already"
+    assert "gather_backward" not in plan.wire
+    flat = preset("zero++", cluster_of(4))
+    assert flat.wire["gather"] == flat.wire["gather_backward"] == {"package": "int8"}
+
+
+def test_a_module_of_one_element_travels(pool: LocalPool) -> None:
+    for said in pool.run(3, one_element, cluster_of(3)):
+        assert said == pytest.approx(3.0, rel=1e-2)
+
+
+def one_element(world: World, cluster: Cluster) -> float:
+    """The gradient norm of a model of one parameter under int4, which is its own largest element: exact."""
+
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x
+
+    plan = replace(preset("zero2", cluster), wire={"reduce": {"package": "int4"}, "refresh": {"package": "int8"}})
+    engine = Engine(
+        [Scalar()],
+        cluster=cluster,
+        plan=plan,
+        num_micros=1,
+        objective=lambda output, labels: output.sum() * 3.0,
+        rank=world.rank,
+    )
+    result = engine.step([(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))], 1e-3)
+    engine.check_bytes()
+    engine.close()
+    return result.grad_norm

@@ -1,0 +1,90 @@
+"""What a run measures at its start of the links that only stages of a pipeline talk over."""
+
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from time import sleep
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import tomli_w
+import torch
+
+from terrace.cluster import Cluster
+from terrace.comm import Between
+from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import build_blocks, token_loss
+from terrace.runtime.engine import Engine
+from terrace.train.calibrate import calibrate
+from terrace.train.config import RunConfig, resolve
+from tests.support.tiny_runs import write_run
+
+NO_FLAGS = dict.fromkeys(("model", "cluster", "plan", "data"))
+LATENCY_S, S_PER_BYTE = 0.004, 2e-8  # of every message between stages: far above what a process needs for it
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def slow_calibration(world: World, run: RunConfig) -> tuple[Cluster, list[str]]:
+    """The cluster that a rank measures while messages between stages take as long as above, and what it told of."""
+    engine = Engine(
+        build_blocks(run.model),
+        names=[spec.name for spec in run.blocks()],
+        cluster=run.cluster,
+        plan=run.plan,
+        num_micros=run.num_micros(),
+        objective=token_loss,
+        rank=world.rank,
+        initial=lambda block, name, shape: torch.zeros(shape),
+        declared=run.blocks(),
+        sequence=run.train.sequence,
+    )
+    send, told = Between.send, list[str]()
+
+    def slow(self: Between, message: Any, values: Any, stage: int) -> Any:
+        sleep(LATENCY_S + S_PER_BYTE * values.nbytes)
+        return send(self, message, values, stage)
+
+    with patch.object(Between, "send", slow):
+        cluster = calibrate(engine, run, told.append)
+    engine.check_bytes()  # what was measured is no step's
+    engine.close()
+    return cluster, told
+
+
+def run_of(folder: Path, sizes: tuple[int, ...], mapping: dict[str, dict[str, int]], stages: list[int]) -> RunConfig:
+    config = write_run(folder, *sizes)
+    table = tomllib.loads(config.read_text())
+    table["plan"] = {"preset": "ddp", "mapping": mapping, "stages": stages}
+    config.write_text(tomli_w.dumps(table))
+    return resolve(str(config), NO_FLAGS, {})
+
+
+@pytest.mark.parametrize(
+    ("mapping", "stages", "edges"),
+    [
+        ({"node": {"pipeline": 2}}, [2, 2], ["node"]),
+        ({"package": {"pipeline": 2}}, [2, 2], ["package"]),
+        # The first and the last stage have no neighbour on another node.
+        ({"package": {"pipeline": 2}, "node": {"pipeline": 2}}, [1, 1, 1, 1], ["package", "node"]),
+    ],
+    ids=["between nodes", "inside", "both"],
+)
+def test_edges_are_measured(
+    tmp_path: Path, mapping: dict[str, dict[str, int]], stages: list[int], edges: list[str]
+) -> None:
+    run = run_of(tmp_path, (2, 2), mapping, stages)
+    with LocalPool(4) as pool:
+        results: list[tuple[Cluster, list[str]]] = pool.run(4, slow_calibration, run, timeout_s=120.0)
+    clusters = [cluster for cluster, _ in results]
+    assert all(cluster == clusters[0] for cluster in clusters)
+    assert [what for what in results[0][1] if "stages" in what] == [f"{name} between stages" for name in edges]
+    for tier, told in zip(clusters[0].tiers, run.cluster.tiers, strict=True):
+        assert tier.marks == {"latency_s": "measured", "bandwidth_bytes_per_s": "measured"}
+        assert math.isfinite(tier.latency_s)
+        assert replace(tier, latency_s=told.latency_s) != told
+        if tier.name in edges:
+            assert tier.latency_s > 0.8 * LATENCY_S
+            assert 0.2 / S_PER_BYTE < tier.bandwidth_bytes_per_s < 1.5 / S_PER_BYTE
