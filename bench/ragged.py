@@ -50,7 +50,7 @@ from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import token_loss
 from terrace.plan import Plan, preset
 from terrace.plan.context import is_spread
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.runtime.engine import Engine
 from terrace.sequence.distributions import bimodal, sample
 from terrace.train.attention_cost import work_cost
@@ -192,7 +192,7 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
         train = TrainConfig(steps=1, batch=batch, sequence=job.sequence)
         run = RunConfig(model=job.model, cluster=cluster, plan=plan, train=train)
         spreading = None
-        if is_spread(Grid.of(cluster, plan), plan):
+        if is_spread(Mesh.of(cluster, plan), plan):
             cost = work_cost(run, calibrate(engine, run))
             spreading = Spreading(batches, cluster, plan, 1, world.rank, cost)
         made = MicroBatches(batches, engine.program, world.rank, False, spreading)

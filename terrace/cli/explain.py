@@ -143,7 +143,7 @@ def _print_inside(console: Terminal, program: Program) -> None:
     """Print what ranks of the tensor and of the context axis send inside the blocks."""
     if program.tensor.degree > 1:
         console.print(inside_table(program))
-    if not is_spread(program.grid, program.plan):
+    if not is_spread(program.mesh, program.plan):
         return
     if program.plan.balance == "cost":
         print(f"{ASSIGNED}\n")

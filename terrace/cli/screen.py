@@ -18,8 +18,8 @@ from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster import Cluster
 from terrace.launch.start import pace
 from terrace.plan import step_bytes
-from terrace.plan.grid import Grid
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.program import StepReport, build_stages
 from terrace.report import (
@@ -60,7 +60,7 @@ def show_plan(job: Job) -> None:
     if job.resume is None and start_words(run):
         print(f"{start_words(run)}\n")
     console.print(plan_table(run.cluster, run.plan))
-    if Grid.of(run.cluster, run.plan).total("pipeline") > 1:
+    if Mesh.of(run.cluster, run.plan).total("pipeline") > 1:
         _show_stages(job, console)
     else:
         _show_rank(job, console)
@@ -74,7 +74,7 @@ def show_plan(job: Job) -> None:
 def _show_rank(job: Job, console: Terminal) -> None:
     """Print what a rank keeps and sends."""
     run, num_micros = job.run, job.run.num_micros()
-    held, sequence = slice_blocks(run.blocks(), Grid.of(run.cluster, run.plan)), run.train.sequence
+    held, sequence = slice_blocks(run.blocks(), Mesh.of(run.cluster, run.plan)), run.train.sequence
     memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
     console.print(memory_table(memory, run.cluster.device.memory_bytes))
     tiers = [tier.name for tier in run.cluster.tiers]

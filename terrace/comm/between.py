@@ -16,7 +16,7 @@ from terrace.comm.lane import ThreadLane, Ticket
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
 from terrace.plan import MessageClass
-from terrace.plan.grid import Grid, edge_tier, rank_at, stage_of
+from terrace.plan.mesh import Mesh
 
 
 class _WorkTicket(Ticket):
@@ -34,18 +34,18 @@ class _WorkTicket(Ticket):
 class Between:
     """What one rank sends to and receives from the ranks at its place in other stages."""
 
-    def __init__(self, groups: TierGroups, grid: Grid, tiers: tuple[str, ...], rank: int, ledger: Ledger) -> None:
-        self._groups, self._grid, self._tiers, self._ledger = groups, grid, tiers, ledger
-        self._rank, self._stage = rank, stage_of(grid, rank)
+    def __init__(self, groups: TierGroups, mesh: Mesh, tiers: tuple[str, ...], rank: int, ledger: Ledger) -> None:
+        self._groups, self._mesh, self._tiers, self._ledger = groups, mesh, tiers, ledger
+        self._rank, self._stage = rank, mesh.stage(rank)
         self._lanes: dict[int, ThreadLane] = {}
         self.pacer: Pacer | None = None
         self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
         """Begin to send contiguous `values`; keep them as they are until the ticket was waited for or is done."""
-        peer = rank_at(self._grid, self._rank, stage)
+        peer = self._mesh.at_stage(self._rank, stage)
         group = self._groups.between(peer, upward=self._stage < stage)
-        tier = self._tiers[edge_tier(self._grid, self._stage, stage)]
+        tier = self._tiers[self._mesh.edge_tier(self._stage, stage)]
         self._ledger.add(message, tier, values.nbytes)
         if self._groups.backend == "nccl":
             return _WorkTicket(_work(dist.isend(values, peer, group=group)))
@@ -62,7 +62,7 @@ class Between:
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
         """Begin to fill contiguous `values`; they may be read when the ticket was waited for."""
-        peer = rank_at(self._grid, self._rank, stage)
+        peer = self._mesh.at_stage(self._rank, stage)
         group = self._groups.between(peer, upward=stage < self._stage)
         return _WorkTicket(_work(dist.irecv(values, peer, group=group)))
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 
 ULYSSES = ("ulysses",)
@@ -50,14 +50,14 @@ class Pool:
 
         They are the ranks that differ from it on `pool_axes` and on Ulysses alone.
         """
-        grid = Grid.of(cluster, plan)
-        first = grid.members(rank, ULYSSES)[0]
+        mesh = Mesh.of(cluster, plan)
+        first = mesh.members(rank, ULYSSES)[0]
         return Pool(
             members=tuple(
-                part for place in grid.members(first, pool_axes(plan)) for part in grid.members(place, ULYSSES)
+                part for place in mesh.members(first, pool_axes(plan)) for part in mesh.members(place, ULYSSES)
             ),
-            ulysses=grid.total("ulysses"),
-            place_degrees=grid.combined(pool_axes(plan)),
+            ulysses=mesh.total("ulysses"),
+            place_degrees=mesh.group(*pool_axes(plan)),
             sizes=tuple(tier.size for tier in cluster.tiers),
         )
 
@@ -86,14 +86,14 @@ def pool_axes(plan: Plan) -> tuple[str, ...]:
     return ("ring", "data") if plan.balance == "cost" else ("ring",)
 
 
-def is_spread(grid: Grid, plan: Plan) -> bool:
+def is_spread(mesh: Mesh, plan: Plan) -> bool:
     """Whether attention goes over several ranks, so that a rank's tokens are no whole rows."""
-    return grid.total("ulysses") * places_degree(grid, plan) > 1
+    return mesh.total("ulysses") * places_degree(mesh, plan) > 1
 
 
-def places_degree(grid: Grid, plan: Plan) -> int:
+def places_degree(mesh: Mesh, plan: Plan) -> int:
     """Return how many places a pool has."""
-    return math.prod(grid.combined(pool_axes(plan)))
+    return math.prod(mesh.group(*pool_axes(plan)))
 
 
 def chunk_tokens(sequence: int, ring: int) -> int:
@@ -101,23 +101,23 @@ def chunk_tokens(sequence: int, ring: int) -> int:
     return sequence if ring == 1 else -(-sequence // (CHUNKS_A_PLACE * ring))
 
 
-def place_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
+def place_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
     """Return the tokens of a micro-batch that a place attends to under `balance = "tokens"`, padding included."""
-    return _place_tokens(plan.micro_batch, sequence, grid.total("ring"))
+    return _place_tokens(plan.micro_batch, sequence, mesh.total("ring"))
 
 
 def _place_tokens(micro_batch: int, sequence: int, ring: int) -> int:
     return micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_A_PLACE)
 
 
-def batch_shape(plan: Plan, grid: Grid, sequence: int) -> tuple[int, int]:
+def batch_shape(plan: Plan, mesh: Mesh, sequence: int) -> tuple[int, int]:
     """Return the rows and the tokens of a row that blocks run on: one row of what a rank holds where that is spread."""
-    return (1, local_tokens(plan, grid, sequence)) if is_spread(grid, plan) else (plan.micro_batch, sequence)
+    return (1, local_tokens(plan, mesh, sequence)) if is_spread(mesh, plan) else (plan.micro_batch, sequence)
 
 
-def local_tokens(plan: Plan, grid: Grid, sequence: int) -> int:
+def local_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
     """Return the tokens of a micro-batch that every rank holds between attention, padding included."""
-    return held_tokens(plan.micro_batch, sequence, grid.total("ulysses"), grid.total("ring"), plan.balance)
+    return held_tokens(plan.micro_batch, sequence, mesh.total("ulysses"), mesh.total("ring"), plan.balance)
 
 
 def held_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int, balance: str = "tokens") -> int:

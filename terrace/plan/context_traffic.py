@@ -40,7 +40,7 @@ from math import prod
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads, is_spread, local_tokens, place_tokens
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS
 
@@ -72,13 +72,13 @@ class ContextTraffic:
     """What a context axis sends with `balance = "tokens"` of micro-batches whose rows have `sequence` tokens."""
 
     plan: Plan
-    grid: Grid
+    mesh: Mesh
     sequence: int
 
     @property
     def has_formula(self) -> bool:
         """Whether messages follow from the plan alone, and there are any."""
-        return self.plan.balance == "tokens" and is_spread(self.grid, self.plan)
+        return self.plan.balance == "tokens" and is_spread(self.mesh, self.plan)
 
     def messages(self, blocks: Sequence[BlockSpec]) -> list[LayerMessages]:
         """Return what every block sends for a micro-batch, in order; of whole blocks or of a tensor rank's."""
@@ -87,7 +87,7 @@ class ContextTraffic:
         known: dict[Heads | None, LayerMessages] = {None: ((), ())}
         found = []
         for block in blocks:
-            heads = attention_heads(block, self.grid.total("rows")) if self.has_formula else None
+            heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
             if heads not in known:
                 assert heads is not None
                 known[heads] = self._attention(heads)
@@ -96,18 +96,18 @@ class ContextTraffic:
 
     def _attention(self, heads: Heads) -> LayerMessages:
         head_bytes = heads.size * FORMATS[self.plan.compute].element_bytes
-        part = heads.of_part(self.grid.total("ulysses"))
+        part = heads.of_part(self.mesh.total("ulysses"))
         queries, keys = part.queries * head_bytes, 2 * part.keys * head_bytes
-        held = local_tokens(self.plan, self.grid, self.sequence)
-        ring_bytes = place_tokens(self.plan, self.grid, self.sequence) * keys
+        held = local_tokens(self.plan, self.mesh, self.sequence)
+        ring_bytes = place_tokens(self.plan, self.mesh, self.sequence) * keys
 
         def dealt(leg: ContextLeg, token_bytes: int) -> ContextMessage:
-            return ContextMessage(leg, tuple(_dealt(self.grid.combined(["ulysses"]), held * token_bytes)), None)
+            return ContextMessage(leg, tuple(_dealt(self.mesh.group("ulysses"), held * token_bytes)), None)
 
         def passed(leg: ContextLeg, tier: int, beside: int | None) -> ContextMessage:
             return ContextMessage(leg, ((tier, ring_bytes),), beside)
 
-        tiers = list(_step_tiers(self.grid.combined(["ring"])))  # of the exchanges before rounds 1, 2, ...
+        tiers = list(_step_tiers(self.mesh.group("ring")))  # of the exchanges before rounds 1, 2, ...
         rounds = [[passed(ContextLeg.KEYS, tier, beside)] for beside, tier in enumerate(tiers)]
         forward = list(chain(*rounds))
         if tiers:

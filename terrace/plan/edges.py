@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.flats import FlatSpec
-from terrace.plan.grid import Grid, edge_tier
+from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, hidden_size
 from terrace.plan.wire import FORMATS
@@ -62,10 +62,10 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], .
     return [tuple(group) for group in rounds]
 
 
-def stage_sends(stage: Stage, grid: Grid, edge: Edge, compute: str) -> Iterator[tuple[int, int]]:
+def stage_sends(stage: Stage, mesh: Mesh, edge: Edge, compute: str) -> Iterator[tuple[int, int]]:
     """Yield (tier index, bytes) of each message that a micro-batch makes a rank of `stage` send to other stages."""
     for peer, _ in stage.sends():
-        yield edge_tier(grid, stage.index, peer), edge.numel * FORMATS[compute].element_bytes
+        yield mesh.edge_tier(stage.index, peer), edge.numel * FORMATS[compute].element_bytes
 
 
 def tie_bytes(flats: Sequence[FlatSpec], master: str) -> int:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.grid import TENSOR
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
 
 
@@ -41,13 +41,12 @@ class FlatSpec:
 
 def everyone(cluster: Cluster, plan: Plan) -> Layout:
     """Return the layout of all ranks that hold some part of a block together."""
-    return Layout.of(cluster, plan, TENSOR)
+    return Layout.of(cluster, plan, STAGE)
 
 
 def world(cluster: Cluster, plan: Plan) -> Layout:
     """Return the layout of all ranks, of every stage: what control messages cross."""
-    pipelined = any(plan.degree(tier.name, "pipeline", tier.size) > 1 for tier in cluster.tiers)
-    return Layout.of(cluster, plan, (*TENSOR, "pipeline") if pipelined else TENSOR)
+    return Layout.of(cluster, plan, ORDER)
 
 
 def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatSpec, ...], ...]:
@@ -67,7 +66,7 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
         made = []
         for (trainable, shared), members in sorted(groups.items(), key=lambda item: (not item[0][0], item[0][1])):
             if shared not in layouts:
-                layouts[shared] = Layout.of(cluster, plan, shared)
+                layouts[shared] = Layout.of(cluster, plan, (*HOLDERS, *shared))
             ordered = tuple(sorted(members, key=lambda param: not param.decays))
             whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
             made.append(FlatSpec(layouts[shared], ordered, trainable, whole))
@@ -100,7 +99,7 @@ def _check_sliced(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
     first = next((param for block in blocks for param in block.params), None)
     if first is None or first.cuts or first.shared:
         return
-    if any(plan.degree(tier.name, "tensor", tier.size) > 1 for tier in cluster.tiers):
+    if Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(
             f"the plan has a tensor axis, and {first.name} is whole: give what one tensor rank holds "
             "(terrace.plan.slices.slice_blocks)"

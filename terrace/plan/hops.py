@@ -16,8 +16,8 @@ The traffic formula, the verifier, the memory formula and the collectives all re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.plan.grid import TENSOR
 from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.mesh import TENSOR
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, WireFormat
 
@@ -97,7 +97,7 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
 
     `layout` is that of all ranks that hold some part of a block together.
     """
-    tensor = layout.grid.combined(TENSOR) if layout.grid is not None else (1,) * len(layout.tiers)
+    tensor = layout.mesh.group(*TENSOR) if layout.mesh is not None else (1,) * len(layout.tiers)
 
     def crossed(message: MessageClass) -> list[int]:
         if message is MessageClass.TENSOR:

@@ -15,11 +15,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from terrace.cluster import Cluster
-from terrace.plan.grid import CONTEXT, ORDER, Grid
+from terrace.plan.mesh import HOLDERS, ORDER, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 
-HOLDERS = (*CONTEXT, "data")  # the axes whose ranks hold the same slice of a block, and so share its states
 INSIDE = -1  # the lane of messages inside a block: they are part of computing
 DEVICE = -1  # the index of the implicit innermost tier
 
@@ -28,33 +27,31 @@ DEVICE = -1  # the index of the implicit innermost tier
 class Layout:
     """The degrees per tier over which states are cut, and the tier index of each state (`DEVICE` = replicated).
 
-    The degrees are those of the ranks that hold the same slice of a block: they differ on `axes` alone.
+    The degrees are those of the ranks that hold the same slice of a block: they differ on `axes` alone, which names no
+    axis of degree 1.
     """
 
     tiers: tuple[str, ...]
     degrees: tuple[int, ...]
+    axes: tuple[str, ...]
     params: int
     params_backward: int  # equals `params` when there is no secondary copy
     grads: int
     optimizer: int
-    axes: tuple[str, ...] = HOLDERS
-    grid: Grid | None = None  # None: nobody asks which ranks these are
+    mesh: Mesh | None = None  # None: nobody asks which ranks these are
     orthogonalises: bool = False  # whether the optimizer needs whole matrices
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> "Layout":
-        """Resolve tier names; raises `ClusterError` for an unknown one.
-
-        `shared` names further axes whose ranks hold the same: what they have of a gradient is a part of its sum too.
-        """
+    def of(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS) -> "Layout":
+        """The layout of states that the ranks of `axes` hold together; raises `ClusterError` for an unknown tier."""
         params = cluster.index(plan.params)
-        grid = Grid.of(cluster, plan)
-        axes = tuple(axis for axis in ORDER if axis in HOLDERS or axis in shared)
+        mesh = Mesh.of(cluster, plan)
+        axes = tuple(axis for axis in ORDER if axis in axes and mesh.total(axis) > 1)
         return Layout(
             tiers=tuple(tier.name for tier in cluster.tiers),
-            degrees=grid.combined(axes),
+            degrees=mesh.group(*axes),
             axes=axes,
-            grid=grid,
+            mesh=mesh,
             orthogonalises=plan.update == "muon",
             params=params,
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
@@ -80,13 +77,13 @@ class Layout:
     @property
     def data_degree(self) -> int:
         """Number of ranks that work on different samples; those of a context axis share theirs."""
-        assert self.grid is not None, "only a layout of a plan knows its ranks"
-        return self.grid.total("data")
+        assert self.mesh is not None, "only a layout of a plan knows its ranks"
+        return self.mesh.total("data")
 
     def data_place(self, rank: int) -> int:
         """Return which of the `data_degree` shares of a batch `rank` works on, the innermost tier fastest."""
-        assert self.grid is not None, "only a layout of a plan knows its ranks"
-        return self.grid.place(rank, ("data",))
+        assert self.mesh is not None, "only a layout of a plan knows its ranks"
+        return self.mesh.place(rank, ("data",))
 
     def span(self, index: int) -> int:
         """Return over how many ranks a state placed on tier `index` is sharded."""
@@ -114,13 +111,13 @@ class Layout:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return the place of `rank` on each tier among the ranks that hold the same slice of a block."""
-        assert self.grid is not None, "only a layout of a plan knows its ranks"
-        return self.grid.coordinates(rank, self.axes)
+        assert self.mesh is not None, "only a layout of a plan knows its ranks"
+        return self.mesh.coordinates(rank, self.axes)
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` on `tier` and in what they hold of a state, in tier order."""
-        assert self.grid is not None, "only a layout of a plan knows its ranks"
-        return self.grid.peers(rank, tier, self.axes)
+        assert self.mesh is not None, "only a layout of a plan knows its ranks"
+        return self.mesh.peers(rank, tier, self.axes)
 
     def slice(self, index: int, coordinates: tuple[int, ...], padded_numel: int) -> slice:
         """Return the slice of a flat buffer that a rank holds of a state placed on tier `index`."""

@@ -28,9 +28,9 @@ from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, orthogonalised
-from terrace.plan.grid import Grid
 from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
 from terrace.plan.layout import Layout, message_lane
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.stage import Kind, Stage, reduction_points, whole_stage
@@ -86,7 +86,7 @@ def model_state_bytes(
     stays = residencies(stage, blocks, plan.prefetch) if plan.params != "device" else []
     total["gathered"] = _peak_gathered(stays, whole) * compute
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
-    tensor = Tensor.of(Grid.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
+    tensor = Tensor.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
     total["buffers"] += _peak_directions(flats, stage.held) * compute

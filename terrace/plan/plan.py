@@ -45,28 +45,3 @@ class Plan:
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Return the format in which `message` crosses `tier`; raises `PlanError` for one that does not exist."""
         return parse_format(self.wire.get(message.value, {}).get(tier, self.compute))
-
-    def degree(self, tier: str, axis: str, tier_size: int) -> int:
-        """Return the degree of `axis` on `tier`, whose size in the cluster is `tier_size`.
-
-        Depth shards weights and splits the batch as the data axis does, so it counts there; "tensor" is rows x columns,
-        "context" is ulysses x ring.
-        """
-        row = self.mapping.get(tier)
-        if row is None:
-            return tier_size if axis == "data" else 1
-        tensor = row.get("tensor", 1)
-        factors = tensor if isinstance(tensor, Mapping) else {"rows": tensor}
-        context = row.get("context", 1)
-        forms = context if isinstance(context, Mapping) else {"ring": context}
-        if axis in TENSOR_AXES:
-            return factors.get(axis, 1)
-        if axis == "tensor":
-            return factors.get("rows", 1) * factors.get("columns", 1)
-        if axis in CONTEXT_AXES:
-            return forms.get(axis, 1)
-        if axis == "context":
-            return forms.get("ulysses", 1) * forms.get("ring", 1)
-        degree = row.get(axis, 1)
-        assert isinstance(degree, int), f"only the tensor and the context axis are factored, not {axis}"
-        return degree * (factors.get("depth", 1) if axis == "data" else 1)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.grid import TENSOR, Grid
+from terrace.plan.mesh import TENSOR, Mesh
 
 CUT_BY = {
     "heads": ("rows",),
@@ -31,12 +31,12 @@ CUT_BY = {
 _PADDED = ("vocab", "intermediate")
 
 
-def slice_blocks(blocks: Sequence[BlockSpec], grid: Grid) -> tuple[BlockSpec, ...]:
+def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ...]:
     """Return what one tensor rank holds of `blocks`; all ranks hold the same sizes.
 
     Raises `PlanError` for a dim that the tensor degrees do not divide, and for a block that declares no dims.
     """
-    degrees = {axis: grid.total(axis) for axis in TENSOR}
+    degrees = {axis: mesh.total(axis) for axis in TENSOR}
     if all(degree == 1 for degree in degrees.values()):
         return tuple(blocks)
     known: dict[int, tuple[ParamSpec, ...]] = {}  # most blocks of a model share their parameters' specs, and still do

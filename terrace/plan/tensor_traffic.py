@@ -28,9 +28,9 @@ from fnmatch import fnmatchcase
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.context import batch_shape
-from terrace.plan.grid import Grid, position
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
 from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.mesh import Mesh, position
 from terrace.plan.plan import Plan
 from terrace.plan.slices import CUT_BY
 from terrace.plan.wire import FORMATS, MessageClass
@@ -64,17 +64,17 @@ class Tensor:
     shape: tuple[int, int]  # rows and tokens of a row, of a micro-batch on a rank
 
     @staticmethod
-    def of(grid: Grid, tiers: Sequence[str], plan: Plan, sequence: int) -> "Tensor":
+    def of(mesh: Mesh, tiers: Sequence[str], plan: Plan, sequence: int) -> "Tensor":
         """Return the tensor axis of `plan` for sequences of `sequence` tokens."""
 
         def line(*axes: str) -> Layout:
             outermost = len(tiers) - 1  # a line has no states: everything it carries is cut over all its ranks
             return Layout(
-                tiers=tuple(tiers), degrees=grid.combined(axes), axes=axes, grid=grid,
+                tiers=tuple(tiers), degrees=mesh.group(*axes), axes=axes, mesh=mesh,
                 params=outermost, params_backward=outermost, grads=outermost, optimizer=outermost,
             )  # fmt: skip
 
-        return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), batch_shape(plan, grid, sequence))
+        return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), batch_shape(plan, mesh, sequence))
 
     @property
     def tokens(self) -> int:

@@ -27,8 +27,8 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import edge_of, stage_sends, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
-from terrace.plan.grid import Grid, edge_tier
 from terrace.plan.hops import block_hops, control_numbers
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
 from terrace.plan.stage import Stage, units, whole_stage
@@ -77,20 +77,20 @@ def step_bytes(
     for name, degree in zip(layout.tiers, world(cluster, plan).degrees, strict=True):
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
-    grid = Grid.of(cluster, plan)
-    tensor = Tensor.of(grid, layout.tiers, plan, sequence)
+    mesh = Mesh.of(cluster, plan)
+    tensor = Tensor.of(mesh, layout.tiers, plan, sequence)
     again = recomputed(plan, blocks)
     if stage is not None and stage.num_stages > 1:
         edge = edge_of(tensor, blocks)
-        for tier, num_bytes in stage_sends(stage, grid, edge, plan.compute):
+        for tier, num_bytes in stage_sends(stage, mesh, edge, plan.compute):
             total[MessageClass.PIPELINE, layout.tiers[tier]] += num_micros * num_bytes
         for index, peer in stage.ties:
-            tier = edge_tier(grid, stage.index, peer)
+            tier = mesh.edge_tier(stage.index, peer)
             total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.master)
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
-    attention = ContextTraffic(plan, grid, sequence).messages(blocks)
+    attention = ContextTraffic(plan, mesh, sequence).messages(blocks)
     for index in own:
         attends, attends_back = attention[index]
         for attending in (*attends, *(attends if index in again else ()), *attends_back):

@@ -9,8 +9,8 @@ from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_spread, places_degree
 from terrace.plan.flats import is_layer
-from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.mesh import TENSOR, Mesh, tier_degrees
 from terrace.plan.plan import AXES, FACTORS, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
@@ -60,7 +60,7 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
             if axis not in AXES:
                 raise PlanError(f"mapping.{name} names axis {axis!r}{axis_hint(name, axis)}")
             check_degree(f"mapping.{name}.{axis}", axis, degree)
-        product = math.prod(plan.degree(name, axis, sizes[name]) for axis in AXES)
+        product = math.prod(tier_degrees(row).values())
         if product != sizes[name]:
             raise PlanError(
                 f"the degrees of mapping.{name} multiply to {product}, but tier {name!r} joins {sizes[name]}: "
@@ -94,7 +94,8 @@ def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None
 def _check_depth(cluster: Cluster, plan: Plan, layout: Layout) -> None:
     """Depth is the data axis with weights sharded over it, so the placements must say that."""
     for index, tier in enumerate(cluster.tiers):
-        depth = plan.degree(tier.name, "depth", tier.size)
+        tensor = plan.mapping.get(tier.name, {}).get("tensor", 1)
+        depth = tensor.get("depth", 1) if isinstance(tensor, Mapping) else 1
         if depth > 1 and layout.params < index:
             raise PlanError(
                 f"mapping.{tier.name}.tensor.depth = {depth} shards weights over {tier.name!r}, but params = "
@@ -164,7 +165,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
     if index in layout.route(message):
         return
     if message is MessageClass.TENSOR:
-        if layout.grid is not None and layout.grid.combined(TENSOR)[index] > 1:
+        if layout.mesh is not None and layout.mesh.group(*TENSOR)[index] > 1:
             return
         raise PlanError(f"wire.tensor.{tier} has no effect: the tensor axis has no ranks on {tier!r}; leave it out")
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
@@ -177,15 +178,15 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
 
 def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` where attention cannot be spread over ranks as the plan says."""
-    grid = Grid.of(cluster, plan)
-    if plan.balance == "cost" and places_degree(grid, plan) == 1:
+    mesh = Mesh.of(cluster, plan)
+    if plan.balance == "cost" and places_degree(mesh, plan) == 1:
         raise PlanError(
             'balance = "cost" has no effect: attention is shared among the ranks of the ring and of the data axis, and '
             "there is one; give a tier to either, or leave balance out"
         )
-    if not is_spread(grid, plan):
+    if not is_spread(mesh, plan):
         return
-    ulysses, rows = grid.total("ulysses"), grid.total("rows")
+    ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}
     if not any(found.values()):
         asked = 'balance = "cost"' if plan.balance == "cost" else "the context axis of the mapping"
@@ -204,7 +205,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
 
 
 def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    if any(plan.degree(tier.name, "tensor", tier.size) > 1 for tier in cluster.tiers):
+    if Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(
             "optimizer 'muon' takes whole matrices, and the tensor axis cuts them: give the tier to the data axis, "
             "or use 'adamw' or 'lion'"
@@ -230,14 +231,14 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         )
     if plan.tensor_chunks < 1:
         raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: a message travels in at least 1 part")
-    if plan.tensor_chunks > 1 and not (plan.sequence_parallel and Grid.of(cluster, plan).total("rows") > 1):
+    if plan.tensor_chunks > 1 and not (plan.sequence_parallel and Mesh.of(cluster, plan).total("rows") > 1):
         raise PlanError(
             f"tensor_chunks = {plan.tensor_chunks} has no effect: it cuts the messages of sequence parallelism over "
             "tensor rows; leave it out, or set sequence_parallel = true and give the tensor axis rows"
         )
     if plan.prefetch < 0:
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
-    if Grid.of(cluster, plan).total("pipeline") == 1:
+    if Mesh.of(cluster, plan).total("pipeline") == 1:
         if plan.schedule is not None:
             raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
         if plan.stages:

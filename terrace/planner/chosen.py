@@ -4,12 +4,13 @@ A plan may say more than a choice can: what a choice has no word for is refused,
 the cluster cannot have.
 """
 
+import math
 from dataclasses import replace
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.plan import AXES, MessageClass, Plan, num_micro_batches, validate
-from terrace.plan.grid import Grid
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.slices import slice_blocks
 from terrace.plan.validate import axis_hint, check_context, check_degree
 from terrace.planner.estimate import data_cluster
@@ -39,7 +40,7 @@ def choice_of(task: Task, plan: Plan) -> Choice:
         raise PlanError(f'balance = "{plan.balance}": plans are priced with balance = "tokens"; leave it out')
     if shape.pipeline == 1:
         validate(task.cluster, plan, task.blocks)
-        slice_blocks(task.blocks, Grid.of(task.cluster, plan))  # the degrees must divide the heads
+        slice_blocks(task.blocks, Mesh.of(task.cluster, plan))  # the degrees must divide the heads
     else:
         _check_model(task, shape)
         check_context(task.cluster, plan, task.blocks)
@@ -83,14 +84,16 @@ def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
         if axis not in AXES:
             raise PlanError(f"mapping.{tier} names axis {axis!r}{axis_hint(tier, axis)}")
         check_degree(f"mapping.{tier}.{axis}", axis, entry)
-    data, tensor, context, pipeline = (plan.degree(tier, axis, size) for axis in AXES)
-    if data * tensor * context * pipeline != size:
+    degrees = tier_degrees(plan.mapping.get(tier, {"data": size}))
+    if (product := math.prod(degrees.values())) != size:
         raise PlanError(
-            f"the degrees of mapping.{tier} multiply to {data * tensor * context * pipeline}, but tier {tier!r} of "
+            f"the degrees of mapping.{tier} multiply to {product}, but tier {tier!r} of "
             f"cluster {task.cluster.name!r} joins {size}: make them multiply to {size}"
         )
-    columns, ulysses = plan.degree(tier, "columns", size), plan.degree(tier, "ulysses", size)
-    return row_of(data, tensor, context, pipeline, columns, ulysses)
+    data, pipeline, columns, rows, ulysses, ring = (
+        degrees.get(axis, 1) for axis in ("data", "pipeline", "columns", "rows", "ulysses", "ring")
+    )
+    return row_of(data, rows * columns, ulysses * ring, pipeline, columns, ulysses)
 
 
 def _check_tensor_wire(task: Task, plan: Plan, shape: Shape) -> None:

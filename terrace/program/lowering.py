@@ -31,9 +31,9 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
 from terrace.plan.context import is_spread
 from terrace.plan.flats import block_flats, orthogonalised
-from terrace.plan.grid import Grid
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import steady_bytes
+from terrace.plan.mesh import Mesh
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Group, Kind, Stage, reduction_points, whole_stage
@@ -88,9 +88,9 @@ def build_stages(
             f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
             "that a program may have: give a smaller batch or a larger plan.micro_batch"
         )
-    grid = Grid.of(cluster, plan)
-    sliced = slice_blocks(blocks, grid)
-    num_stages = grid.total("pipeline")
+    mesh = Mesh.of(cluster, plan)
+    sliced = slice_blocks(blocks, mesh)
+    num_stages = mesh.total("pipeline")
     if num_stages > 1:
         sizes = [sum(steady_bytes(plan, flat)) for flat in block_flats(cluster, plan, sliced)]
         memory_bytes = cluster.device.memory_bytes
@@ -108,7 +108,7 @@ def build_stages(
             instructions=(),
             sequence=sequence,
         )
-        if is_spread(grid, plan) and sequence < 1:
+        if is_spread(mesh, plan) and sequence < 1:
             raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
         if frame.tensor.degree > 1 and sequence < 1:
             raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")

@@ -11,10 +11,10 @@ from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.context_traffic import ContextMessage, ContextTraffic, LayerMessages
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
-from terrace.plan.grid import Grid, edge_tier, rank_at
 from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
 from terrace.plan.layout import message_lane, message_tiers
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
@@ -65,9 +65,9 @@ class Program:
         return world(self.cluster, self.plan)
 
     @cached_property
-    def grid(self) -> Grid:
+    def mesh(self) -> Mesh:
         """The place of every rank on every axis."""
-        return Grid.of(self.cluster, self.plan)
+        return Mesh.of(self.cluster, self.plan)
 
     @cached_property
     def edge(self) -> Edge:
@@ -82,7 +82,7 @@ class Program:
     @cached_property
     def tensor(self) -> Tensor:
         """The tensor axis."""
-        return Tensor.of(self.grid, self.layout.tiers, self.plan, self.sequence)
+        return Tensor.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
 
     @cached_property
     def has_secondary(self) -> bool:
@@ -91,7 +91,7 @@ class Program:
 
     def peer(self, rank: int, instruction: Instruction) -> int:
         """Return the rank that a SEND, a RECV or a TIE of `rank` is about."""
-        return rank_at(self.grid, rank, instruction.peer)
+        return self.mesh.at_stage(rank, instruction.peer)
 
     def message(self, instruction: Instruction) -> MessageClass:
         """Return the class of the messages that an instruction sends."""
@@ -102,7 +102,7 @@ class Program:
     def crossed(self, instruction: Instruction) -> tuple[int, ...]:
         """Return the indexes of the tiers on which an instruction has someone to talk to."""
         if instruction.peer >= 0:
-            return (edge_tier(self.grid, self.stage.index, instruction.peer),)
+            return (self.mesh.edge_tier(self.stage.index, instruction.peer),)
         return message_tiers(self.among(instruction), self.message(instruction), self._source(instruction))
 
     def among(self, instruction: Instruction) -> Layout:
@@ -116,9 +116,9 @@ class Program:
     def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
         """Yield (tier index, bytes) for every message of an instruction; what a RECV takes in, others have sent."""
         if instruction.op is Op.SEND:
-            yield edge_tier(self.grid, self.stage.index, instruction.peer), self.edge_bytes
+            yield self.mesh.edge_tier(self.stage.index, instruction.peer), self.edge_bytes
         elif instruction.op is Op.TIE:
-            tier = edge_tier(self.grid, self.stage.index, instruction.peer)
+            tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
             yield tier, tie_bytes(self.flats[instruction.block], self.plan.master)
         elif instruction.op is not Op.RECV:
             yield from ((tier, num_bytes) for tier, _, num_bytes in self.hops(instruction))
@@ -189,7 +189,7 @@ class Program:
 
     @cached_property
     def _attention(self) -> list[LayerMessages]:
-        return ContextTraffic(self.plan, self.grid, self.sequence).messages(self.blocks)
+        return ContextTraffic(self.plan, self.mesh, self.sequence).messages(self.blocks)
 
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block runs its forward again."""

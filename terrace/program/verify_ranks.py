@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from terrace.base.errors import ProgramError
 from terrace.plan import Layout
-from terrace.plan.grid import rank_at
 from terrace.program.instruction import COLLECTIVES, INWARD, PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify import verify
@@ -228,4 +227,4 @@ def verify_stages(programs: Sequence[Program]) -> None:
 
     One rank of each stands for all: the ranks of a stage run the same program.
     """
-    verify_ranks({rank_at(program.grid, 0, stage): program for stage, program in enumerate(programs)})
+    verify_ranks({program.mesh.at_stage(0, stage): program for stage, program in enumerate(programs)})

@@ -7,8 +7,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from terrace.cluster import Cluster, Tier
+from terrace.cluster import Cluster
 from terrace.plan import AXES, Layout, MessageClass, Plan
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import CONTEXT_AXES
 from terrace.program import StepReport
 
@@ -54,8 +55,8 @@ def plan_title(cluster: Cluster, plan: Plan) -> str:
 def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a plan's table."""
     layout = Layout.of(cluster, plan)
-    degrees = {tier.name: {axis: plan.degree(tier.name, axis, tier.size) for axis in AXES} for tier in cluster.tiers}
-    axes = [axis for axis in AXES if axis == "data" or any(row[axis] > 1 for row in degrees.values())]
+    mesh = Mesh.of(cluster, plan)
+    axes = [axis for axis in AXES if axis == "data" or mesh.total(axis) > 1]
     placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
     rows = []
     for index in range(layout.outermost, -1, -1):
@@ -63,19 +64,19 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
-        cells = (_degree_words(plan, tier, axis) for axis in axes)
+        cells = (_degree_words(mesh, index, axis) for axis in axes)
         rows.append([tier.name, str(tier.size), *cells, link, ", ".join(states)])
     whole = ", ".join(state for state, where in placed.items() if where < 0)
     rows.append(["device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else ""])
     return ["tier", "joins", *axes, "link", "states placed here"], rows
 
 
-def _degree_words(plan: Plan, tier: Tier, axis: str) -> str:
+def _degree_words(mesh: Mesh, tier: int, axis: str) -> str:
     """Return the degree of an axis on a tier, of the context axis in its forms."""
-    degree = plan.degree(tier.name, axis, tier.size)
+    degree = mesh.group(axis)[tier]
     if axis != "context" or degree == 1:
         return str(degree)
-    forms = {form: plan.degree(tier.name, form, tier.size) for form in CONTEXT_AXES}
+    forms = {form: mesh.group(form)[tier] for form in CONTEXT_AXES}
     return " x ".join(f"{number} {form}" for form, number in forms.items() if number > 1)
 
 

@@ -18,8 +18,8 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.plan.context import Pool, is_spread
 from terrace.plan.edges import rounds_of
-from terrace.plan.grid import Grid, rank_at, stage_of
 from terrace.plan.layout import INSIDE
+from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build_stages, verify, verify_stages
 from terrace.runtime.batch import Batch, check_positions
@@ -110,7 +110,7 @@ class Engine:
         self._ledger, self._meter, self.pacer = Ledger(), Meter(), pacer
         self._num_steps = 0
         self._compiled = compiled  # then autograd computes the weight gradients
-        pool = Pool.of(cluster, plan, rank) if is_spread(self.program.grid, plan) else None
+        pool = Pool.of(cluster, plan, rank) if is_spread(self.program.mesh, plan) else None
         if pool is not None:
             check_declared(dict(zip(names, blocks, strict=True)))
         self.groups = self._make_groups(rank, timeout, pool)
@@ -118,7 +118,7 @@ class Engine:
         everyone = _EXCHANGE_TIMEOUTS * timeout
         self._clock = make_clock(self.device)
         self.collectives = self._make_collectives(self._ledger, self._meter)
-        self._between = Between(self.groups, self.program.grid, self.program.layout.tiers, rank, self._ledger)
+        self._between = Between(self.groups, self.program.mesh, self.program.layout.tiers, rank, self._ledger)
         self._between.pacer = pacer
         values = [dict(block.named_parameters()) for block in blocks]
         self._weights = WeightGradients()
@@ -341,8 +341,8 @@ def _meetings(program: Program, rank: int) -> Iterator[Meeting]:
     for number, pairs in enumerate(rounds_of(program.stage.pairs)):
         partners = {stage: other for pair in pairs for stage, other in (pair, pair[::-1])}
         stage = program.stage.index
-        ranks = {rank, rank_at(program.grid, rank, partners.get(stage, stage))}
-        yield (number, pairs, program.grid), tuple(sorted(ranks))
+        ranks = {rank, program.mesh.at_stage(rank, partners.get(stage, stage))}
+        yield (number, pairs, program.mesh), tuple(sorted(ranks))
 
 
 def _checked(
@@ -355,14 +355,14 @@ def _checked(
     sequence: int,
 ) -> Program:
     """Return the program of a rank: the one that is given, if it is for what is asked, or a new one."""
-    grid = Grid.of(cluster, plan)
-    stage = stage_of(grid, rank)
+    mesh = Mesh.of(cluster, plan)
+    stage = mesh.stage(rank)
     if program is None:
         programs = build_stages(cluster, plan, specs, num_micros, sequence)
         if len(programs) > 1:
             verify_stages(programs)
         return programs[stage]
-    asked = (cluster, plan, slice_blocks(specs, grid), num_micros, stage)
+    asked = (cluster, plan, slice_blocks(specs, mesh), num_micros, stage)
     if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != asked:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
     if program.sequence != sequence and (program.tensor.degree > 1 or program.stage.num_stages > 1):

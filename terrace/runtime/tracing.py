@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from terrace.plan.grid import edge_tier
 from terrace.program import COLLECTIVES, StepReport
 from terrace.runtime.engine import Engine
 from terrace.simulate.recording import COMPUTE, Recording, Span
@@ -101,7 +100,7 @@ class Tracer:
         def around(work: Work) -> Work:
             position = executor._counter
             instruction = program.instructions[position]
-            tier = edge_tier(program.grid, program.stage.index, instruction.peer)
+            tier = program.mesh.edge_tier(program.stage.index, instruction.peer)
             return self._timed(step, work, tier, position, program.message(instruction).value)
 
         hidden: list[tuple[object, str, Callable[..., Any]]] = [

@@ -21,6 +21,7 @@ from typing import Any
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.layout import Layout
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
 from terrace.simulate.block_tape import Backend
@@ -156,8 +157,7 @@ def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
 
 def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
     """Return the job on the fewest members of the outermost tier that suffice: memory does not grow with them."""
-    tier = job.cluster.tiers[-1]
-    data = job.plan.degree(tier.name, "data", tier.size)
+    data = Mesh.of(job.cluster, job.plan).group("data")[-1]
     too_few, enough = data, data * MAX_GROWTH
     if lacking(_with_data_degree(job, enough)) > 0:
         return None
@@ -173,7 +173,7 @@ def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
 def _with_data_degree(job: Job, degree: int) -> Job:
     """Return the job with another data degree on the outermost tier, its micro-batches spread over the new ranks."""
     tier = job.cluster.tiers[-1]
-    before = job.plan.degree(tier.name, "data", tier.size)
+    before = Mesh.of(job.cluster, job.plan).group("data")[-1]
     plan, row = job.plan, job.plan.mapping.get(tier.name)
     if row is not None:
         plan = replace(plan, mapping={**plan.mapping, tier.name: {**row, "data": degree}})

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from terrace.cluster import Cluster
 from terrace.plan.context_traffic import ContextLeg
-from terrace.plan.grid import CONTEXT
+from terrace.plan.mesh import CONTEXT
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program import Instruction, Op, Program
 from terrace.simulate.links import all_to_all_tiers, send_s, tier_penalty
@@ -70,7 +70,7 @@ def exchanges_in(program: Program, block: int) -> Exchanges | None:
     if not messages:
         return None
     sizes = {message.leg: sum(size for _, size in message.sends) for message in messages}
-    ulysses, ring = (program.grid.combined([form]) for form in CONTEXT)
+    ulysses, ring = (program.mesh.group(form) for form in CONTEXT)
     parts = math.prod(ulysses)
 
     def dealt(leg: ContextLeg) -> int:

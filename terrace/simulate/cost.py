@@ -25,8 +25,8 @@ from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatSpec
-from terrace.plan.grid import CONTEXT
 from terrace.plan.memory import keeps_master
+from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
@@ -214,7 +214,7 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
-    shared = program.tensor.degree * math.prod(program.grid.combined(CONTEXT))
+    shared = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT))
     forward, backward, weight, update = [], [], [], []
     for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
         flops = whole_flops / shared
@@ -231,9 +231,9 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
 
 def _rounds(program: Program, peak: float) -> Rounds:
     """Return the rounds of a layer's attention from the FLOPs of its scores and their products with the values."""
-    heads = next(filter(None, (attention_heads(each, program.grid.total("rows")) for each in program.blocks)), None)
+    heads = next(filter(None, (attention_heads(each, program.mesh.total("rows")) for each in program.blocks)), None)
     if heads is None:
         return NO_ROUNDS
-    scores = program.plan.micro_batch * program.sequence**2 * heads.queries / program.grid.total("ulysses")
-    forward_s = 4 * scores * heads.size / program.grid.total("ring") ** 2 / peak
+    scores = program.plan.micro_batch * program.sequence**2 * heads.queries / program.mesh.total("ulysses")
+    forward_s = 4 * scores * heads.size / program.mesh.total("ring") ** 2 / peak
     return (forward_s, 2 * forward_s), (forward_s, 2 * forward_s)

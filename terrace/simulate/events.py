@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProgramError
 from terrace.plan import MessageClass
-from terrace.plan.grid import CONTEXT
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
+from terrace.plan.mesh import CONTEXT
 from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, PASSES, Instruction, Op, Program, StepReport
 from terrace.simulate.context import WAIT_CONTEXT
@@ -134,7 +134,7 @@ class _Pricing:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
         self._again = recomputed(program.plan, program.blocks)
-        self._sends_inside = program.tensor.degree * math.prod(program.grid.combined(CONTEXT)) > 1
+        self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
         self._buffered = [has_gradient_buffer(program, block) for block in range(len(program.blocks))]
         self._messages: dict[tuple[object, ...], Event] = {}
         self._inside: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}

@@ -27,8 +27,8 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig
-from terrace.plan.grid import Grid
 from terrace.plan.memory import tensor_buffers
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import Tensor
 from terrace.plan.wire import FORMATS
@@ -131,7 +131,7 @@ def footprint(
 def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> int:
     """Return what the largest message inside a block of the stage takes."""
     tiers = [tier.name for tier in cluster.tiers]
-    tensor = Tensor.of(Grid.of(cluster, plan), tiers, plan, work.sequence)
+    tensor = Tensor.of(Mesh.of(cluster, plan), tiers, plan, work.sequence)
     indexes = [index for index, size in enumerate((held.embedding, len(held.layers), held.head)) if size]
     return tensor_buffers(tensor, kind_blocks(work.model, tensor.degrees), indexes)
 

@@ -26,7 +26,6 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
-from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
 from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.memory import (
@@ -37,6 +36,7 @@ from terrace.plan.memory import (
     num_second_moments,
     reduce_buffers,
 )
+from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS, MessageClass
@@ -92,7 +92,7 @@ class Stage:
 
 def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
     """Return the degree of an axis over all tiers."""
-    return math.prod(plan.degree(tier.name, axis, tier.size) for tier in cluster.tiers)
+    return Mesh.of(cluster, plan).total(axis)
 
 
 def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> Layout:
@@ -100,7 +100,7 @@ def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> 
 
     So do the ranks of the tensor axes that `shared` names, of what these do not cut.
     """
-    return replace(Layout.of(cluster, plan, shared), grid=None)  # equal ones are one, whatever the rest
+    return replace(Layout.of(cluster, plan, (*HOLDERS, *shared)), mesh=None)  # equal ones are one, whatever the rest
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
@@ -152,7 +152,7 @@ def stage_of(
 def kind_blocks(model: ModelConfig, degrees: Mapping[str, int]) -> tuple[BlockSpec, ...]:
     """Return what a tensor rank holds of an embedding, a layer and a head."""
     first, second, *_, last = block_specs(model)
-    return slice_blocks((first, second, last), Grid(((degrees["columns"], degrees["rows"], 1, 1, 1),)))
+    return slice_blocks((first, second, last), Mesh.build(1, **{axis: (degree,) for axis, degree in degrees.items()}))
 
 
 def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:

@@ -12,7 +12,7 @@ from typing import Any
 from terrace.base.schema import dump, load
 from terrace.cluster import Cluster
 from terrace.model.config import block_specs, to_table
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.sequence.cost import WorkCost
 from terrace.simulate.attention_cost import attention_cost
@@ -26,13 +26,13 @@ def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
 
     Raises `ClusterError` for a device that has no peak of the plan's compute dtype.
     """
-    grid = Grid.of(cluster, run.plan)
+    mesh = Mesh.of(cluster, run.plan)
     return attention_cost(
         cluster,
         run.model,
-        rows=grid.total("rows"),
-        columns=grid.total("columns"),
-        ulysses=grid.total("ulysses"),
+        rows=mesh.total("rows"),
+        columns=mesh.total("columns"),
+        ulysses=mesh.total("ulysses"),
         compute=run.plan.compute,
         recomputed=recomputed(run.plan, block_specs(run.model)),
     )

@@ -26,8 +26,8 @@ from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan import MessageClass
 from terrace.plan.context import is_spread, local_tokens
-from terrace.plan.grid import Grid, edge_tier
 from terrace.plan.hops import lossy_messages
+from terrace.plan.mesh import Mesh
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig
@@ -125,9 +125,9 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     config, dtype = replace(run.model, num_layers=1, vocab_size=1), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     initialise(blocks, config, 0, dtype, engine.device)
-    grid, sizes = Grid.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
-    if is_spread(grid, run.plan):
-        sizes = (1, local_tokens(run.plan, grid, run.train.sequence))
+    mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
+    if is_spread(mesh, run.plan):
+        sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
     if run.train.compile:
         compile_blocks(blocks)
@@ -182,7 +182,7 @@ def _fitted(small_s: float, large_s: float) -> list[float]:
 def _edge_tiers(engine: Engine) -> list[int]:
     """Return the indexes of the tiers that neighbouring stages talk over and no group of data or tensor ranks does."""
     program = engine.program
-    crossed = {edge_tier(program.grid, *pair) for pair in program.stage.pairs if pair[1] == pair[0] + 1}
+    crossed = {program.mesh.edge_tier(*pair) for pair in program.stage.pairs if pair[1] == pair[0] + 1}
     return sorted(tier for tier in crossed if program.everyone.degrees[tier] == 1)
 
 
@@ -194,10 +194,10 @@ def _between_stages(engine: Engine, tier: int) -> list[float]:
     program = engine.program
     stage, pairs = program.stage.index, program.stage.pairs
     onward, back = (
-        other if pair in pairs and edge_tier(program.grid, *pair) == tier else None
+        other if pair in pairs and program.mesh.edge_tier(*pair) == tier else None
         for other, pair in ((stage + 1, (stage, stage + 1)), (stage - 1, (stage - 1, stage)))
     )
-    between = Between(engine.groups, program.grid, program.layout.tiers, engine.rank, Ledger())
+    between = Between(engine.groups, program.mesh, program.layout.tiers, engine.rank, Ledger())
     small_s, large_s = (
         _mean_seconds(engine, _exchange(engine, between, onward, back, size), _REPEATS) / 2
         for size in (_SMALL_BYTES, _LARGE_BYTES)

@@ -28,8 +28,8 @@ from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.lora import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
-from terrace.plan.grid import TENSOR, Grid
 from terrace.plan.hops import lossy_messages
+from terrace.plan.mesh import TENSOR, Mesh
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned
@@ -234,7 +234,7 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     run.num_micros()
-    if run.lora is not None and any(Grid.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
+    if run.lora is not None and any(Mesh.of(run.cluster, run.plan).total(axis) > 1 for axis in TENSOR):
         raise PlanError("[lora] has no form under a tensor axis: give its ranks to the data or the pipeline axis")
     if run.model.learned_positions and run.train.sequence > run.model.max_positions:
         raise ModelError(

@@ -39,7 +39,6 @@ from terrace.model.lora import is_adapter
 from terrace.model.pair_kernels import describe
 from terrace.model.pretrained import Pretrained
 from terrace.plan.context import is_spread
-from terrace.plan.grid import rank_at
 from terrace.program import StepReport
 from terrace.runtime.batch import moved
 from terrace.runtime.engine import Engine, StepResult
@@ -192,7 +191,7 @@ class _Run:
     def _micro_batches(self, cluster: Cluster) -> MicroBatches:
         """Return what makes this rank's micro-batches; `cluster` has what the start measured."""
         run, program, rank, spreading = self.run, self.engine.program, self.world.rank, None
-        if is_spread(program.grid, run.plan):
+        if is_spread(program.mesh, run.plan):
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
             # Of one rank: where ranks measured other figures, each would assign documents in its own way.
@@ -287,8 +286,8 @@ class _Run:
         if len(predicted) == 1:
             return ()
         self.dog.idle("comparing the stages")
-        of_ranks, grid = self.engine.exchange(measured), self.engine.program.grid
-        return tuple((each, of_ranks[rank_at(grid, 0, stage)]) for stage, each in enumerate(predicted))
+        of_ranks, mesh = self.engine.exchange(measured), self.engine.program.mesh
+        return tuple((each, of_ranks[mesh.at_stage(0, stage)]) for stage, each in enumerate(predicted))
 
     def _fed(self, feeder: Feeder[Fed]) -> Fed:
         """Return the micro-batches of the next step on this rank's device."""

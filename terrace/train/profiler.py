@@ -15,7 +15,6 @@ import torch
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.cluster import Cluster
-from terrace.plan.grid import rank_at
 from terrace.runtime.engine import Engine
 from terrace.runtime.tracing import Tracer
 from terrace.simulate import record, simulate_stages
@@ -34,8 +33,8 @@ class Profiler:
 
     def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
         self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
-        grid = engine.program.grid
-        speaks = engine.rank in {rank_at(grid, 0, stage) for stage in range(engine.program.stage.num_stages)}
+        mesh = engine.program.mesh
+        speaks = engine.rank in {mesh.at_stage(0, stage) for stage in range(engine.program.stage.num_stages)}
         asked = run.train.profile
         self._steps = parse_steps(asked) if asked is not None and speaks else range(0)
         self._tracer: Tracer | None = None

@@ -23,7 +23,7 @@ from terrace.data.batches import Arrays, Batches
 from terrace.data.samples import IGNORED, Parts
 from terrace.plan import Layout, Plan
 from terrace.plan.context import CHUNKS_A_PLACE, Pool, chunk_tokens, local_tokens
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.sequence.balanced import balanced_layout
 from terrace.sequence.build import spread
 from terrace.sequence.cost import WorkCost
@@ -61,13 +61,13 @@ class Spreading:
         self, batches: Batches, cluster: Cluster, plan: Plan, num_micros: int, rank: int, cost: WorkCost
     ) -> None:
         self._batches, self._plan, self._num_micros, self._cost = batches, plan, num_micros, cost
-        self._grid, layout = Grid.of(cluster, plan), Layout.of(cluster, plan)
+        self._mesh, layout = Mesh.of(cluster, plan), Layout.of(cluster, plan)
         self._data_place, self._data_degree = layout.data_place(rank), layout.data_degree
         self._pool = Pool.of(cluster, plan, rank)
         self._member = self._pool.members.index(rank)
-        self._num_held = local_tokens(plan, self._grid, batches.sequence)
+        self._num_held = local_tokens(plan, self._mesh, batches.sequence)
         # A spread that comes again is the same object, and what the engine made of it is of use again.
-        self._static_spread = static_spreads(plan, self._grid, batches.sequence, cost.window, self._member)
+        self._static_spread = static_spreads(plan, self._mesh, batches.sequence, cost.window, self._member)
 
     def step(self, step: int) -> LocalStep:
         """Return this rank's part of a step."""
@@ -101,7 +101,7 @@ class Spreading:
         local = local_micro(
             self._static_spread(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
         )
-        ring, seconds = self._grid.total("ring"), []
+        ring, seconds = self._mesh.total("ring"), []
         for place in range(self._data_degree):
             first = (micro * self._data_degree + place) * size
             rows = [ring_seconds(parts[row], sequence, ring, self._cost) for row in range(first, first + size)]

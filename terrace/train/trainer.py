@@ -291,7 +291,7 @@ class Trainer:
                 f"{unit}: give {near}, or another num_micros"
             )
         size = num // unit
-        spreads = is_spread(self.engine.program.grid, self.plan)
+        spreads = is_spread(self.engine.program.mesh, self.plan)
         if (spreads or self.engine.program.stage.num_stages > 1) and size != self.plan.micro_batch:
             does = "a context axis spreads the tokens" if spreads else "stages exchange activations"
             raise ConfigError(

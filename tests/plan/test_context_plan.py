@@ -14,7 +14,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, Plan, num_micro_batches, parse_plan, preset, validate
 from terrace.plan.context import Pool, attention_heads, local_tokens, pool_axes
 from terrace.plan.flats import everyone, world
-from terrace.plan.grid import ORDER, Grid
+from terrace.plan.mesh import ORDER, Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.report.tables import plan_rows
 from tests.support.toys import cluster_of
@@ -52,8 +52,8 @@ def test_the_forms_of_the_axis_and_their_degrees() -> None:
     ):
         plan = parse_plan({"preset": "zero3", "mapping": {"package": {"context": form}, "node": {"data": 2}}}, FOUR)
         layout = validate(FOUR, plan, blocks)
-        grid = Grid.of(FOUR, plan)
-        assert (grid.total("ulysses"), grid.total("ring"), layout.data_degree, layout.degree) == (ulysses, ring, 2, 8)
+        mesh = Mesh.of(FOUR, plan)
+        assert (mesh.total("ulysses"), mesh.total("ring"), layout.data_degree, layout.degree) == (ulysses, ring, 2, 8)
         assert parse_plan(dump(plan), FOUR) == plan
         assert num_micro_batches(plan, layout, 6) == 3
         validate(FOUR, replace(plan, update="muon"), blocks)  # matrices stay whole
@@ -120,7 +120,7 @@ def test_heads_are_what_a_tensor_rank_uses() -> None:
     for rows, queries, keys in ((1, 8, 2), (2, 4, 1), (4, 2, 1)):
         cluster = cluster_of(rows)
         plan = replace(preset("ddp", cluster), mapping={"package": {"tensor": rows}})
-        for blocks in (attending(8, 2, 5), slice_blocks(attending(8, 2, 5), Grid.of(cluster, plan))):
+        for blocks in (attending(8, 2, 5), slice_blocks(attending(8, 2, 5), Mesh.of(cluster, plan))):
             found = attention_heads(blocks[1], rows)
             assert found is not None
             assert (found.queries, found.keys, found.size) == (queries, keys, 5)
@@ -155,26 +155,26 @@ def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     sizes, mapping = case
     cluster = cluster_of(*sizes)
     plan = replace(preset("ddp", cluster), mapping=mapping, balance=balance)
-    grid = Grid.of(cluster, plan)
+    mesh = Mesh.of(cluster, plan)
     axes = (*pool_axes(plan), "ulysses")
     others = tuple(axis for axis in ORDER if axis not in axes)
     rank = data.draw(st.integers(0, cluster.world_size - 1))
     pool = Pool.of(cluster, plan, rank)
-    key = grid.coordinates(rank, others)
+    key = mesh.coordinates(rank, others)
     assert sorted(pool.members) == [
-        other for other in range(cluster.world_size) if grid.coordinates(other, others) == key
+        other for other in range(cluster.world_size) if mesh.coordinates(other, others) == key
     ]
-    assert pool.num_places == math.prod(pool.place_degrees) == math.prod(grid.combined(pool_axes(plan)))
+    assert pool.num_places == math.prod(pool.place_degrees) == math.prod(mesh.group(*pool_axes(plan)))
     member = data.draw(st.integers(0, len(pool.members) - 1))
     assert Pool.of(cluster, plan, pool.members[member]) == pool
     place, part = divmod(member, pool.ulysses)
     found = pool.members[member]
-    assert (grid.place(found, pool_axes(plan)), grid.place(found, ("ulysses",))) == (place, part)
+    assert (mesh.place(found, pool_axes(plan)), mesh.place(found, ("ulysses",))) == (place, part)
     digits = []
     for degree in pool.place_degrees:  # the innermost fastest
         place, digit = divmod(place, degree)
         digits.append(digit)
-    assert tuple(digits) == grid.coordinates(found, pool_axes(plan))
+    assert tuple(digits) == mesh.coordinates(found, pool_axes(plan))
 
 
 @settings(max_examples=40, deadline=None)
@@ -183,16 +183,16 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
     sizes, mapping = case
     cluster = cluster_of(*sizes)
     plan = replace(preset("zero3", cluster), mapping=mapping)
-    layout, grid = Layout.of(cluster, plan), Grid.of(cluster, plan)
-    assert layout.degree == grid.total("ulysses") * grid.total("ring") * grid.total("data")
-    assert everyone(cluster, plan).degree == layout.degree * grid.total("columns") * grid.total("rows")
+    layout, mesh = Layout.of(cluster, plan), Mesh.of(cluster, plan)
+    assert layout.degree == mesh.total("ulysses") * mesh.total("ring") * mesh.total("data")
+    assert everyone(cluster, plan).degree == layout.degree * mesh.total("columns") * mesh.total("rows")
     assert world(cluster, plan).degree == cluster.world_size
     places = [layout.data_place(rank) for rank in range(cluster.world_size)]
     share = cluster.world_size // layout.data_degree
     assert all(places.count(place) == share for place in range(layout.data_degree))
     for place in set(places):
         first = places.index(place)
-        assert {places[other] for other in grid.members(first, ("ulysses", "ring"))} == {place}
+        assert {places[other] for other in mesh.members(first, ("ulysses", "ring"))} == {place}
 
 
 @settings(max_examples=40, deadline=None)
@@ -202,8 +202,8 @@ def test_ranks_hold_every_token(sequence: int, micro_batch: int, ulysses: int, r
     mapping = {"package": {"context": {"ulysses": ulysses}}, "node": {"context": {"ring": ring}}}
     balance: Any = "cost" if by_cost else "tokens"
     plan = replace(preset("ddp", cluster), mapping=mapping, micro_batch=micro_batch, balance=balance)
-    grid = Grid.of(cluster, plan)
-    held = local_tokens(plan, grid, sequence) * ulysses * ring
+    mesh = Mesh.of(cluster, plan)
+    held = local_tokens(plan, mesh, sequence) * ulysses * ring
     spare = held - micro_batch * sequence
     assert spare >= 0
     assert spare < ulysses * ring + (0 if by_cost else 2 * ring * micro_batch)

@@ -18,7 +18,7 @@ from terrace.model.config import block_specs, parse_model
 from terrace.plan import MessageClass, Plan, preset, step_bytes
 from terrace.plan.context import Pool, local_tokens
 from terrace.plan.context_traffic import ContextLeg, ContextMessage, ContextTraffic
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.program import Op, Program, build, program_text, verify
 from terrace.program.lowering import build_stages
@@ -79,12 +79,12 @@ def test_the_formula_is_what_every_spread_sends(
         for tier, (ulysses, ring) in zip(TIERS, degrees, strict=False)
     }
     plan = planned(cluster, mapping, micro_batch=micro_batch)
-    grid, blocks = Grid.of(cluster, plan), block_specs(llama(8, kv_heads))
-    forward, backward = (by_leg(each) for each in ContextTraffic(plan, grid, sequence).messages(blocks)[LAYER])
+    mesh, blocks = Mesh.of(cluster, plan), block_specs(llama(8, kv_heads))
+    forward, backward = (by_leg(each) for each in ContextTraffic(plan, mesh, sequence).messages(blocks)[LAYER])
     member = data.draw(st.integers(0, cluster.world_size - 1))
     pool = Pool.of(cluster, plan, 0)
-    spread = static_spread(plan, grid, sequence, 0, list(range(0, micro_batch * sequence, sequence)), member)
-    assert spread.num_held == local_tokens(plan, grid, sequence)
+    spread = static_spread(plan, mesh, sequence, 0, list(range(0, micro_batch * sequence, sequence)), member)
+    assert spread.num_held == local_tokens(plan, mesh, sequence)
     queries, keys = 8 // pool.ulysses * 2 * ITEM, 2 * max(kv_heads // pool.ulysses, 1) * 2 * ITEM
 
     def rows(*exchanges: Exchange) -> Counter[int]:
@@ -128,7 +128,7 @@ def test_bytes_are_those_of_the_published_table(num_ranks: int, kv_heads: int) -
         plan = planned(cluster, {"package": {"context": {form: num_ranks}}}, micro_batch=B)
         found: Counter[ContextLeg] = Counter()
         blocks = block_specs(llama(8, kv_heads))
-        for messages in ContextTraffic(plan, Grid.of(cluster, plan), L).messages(blocks)[LAYER]:
+        for messages in ContextTraffic(plan, Mesh.of(cluster, plan), L).messages(blocks)[LAYER]:
             for (leg, _), num_bytes in by_leg(messages).items():
                 found[leg] += num_bytes
         return found
@@ -150,7 +150,7 @@ def test_usp_crosses_the_outer_tier_with_keys_alone_and_the_reverse_with_everyth
     def sent(inside: str, across: str) -> list[int]:
         plan = planned(cluster, {"package": {"context": {inside: 4}}, "node": {"context": {across: 2}}}, micro_batch=B)
         found = Counter[int]()
-        for messages in ContextTraffic(plan, Grid.of(cluster, plan), L).messages(blocks)[LAYER]:
+        for messages in ContextTraffic(plan, Mesh.of(cluster, plan), L).messages(blocks)[LAYER]:
             for (_, tier), num_bytes in by_leg(messages).items():
                 found[tier] += num_bytes
         return [found[tier] // ITEM for tier in range(2)]
@@ -189,7 +189,7 @@ def test_programs_send_what_the_plan_declares(
         attends = {tier for message, tier in declared if message is MessageClass.CONTEXT}
         assert bool(attends) == (program.plan.balance == "tokens")
         # What blocks run on is one row of the tokens that a rank holds, for the other axes too.
-        assert program.tensor.shape == (1, local_tokens(program.plan, program.grid, 13))
+        assert program.tensor.shape == (1, local_tokens(program.plan, program.mesh, 13))
         if stage is not None:
             assert math.prod(program.edge.shape) % program.tensor.shape[1] == 0 or program.tensor.splits_tokens
 
@@ -203,7 +203,7 @@ def test_without_the_length_of_a_sequence_there_is_no_program() -> None:
 def test_messages_are_in_order_and_say_beside_which_round_they_travel() -> None:
     cluster = cluster_of(2, 2)
     plan = planned(cluster, {"package": {"context": 2}, "node": {"context": 2}})
-    forward, backward = ContextTraffic(plan, Grid.of(cluster, plan), 8).messages(block_specs(llama()))[LAYER]
+    forward, backward = ContextTraffic(plan, Mesh.of(cluster, plan), 8).messages(block_specs(llama()))[LAYER]
     crossed = [(each.leg.value, each.sends[0][0], each.beside) for each in backward]
     assert [(each.leg.value, each.sends[0][0], each.beside) for each in forward] == [
         ("keys", 0, 0),
@@ -257,9 +257,9 @@ def test_slices_send_what_their_heads_say() -> None:
     """A tensor rank with whole key-value heads, of which it uses one, sends that one."""
     cluster = cluster_of(4, 2)
     plan = planned(cluster, {"package": {"tensor": 4}, "node": {"context": 2}})
-    grid = Grid.of(cluster, plan)
+    mesh = Mesh.of(cluster, plan)
     blocks = block_specs(llama(8, 2))
-    whole, cut = (ContextTraffic(plan, grid, 8).messages(each) for each in (blocks, slice_blocks(blocks, grid)))
+    whole, cut = (ContextTraffic(plan, mesh, 8).messages(each) for each in (blocks, slice_blocks(blocks, mesh)))
     assert whole == cut
     forward, _ = whole[LAYER]
     assert forward[0].sends == ((1, 2 * 4 * 2 * ITEM),)  # keys and values of 4 tokens, one head of 2

@@ -14,8 +14,8 @@ from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import MessageClass, Plan, preset, step_bytes, validate
-from terrace.plan.grid import ORDER, Grid, position
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.mesh import ORDER, Mesh, position
 from terrace.plan.slices import rank_slices, slice_blocks
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
 from terrace.program import build
@@ -36,9 +36,9 @@ def with_tensor(cluster: Cluster, rows: dict[str, Any], name: str = "ddp", **cha
 
 
 def axis_of(cluster: Cluster, plan: Plan) -> tuple[Tensor, Sequence[BlockSpec]]:
-    grid = Grid.of(cluster, plan)
-    return Tensor.of(grid, [tier.name for tier in cluster.tiers], plan, SEQUENCE), slice_blocks(
-        block_specs(gpt()), grid
+    mesh = Mesh.of(cluster, plan)
+    return Tensor.of(mesh, [tier.name for tier in cluster.tiers], plan, SEQUENCE), slice_blocks(
+        block_specs(gpt()), mesh
     )
 
 
@@ -103,7 +103,7 @@ def test_a_layer_sends_the_five_terms_of_axonn(rows: int, columns: int, depth: i
 def test_a_whole_step_counts_recomputation_and_micro_batches() -> None:
     cluster = cluster_of(2)
     plan = with_tensor(cluster, {"package": {"tensor": 2}}, sequence_parallel=False)
-    blocks = slice_blocks(block_specs(gpt()), Grid.of(cluster, plan))
+    blocks = slice_blocks(block_specs(gpt()), Mesh.of(cluster, plan))
 
     def tensor_bytes(plan: Plan, num_micros: int) -> int:
         return step_bytes(cluster, plan, blocks, num_micros, SEQUENCE)[MessageClass.TENSOR, "package"]
@@ -117,29 +117,29 @@ def test_a_whole_step_counts_recomputation_and_micro_batches() -> None:
     assert halved - numbers == (once - numbers) / 2
 
 
-@settings(deadline=None)  # a grid of thousands of ranks, on a busy machine
+@settings(deadline=None)  # a mesh of thousands of ranks, on a busy machine
 @given(st.lists(st.tuples(*[st.integers(1, 3)] * 4), min_size=1, max_size=3), st.data())
-def test_every_rank_has_one_place_on_the_grid(degrees: list[tuple[int, int, int, int]], data: st.DataObject) -> None:
+def test_every_rank_has_one_place_on_the_mesh(degrees: list[tuple[int, int, int, int]], data: st.DataObject) -> None:
     """Places identify ranks; peers on an axis differ there alone and are in the order of their places."""
-    grid = Grid(tuple((columns, rows, 1, 1, depth, pipeline) for columns, rows, depth, pipeline in degrees))
-    world = math.prod(math.prod(row) for row in grid.degrees)
+    mesh = Mesh(tuple((columns, rows, 1, 1, depth, pipeline) for columns, rows, depth, pipeline in degrees))
+    world = math.prod(math.prod(row) for row in mesh.degrees)
     axes = data.draw(st.sets(st.sampled_from(ORDER)))
     others = [axis for axis in ORDER if axis not in axes]
     rank = data.draw(st.integers(0, world - 1))
-    both = {(grid.coordinates(each, axes), grid.coordinates(each, others)) for each in range(world)}
+    both = {(mesh.coordinates(each, axes), mesh.coordinates(each, others)) for each in range(world)}
     assert len(both) == world
     tier = data.draw(st.integers(0, len(degrees) - 1))
-    peers = grid.peers(rank, tier, axes)
-    assert [grid.coordinates(peer, axes)[tier] for peer in peers] == list(range(grid.combined(axes)[tier]))
-    assert {grid.coordinates(peer, others) for peer in peers} == {grid.coordinates(rank, others)}
+    peers = mesh.peers(rank, tier, axes)
+    assert [mesh.coordinates(peer, axes)[tier] for peer in peers] == list(range(mesh.group(*axes)[tier]))
+    assert {mesh.coordinates(peer, others) for peer in peers} == {mesh.coordinates(rank, others)}
     assert rank in peers
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 7))
 def test_slices_of_all_ranks_are_the_parameter(rows: int, columns: int, vocab: int, other: int) -> None:
     spec = ParamSpec(name="w", shape=(vocab, other), dims=(("vocab", vocab), ("features", other)))
-    grid = Grid(((columns, rows, 1, 1, 1, 1),))
-    (block,) = slice_blocks([BlockSpec(name="b", params=(spec,))], grid)
+    mesh = Mesh(((columns, rows, 1, 1, 1, 1),))
+    (block,) = slice_blocks([BlockSpec(name="b", params=(spec,))], mesh)
     (local,) = block.params
     held = []
     for row in range(rows):
@@ -197,7 +197,7 @@ def test_whole_blocks_and_a_missing_sequence_are_refused(formula: Callable[..., 
     """A formula over what a rank holds does not count whole blocks, or messages of no tokens."""
     cluster = cluster_of(2)
     plan = with_tensor(cluster, {"package": {"tensor": 2}})
-    held = slice_blocks(block_specs(gpt()), Grid.of(cluster, plan))
+    held = slice_blocks(block_specs(gpt()), Mesh.of(cluster, plan))
     assert formula(cluster, plan, held, 1, SEQUENCE)
     with pytest.raises(PlanError, match="give what one tensor rank holds"):
         formula(cluster, plan, block_specs(gpt()), 1, SEQUENCE)

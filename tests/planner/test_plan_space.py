@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import ModelError, PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.plan import AXES, validate
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.planner import (
     Space,
     Task,
@@ -52,9 +52,9 @@ def test_columns_are_innermost_powers_of_two_and_only_there_by_a_pin() -> None:
         for inner, outer in pairwise(shape.rows):
             assert columns_of(outer) == 1 or columns_of(inner) == inner[TENSOR]
         choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), shape.rows)
-        grid = Grid.of(task.cluster, plan_of(task, choice))
-        assert grid.total("columns") == shape.columns
-        assert grid.total("rows") * shape.columns == shape.tensor
+        mesh = Mesh.of(task.cluster, plan_of(task, choice))
+        assert mesh.total("columns") == shape.columns
+        assert mesh.total("rows") * shape.columns == shape.tensor
     exact = parse_pins(["columns=2", "tensor=4"], task.cluster, [])
     chosen = list(shapes(Space(task=task, pins=exact)))
     assert chosen

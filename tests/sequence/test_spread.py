@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.plan.context import Heads, Pool, local_tokens
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.sequence.assign import assign
 from terrace.sequence.build import spread
@@ -225,7 +225,7 @@ def test_a_step_of_a_ring_goes_over_one_degree(shape: tuple[int, ...]) -> None:
 
 def static_case(
     node: tuple[int, int], system: tuple[int, int], micro_batch: int, sequence: int
-) -> tuple[Plan, Grid, Pool]:
+) -> tuple[Plan, Mesh, Pool]:
     """Return a plan, and its pool, of (ulysses, ring) on a node and a system, and two data ranks beyond."""
     sizes = (node[0] * node[1], system[0] * system[1])
     mapping = {
@@ -233,14 +233,14 @@ def static_case(
         for name, (ulysses, ring) in (("node", node), ("system", system))
     }
     plan = Plan(params="device", grads="device", optimizer="device", mapping=mapping, micro_batch=micro_batch)
-    grid = Grid(tuple((1, 1, ulysses, ring, 1, 1) for ulysses, ring in (node, system)))
-    at = {grid_key(grid, rank): rank for rank in range(sizes[0] * sizes[1])}
-    return plan, grid, Pool(tuple(at[key] for key in sorted(at)), node[0] * system[0], (node[1], system[1]), sizes)
+    mesh = Mesh(tuple((1, 1, ulysses, ring, 1, 1) for ulysses, ring in (node, system)))
+    at = {mesh_key(mesh, rank): rank for rank in range(sizes[0] * sizes[1])}
+    return plan, mesh, Pool(tuple(at[key] for key in sorted(at)), node[0] * system[0], (node[1], system[1]), sizes)
 
 
-def grid_key(grid: Grid, rank: int) -> tuple[int, ...]:
+def mesh_key(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """Return what members are sorted by: places over the tiers, innermost fastest, then parts alike."""
-    return (*reversed(grid.coordinates(rank, ["ring"])), *reversed(grid.coordinates(rank, ["ulysses"])))
+    return (*reversed(mesh.coordinates(rank, ["ring"])), *reversed(mesh.coordinates(rank, ["ulysses"])))
 
 
 STATIC = [
@@ -260,10 +260,10 @@ STATIC = [
 def test_a_static_spread_sends_as_much_everywhere(
     node: tuple[int, int], system: tuple[int, int], micro_batch: int, sequence: int, window: int
 ) -> None:
-    plan, grid, pool = static_case(node, system, micro_batch, sequence)
+    plan, mesh, pool = static_case(node, system, micro_batch, sequence)
     documents = sorted({*range(0, micro_batch * sequence, sequence), *range(4, micro_batch * sequence, 11)})
-    spreads, _ = check(static_layout(plan, grid, sequence, window, documents))
-    ring, ulysses, held = grid.total("ring"), grid.total("ulysses"), local_tokens(plan, grid, sequence)
+    spreads, _ = check(static_layout(plan, mesh, sequence, window, documents))
+    ring, ulysses, held = mesh.total("ring"), mesh.total("ulysses"), local_tokens(plan, mesh, sequence)
     for one in spreads:
         rows = sent_rows(one, pool)
         assert (one.num_held, one.num_attended, len(one.rounds)) == (held, ulysses * held, ring)
@@ -278,8 +278,8 @@ def test_a_static_spread_sends_as_much_everywhere(
 
 
 def test_work_of_a_causal_ring_is_even_and_one_call_a_round() -> None:
-    plan, grid, _ = static_case((1, 4), (1, 2), 1, 160)
-    spreads, worked = check(static_layout(plan, grid, 160, 0, [0]))
+    plan, mesh, _ = static_case((1, 4), (1, 2), 1, 160)
+    spreads, worked = check(static_layout(plan, mesh, 160, 0, [0]))
     work = [counter.total() for counter in worked]
     assert max(work) - min(work) <= 10 * 10  # a chunk by itself
     for one in spreads:
@@ -298,8 +298,8 @@ def test_short_neighbours_share_a_call_and_keys_out_of_reach_are_dropped() -> No
         ((60, 100), Kind.MASK),
         ((100, 180), Kind.CAUSAL),
     ]
-    plan, grid, _ = static_case((1, 4), (1, 1), 1, 800)
-    spreads, _ = check(static_layout(plan, grid, 800, 50, [0]))
+    plan, mesh, _ = static_case((1, 4), (1, 1), 1, 800)
+    spreads, _ = check(static_layout(plan, mesh, 800, 50, [0]))
     assert (
         sum(num_rows((pair.keys,)) for one in spreads for round_ in one.rounds[1:] for pair in round_.pairs) == 6 * 49
     )
@@ -307,8 +307,8 @@ def test_short_neighbours_share_a_call_and_keys_out_of_reach_are_dropped() -> No
 
 def test_bytes_follow_the_table() -> None:
     """By hand: 2 parts, 2 places on the system, a row of 16 tokens in chunks of 4: parts hold 4 and attend to 8."""
-    plan, grid, pool = static_case((2, 1), (1, 2), 1, 16)
-    one = spread(static_layout(plan, grid, 16, 0, [0]), 0)
+    plan, mesh, pool = static_case((2, 1), (1, 2), 1, 16)
+    one = spread(static_layout(plan, mesh, 16, 0, [0]), 0)
     assert sent_rows(one, pool) == SentRows(into=(4, 0), ring=(0, 8), gradients=(0, 0), home=(0, 8), back=(4, 0))
     # 8 query heads and 2 key heads of 16: parts have 4 and 1; 2 bytes an item
     assert sent_bytes(one, pool, Heads(8, 2, 16), 2) == SentBytes(

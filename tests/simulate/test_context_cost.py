@@ -73,7 +73,7 @@ def by_hand(program: Program, messages: tuple[ContextMessage, ...], rounds_s: tu
     for message in messages:
         if message.leg in (ContextLeg.INTO, ContextLeg.BACK):
             for tier, num_bytes in message.sends:
-                degree = program.grid.combined(["ulysses"])[tier]
+                degree = program.mesh.group("ulysses")[tier]
                 waited_s += cluster.tiers[tier].latency_s
                 waited_s += num_bytes / rate_bytes_per_s(cluster, tier, num_bytes, degree=degree)
             waited_s += cluster.device.kernels.launch_s
@@ -98,7 +98,7 @@ def test_the_closed_form_is_the_list_of_messages_priced_one_by_one(rows: Rows, s
     program = program_of(task, choice)
     work = work_of(task.cluster, program.plan, task.model, task.sequence)
     exchanges = exchanges_in(program, LAYER)
-    assert exchanges == exchanges_of(work, *(program.grid.combined([form]) for form in ("ulysses", "ring")))
+    assert exchanges == exchanges_of(work, *(program.mesh.group(form) for form in ("ulysses", "ring")))
     assert exchanges is not None
     first, later = ((scale * forward, scale * backward) for forward, backward in core_rounds(task.cluster.device, work))
     rounds: Rounds = (first, later)

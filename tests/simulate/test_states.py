@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.plan import PRESETS, Plan, preset
-from terrace.plan.grid import Grid
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_of, state_layout
@@ -107,7 +107,7 @@ def test_the_closed_form_is_the_walk_under_a_tensor_axis(data: st.DataObject) ->
     )
     model = replace(LLAMA, num_layers=data.draw(st.integers(1, 4)), tied_embeddings=data.draw(st.booleans()))
     num_micros = data.draw(st.integers(1, 4))
-    blocks = slice_blocks(block_specs(model), Grid.of(cluster, plan))
+    blocks = slice_blocks(block_specs(model), Mesh.of(cluster, plan))
     walked = model_state_bytes(cluster, plan, blocks, num_micros, 7)
     found = footprint(cluster, plan, model, 7, num_micros, backend="cpu")
     for name in ("params", "secondary", "grads", "optimizer", "feedback", "buffers"):

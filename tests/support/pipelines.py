@@ -9,7 +9,7 @@ import torch
 from terrace.cluster import Cluster
 from terrace.launch.start import World
 from terrace.plan import Plan
-from terrace.plan.grid import Grid, stage_of
+from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Kind
 from terrace.program import Instruction, Op, Program, build_stages
 from terrace.program.schedules import Task
@@ -123,8 +123,8 @@ def programs_of(
     """The program of every rank."""
     cluster = cluster_of(*sizes)
     stages = build_stages(cluster, plan, MODELS[model].declared, num_micros, SEQUENCE, **more)
-    grid = Grid.of(cluster, plan)
-    return {rank: stages[stage_of(grid, rank)] for rank in range(cluster.world_size)}
+    mesh = Mesh.of(cluster, plan)
+    return {rank: stages[mesh.stage(rank)] for rank in range(cluster.world_size)}
 
 
 def executed(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[tuple[Program, list[Instruction]]]:

@@ -15,7 +15,6 @@ from terrace.checkpoint.snapshot import Snapshot
 from terrace.comm import Meter
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
-from terrace.plan.grid import stage_of
 from terrace.plan.slices import rank_slices
 from terrace.program import Program, build_stages
 from terrace.runtime.block_state import BlockState
@@ -77,7 +76,7 @@ class Spread:
         tensor = tuple(axis for axis, degree in stages[0].tensor.degrees.items() if degree > 1)
         whole = tuple(with_scalars(*pair, tensor) for pair in zip(stages[0].blocks, blocks, strict=True))
         ranked = [replace(program, blocks=whole) for program in stages]
-        return [ranked[stage_of(ranked[0].grid, rank)] for rank in range(cluster.world_size)]
+        return [ranked[ranked[0].mesh.stage(rank)] for rank in range(cluster.world_size)]
 
 
 def with_scalars(sliced: BlockSpec, whole: BlockSpec, shared: tuple[str, ...]) -> BlockSpec:

@@ -145,7 +145,7 @@ def assigned(engine: Engine, batch: Batch) -> Batch:
         (tuple(range(places - inner, places)), (inner,)),
         *(((place,), (1,)) for place in range(places)),
     ]
-    total, num_held = batch[1].numel(), local_tokens(program.plan, program.grid, program.sequence)
+    total, num_held = batch[1].numel(), local_tokens(program.plan, program.mesh, program.sequence)
     begins = documents_of(batch)
     segments = tuple(
         Segment(start, stop, *rings[index % len(rings)])

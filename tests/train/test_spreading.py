@@ -13,7 +13,7 @@ from terrace.data.batches import Batches, Source
 from terrace.data.samples import IGNORED
 from terrace.plan import Plan, preset
 from terrace.plan.context import Pool, local_tokens
-from terrace.plan.grid import Grid
+from terrace.plan.mesh import Mesh
 from terrace.sequence.cost import WorkCost
 from terrace.train.spreading import LocalMicro, Spreading, evenness, ring_seconds
 from tests.support.toys import cluster_of
@@ -40,7 +40,7 @@ def plan_of(cluster: Cluster, **changes: object) -> Plan:
 def parts_of(made: Batches, cluster: Cluster, plan: Plan) -> dict[int, list[LocalMicro]]:
     """What every rank has of two steps, one after the other."""
     cost = replace(COST, links=WorkCost.of(cluster, heads=1, kv_heads=1, head_dim=1, compute="fp32").links)
-    num_micros = BATCH // (plan.micro_batch * Grid.of(cluster, plan).total("data"))
+    num_micros = BATCH // (plan.micro_batch * Mesh.of(cluster, plan).total("data"))
     of_ranks = {}
     for rank in range(cluster.world_size):
         spreading = Spreading(made, cluster, plan, num_micros, rank, cost)
@@ -89,7 +89,7 @@ def test_all_ranks_together_have_every_label_once(
     cluster, made = cluster_of(*sizes), batches(tmp_path, documents)
     chosen = plan_of(cluster, **plan)
     of_ranks = parts_of(made, cluster, chosen)
-    held = local_tokens(chosen, Grid.of(cluster, chosen), SEQUENCE)
+    held = local_tokens(chosen, Mesh.of(cluster, chosen), SEQUENCE)
     for rank, micros in of_ranks.items():
         for micro in micros:
             assert micro.inputs.shape == micro.labels.shape == micro.positions.shape == (1, held)

@@ -32,7 +32,7 @@ class ContextAxis:
         self.mover, self.means = mover, mover.means
         self._program, self._device = program, device
         modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
-        self._static = static_spreads(program.plan, program.grid, program.sequence, _window(modules), mover.member)
+        self._static = static_spreads(program.plan, program.mesh, program.sequence, _window(modules), mover.member)
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self.declared: dict[tuple[MessageClass, str], int] = defaultdict(int)  # bytes, of all steps so far
@@ -69,7 +69,7 @@ class ContextAxis:
         again = recomputed(program.plan, program.blocks)
         item_bytes = FORMATS[program.plan.compute].element_bytes
         for block in program.stage.own:
-            heads = attention_heads(program.blocks[block], program.grid.total("rows"))
+            heads = attention_heads(program.blocks[block], program.mesh.total("rows"))
             if heads is None:
                 continue
             sent = sent_bytes(spread, pool, heads, item_bytes)
@@ -81,7 +81,7 @@ class ContextAxis:
     def _localised(self, batch: Batch) -> Batch:
         plan, shape = self._program.plan, tuple(batch[1].shape)
         if spread_of(batch) is not None:
-            expected = (1, local_tokens(plan, self._program.grid, self._program.sequence))
+            expected = (1, local_tokens(plan, self._program.mesh, self._program.sequence))
         else:
             expected = (plan.micro_batch, self._program.sequence)
             if plan.balance == "cost":

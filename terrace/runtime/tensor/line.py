@@ -25,8 +25,8 @@ from torch.autograd import Function
 
 from terrace.comm import Collectives, Meter, Origin, Ticket
 from terrace.plan import Layout, MessageClass
-from terrace.plan.grid import position
 from terrace.plan.layout import DEVICE
+from terrace.plan.mesh import position
 from terrace.runtime.means import Means
 
 

@@ -1,0 +1,171 @@
+"""The mesh: the degree of every axis on every tier, and the place each rank has in it.
+
+On a tier, the axes divide the members in a fixed order, the first one fastest: columns and rows of the tensor axis,
+Ulysses and ring of the context axis, data, pipeline. So ranks that talk most are neighbours.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from terrace.cluster import Cluster
+from terrace.plan.plan import Plan
+
+ORDER = ("columns", "rows", "ulysses", "ring", "data", "pipeline")
+TENSOR = ("columns", "rows")
+CONTEXT = ("ulysses", "ring")
+PIPELINE = ("pipeline",)
+HOLDERS = (*CONTEXT, "data")  # their ranks hold the same slice of a block that only the tensor axis cuts
+STAGE = (*TENSOR, *HOLDERS)  # their ranks work on the same blocks
+_FACTORED = {"tensor": TENSOR, "context": CONTEXT}
+_UNFACTORED = {"tensor": "rows", "context": "ring"}  # a number alone in a mapping
+_Table = Mapping[str, int | Mapping[str, int]]  # a tier's row of `Plan.mapping`
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degree of every axis on every tier, innermost tier first, axes as in `ORDER`.
+
+    Wherever axes are asked for, "tensor" is columns and rows together, "context" Ulysses and ring.
+    """
+
+    degrees: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(cluster: Cluster, plan: Plan) -> "Mesh":
+        """The mesh of a plan; a tier without a row in the mapping belongs to the data axis."""
+        found = []
+        for tier in cluster.tiers:
+            row = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
+            found.append(tuple(row.get(axis, 1) for axis in ORDER))
+        return Mesh(tuple(found))
+
+    @staticmethod
+    def build(num_tiers: int, **degrees: Sequence[int]) -> "Mesh":
+        """The mesh of named axes, each with a degree per tier; the other axes have degree 1."""
+        alone = (1,) * num_tiers
+        return Mesh(tuple(zip(*(tuple(degrees.get(axis, alone)) for axis in ORDER), strict=True)))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.degrees)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        return {}
+
+    def group(self, *axes: str) -> tuple[int, ...]:
+        """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ on them alone."""
+        found = self._groups.get(axes)
+        if found is None:
+            positions = _positions(axes)
+            found = tuple(math.prod(row[position] for position in positions) for row in self.degrees)
+            self._groups[axes] = found
+        return found
+
+    @cached_property
+    def _totals(self) -> dict[str, int]:
+        return {axis: math.prod(self.group(axis)) for axis in (*ORDER, *_FACTORED)}
+
+    def total(self, axis: str) -> int:
+        """The degree of an axis over all tiers."""
+        return self._totals[axis]
+
+    def only(self, axes: tuple[str, ...]) -> "Mesh":
+        """The mesh with every axis but `axes` at degree 1."""
+        kept = _positions(axes)
+        return Mesh(tuple(tuple(d if i in kept else 1 for i, d in enumerate(row)) for row in self.degrees))
+
+    def coordinates(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """The place of `rank` among the ranks that differ on `axes` alone, per tier."""
+        places, kept = [], _positions(tuple(axes))
+        for row in self.degrees:
+            rank, member = divmod(rank, math.prod(row))
+            place, stride = 0, 1
+            for position, degree in enumerate(row):
+                member, digit = divmod(member, degree)
+                if position in kept:
+                    place += digit * stride
+                    stride *= degree
+            places.append(place)
+        return tuple(places)
+
+    def place(self, rank: int, axes: Collection[str]) -> int:
+        """The number of `rank` among the ranks that differ on `axes` alone, the innermost tier fastest."""
+        index = 0
+        degrees = self.group(*axes)
+        for degree, here in reversed(list(zip(degrees, self.coordinates(rank, axes), strict=True))):
+            index = index * degree + here
+        return index
+
+    def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on `axes` alone, itself included, in the order of their places."""
+        found: tuple[int, ...] = (rank,)
+        for tier, degree in enumerate(self.group(*axes)):
+            peers = [self.peers(other, tier, axes) for other in found]
+            found = tuple(ranks[place] for place in range(degree) for ranks in peers)
+        return found
+
+    def peers(self, rank: int, tier: int, axes: Collection[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on `tier` and on `axes` alone, itself included, in their order."""
+        inside = math.prod(math.prod(row) for row in self.degrees[:tier])
+        row, kept = self.degrees[tier], _positions(tuple(axes))
+        member = rank // inside % math.prod(row)
+        members, stride = [member], 1
+        for position, degree in enumerate(row):
+            if position in kept:
+                digit = member // stride % degree
+                members = [other + (place - digit) * stride for place in range(degree) for other in members]
+            stride *= degree
+        return tuple(rank + (other - member) * inside for other in members)
+
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank: stages are numbered over the tiers, the innermost one fastest."""
+        return self.place(rank, PIPELINE)
+
+    def edge_tier(self, stage: int, other: int) -> int:
+        """The index of the outermost tier that a message between two stages crosses."""
+        crossed = 0
+        for tier, degree in enumerate(self.group(*PIPELINE)):
+            (stage, here), (other, there) = divmod(stage, degree), divmod(other, degree)
+            crossed = tier if here != there else crossed
+        return crossed
+
+    def at_stage(self, rank: int, stage: int) -> int:
+        """The rank of `stage` that has the same place as `rank` on every other axis."""
+        return _at_stage(self, rank, stage)
+
+
+@lru_cache(maxsize=4096)
+def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
+    for tier, degree in enumerate(mesh.group(*PIPELINE)):
+        stage, place = divmod(stage, degree)
+        rank = mesh.peers(rank, tier, PIPELINE)[place]
+    return rank
+
+
+@lru_cache(maxsize=256)
+def _positions(axes: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(ORDER.index(part) for axis in axes for part in _FACTORED.get(axis, (axis,)))
+
+
+def tier_degrees(row: _Table) -> dict[str, int]:
+    """The degrees of one tier by unfactored axis, from its row of a plan's mapping."""
+    found: dict[str, int] = {}
+    for axis, entry in row.items():
+        found.update(entry if isinstance(entry, Mapping) else {_UNFACTORED.get(axis, axis): entry})
+    # Depth shards weights and splits the batch as the data axis does, so it counts there.
+    found["data"] = found.get("data", 1) * found.pop("depth", 1)
+    return found
+
+
+def position(degrees: Sequence[int], coordinates: Sequence[int]) -> int:
+    """The number of the equal part a rank holds when tier after tier, innermost first, divides what is left."""
+    index = 0
+    for degree, here in zip(degrees, coordinates, strict=True):
+        index = index * degree + here
+    return index
