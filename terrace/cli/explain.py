@@ -32,10 +32,10 @@ from terrace.report.stage_tables import (
     stage_time_table,
     stages_table,
 )
-from terrace.simulate import simulate, simulate_stages, step_costs
-from terrace.simulate.footprint import work_of
+from terrace.simulate import play_whole
 from terrace.simulate.timeline_picture import passes_picture
 from terrace.train.config import RunConfig
+from terrace.train.prediction import predict, resolved_run
 
 
 def add_parser(commands: Any) -> None:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--lines {options.lines} must be at least 1")
     check_task(options, rest)
     csv = _csv_file(options)
-    config = resolve_run(options, rest)
+    config = resolved_run(resolve_run(options, rest))
     programs = checked_programs(config)  # first: a step that does not fit is all there is to read
     if not 0 <= options.stage < len(programs):
         held = (
@@ -102,8 +102,7 @@ def _csv_file(options: argparse.Namespace) -> Path | None:
 def _print_step(config: RunConfig, program: Program) -> None:
     """Print what a rank of a plan without a pipeline keeps, sends and takes."""
     console = Terminal()
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
-    report = simulate(program, step_costs(program, work))
+    report = predict(config, config.cluster).reports[0]
     console.print(plan_table(config.cluster, config.plan))
     console.print(memory_table(report.memory_bytes, config.cluster.device.memory_bytes))
     console.print(bytes_table(report.sent_bytes, program.layout.tiers))
@@ -115,9 +114,9 @@ def _print_step(config: RunConfig, program: Program) -> None:
 def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, csv: Path | None) -> None:
     """Print the stages and their schedule, as the programs of all stages play it; write the schedule."""
     console, device = Terminal(), config.cluster.device
-    work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
     kept = [kept_activations(config, program) for program in programs]
-    step = simulate_stages(programs, [step_costs(program, work) for program in programs])
+    step = predict(config, config.cluster)
+    whole = play_whole(step.step)
     orders = run_orders(config, len(programs))
     console.print(plan_table(config.cluster, config.plan))
     console.print(stages_table(programs, config.blocks()))
@@ -133,7 +132,7 @@ def _print_pipeline(config: RunConfig, programs: Sequence[Program], stage: int, 
     print(f"{order_text(orders, console.width)}\n")
     console.print("the same over time, as the programs play it", style="bold")
     stages = [program.stage for program in programs]
-    print(f"{passes_picture(stages, step.passes, step.reports[0].step_s, console.width)}\n")
+    print(f"{passes_picture(stages, whole.passes, step.step_s, console.width)}\n")
     if csv is not None:
         write_file("--csv", csv, to_csv(orders))
         print(f"wrote {csv}: the order of {orders.num_stages} stages\n")

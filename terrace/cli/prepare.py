@@ -27,6 +27,7 @@ from terrace.train.config import RunConfig, run_toml
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
 from terrace.train.lock import folder_lock
 from terrace.train.loop import Job
+from terrace.train.prediction import resolved_run
 from terrace.train.trackers import check_installed
 
 _RUNS = Path("runs")
@@ -79,7 +80,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
             shutil.rmtree(chosen, ignore_errors=True)
         raise _unusable(chosen, error) from error
     return Job(
-        run=config,
+        run=resolved_run(config),  # a resumed run may have other stages, so its file names none that nobody gave
         folder=chosen,
         sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,

@@ -7,6 +7,7 @@ from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
 from terrace.simulate.stages import activation_bytes
 from terrace.train.config import RunConfig
+from terrace.train.prediction import step_of
 
 
 def checked_programs(config: RunConfig) -> list[Program]:
@@ -15,7 +16,8 @@ def checked_programs(config: RunConfig) -> list[Program]:
     Raises `ProgramError` for one that breaks a rule or does not fit, and `PlanError` for a pipeline whose schedule
     keeps more activations than a device has room for.
     """
-    programs = build_stages(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence)
+    step = step_of(config)
+    programs = build_stages(step.cluster, step.plan, step.blocks, step.num_micros, step.sequence)
     verify_stages(programs)
     if len(programs) > 1:
         for program in programs:

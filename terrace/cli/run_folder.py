@@ -22,11 +22,11 @@ from terrace.report.run_curves import Curve
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import StepPicture, step_picture
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
-from terrace.simulate import record, simulate_stages
+from terrace.simulate import play_whole, record
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.metrics import StepRecord, read_metrics
-from terrace.train.prediction import priced_programs
+from terrace.train.prediction import step_of
 from terrace.train.recorder import PREDICTION, read_events
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
@@ -257,10 +257,10 @@ def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
 
 
 def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
-    programs, costs = priced_programs(run, run.cluster if cluster is None else cluster)
-    if len(programs) == 1:
-        return recording_events(record(programs[0], costs[0]), 0, "predicted")
-    return passes_events(programs[0], simulate_stages(programs, costs).passes[0], "predicted")
+    played = play_whole(step_of(run, cluster))
+    if len(played.programs) == 1:
+        return recording_events(record(played.programs[0], played.costs[0]), 0, "predicted")
+    return passes_events(played.programs[0], played.passes[0], "predicted")
 
 
 def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:

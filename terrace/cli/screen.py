@@ -13,7 +13,7 @@ from terrace.base.files import write_atomic
 from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
-from terrace.cli.programs import kept_activations
+from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster import Cluster
 from terrace.launch.start import pace
@@ -21,7 +21,7 @@ from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
-from terrace.program import StepReport, build_stages
+from terrace.program import StepReport
 from terrace.report import (
     ASSIGNED,
     bytes_table,
@@ -84,7 +84,7 @@ def _show_rank(job: Job, console: Terminal) -> None:
 def _show_stages(job: Job, console: Terminal) -> None:
     """Print what the stages run, and what a rank of each keeps and sends."""
     run, tiers = job.run, [tier.name for tier in job.run.cluster.tiers]
-    programs = build_stages(run.cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
+    programs = checked_programs(run)
     console.print(stages_table(programs, run.blocks()))
     print(parts_words(programs, run.blocks()))
     kept = [kept_activations(run, program) for program in programs]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
@@ -63,7 +64,7 @@ def plan_orders(
     memory_bytes: float = math.inf,
 ) -> Orders:
     """Return the orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
-    name, number = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
+    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
     if "num_chunks" in wanted:
@@ -94,6 +95,44 @@ def parse_schedule(text: str) -> tuple[str, str | None]:
     return name, number if colon else None
 
 
+def num_virtual(plan: Plan, num_stages: int) -> int:
+    """Virtual stages of a plan's schedule on `num_stages`; raises `PlanError` for a schedule that does not exist."""
+    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    return num_stages * (_chunks(plan, number) if "num_chunks" in takes(name) else _own_chunks(name))
+
+
+def blocks_by_stage(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Number of blocks of every virtual stage, in model order, as `plan.stages` has them."""
+    chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.start)
+    return tuple(map(len, chunks))
+
+
+def period(plan: Plan, num_stages: int) -> int:
+    """Micro-batches after which a plan repeats its order and its reductions."""
+    if num_stages == 1:
+        return plan.unit
+    name, _ = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    wanted = takes(name)
+    return math.lcm(plan.unit, num_stages) if "num_chunks" in wanted and "unit" not in wanted else plan.unit
+
+
+@cache
+def _own_chunks(name: str) -> int:
+    """Chunks of a stage under a schedule that takes no number of them."""
+    if takes(name) - {"num_stages", "num_micros"}:
+        return 1
+    return orders_for(name, num_stages=2, num_micros=4).num_chunks
+
+
+def check_virtual(virtual: int, num_blocks: int) -> None:
+    """Raise `PlanError` where there are more virtual stages than blocks."""
+    if virtual > num_blocks:
+        raise PlanError(
+            f"{virtual} virtual stages (stages x chunks) of a model of {num_blocks} blocks: each needs at least "
+            f"one; use at most {num_blocks}"
+        )
+
+
 def _chunks(plan: Plan, number: str | None) -> int:
     if number is None:
         return 2
@@ -116,22 +155,18 @@ def _limit(plan: Plan, number: str | None) -> float:
 
 
 def _cut(
-    plan: Plan, blocks: Sequence[BlockSpec], num_virtual: int, sequence: int, sizes: Sequence[int], room: float
+    plan: Plan, blocks: Sequence[BlockSpec], virtual: int, sequence: int, sizes: Sequence[int], room: float
 ) -> list[range]:
     """Return the blocks of every virtual stage: as the plan says, or shared by modelled time and memory."""
-    if num_virtual > len(blocks):
-        raise PlanError(
-            f"{num_virtual} virtual stages (stages x chunks) of a model of {len(blocks)} blocks: each needs at least "
-            f"one; use at most {len(blocks)}"
-        )
+    check_virtual(virtual, len(blocks))
     if not plan.stages:
-        return share(virtual_costs(blocks, sequence), num_virtual, sizes, room)
-    if len(plan.stages) != num_virtual or sum(plan.stages) != len(blocks) or min(plan.stages) < 1:
+        return share(virtual_costs(blocks, sequence), virtual, sizes, room)
+    if len(plan.stages) != virtual or sum(plan.stages) != len(blocks) or min(plan.stages) < 1:
         raise PlanError(
-            f"stages = {list(plan.stages)}: give the number of blocks of each of the {num_virtual} virtual stages, at "
+            f"stages = {list(plan.stages)}: give the number of blocks of each of the {virtual} virtual stages, at "
             f"least 1 each, {len(blocks)} together (embedding and head are blocks), or leave it out"
         )
-    stops = [sum(plan.stages[: index + 1]) for index in range(num_virtual)]
+    stops = [sum(plan.stages[: index + 1]) for index in range(virtual)]
     return [range(stop - num, stop) for stop, num in zip(stops, plan.stages, strict=True)]
 
 

@@ -10,16 +10,7 @@ from terrace.plan import MessageClass
 from terrace.program import Program, StepReport
 from terrace.program.schedules import Orders, to_csv
 from terrace.report.tables import equal_bytes, new_table, quantity, seconds
-
-# What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
-ON_STAGES = tuple(
-    f"wait {message.value}" for message in (MessageClass.PIPELINE, MessageClass.TIE, MessageClass.CONTROL)
-)
-
-
-def idle_s(report: StepReport) -> float:
-    """Return the seconds of a step in which a stage waits for other stages."""
-    return sum(report.time_s.get(name, 0.0) for name in ON_STAGES)
+from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 
 def others_s(report: StepReport) -> float:
@@ -30,11 +21,6 @@ def others_s(report: StepReport) -> float:
 def computing_s(report: StepReport) -> float:
     """Return the seconds of a step in which nothing is waited for."""
     return sum(spent for name, spent in report.time_s.items() if not name.startswith("wait "))
-
-
-def bubble(reports: Sequence[StepReport]) -> float:
-    """Return the share of the stages' time in which they wait for other stages: `idle_s` over the step, all stages."""
-    return sum(map(idle_s, reports)) / sum(report.step_s for report in reports)
 
 
 def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
@@ -132,7 +118,7 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
         table.add_column(heading, justify="right")
     for index, report in enumerate(reports):
         time_s, idle = report.time_s, idle_s(report)
-        pipeline = time_s.get(ON_STAGES[0], 0.0)
+        pipeline = time_s.get(WAITS_ON_STAGES[0], 0.0)
         shown = [time_s.get(name, 0.0) for name in names]
         rest = computing_s(report) - sum(shown)
         spent = [*shown, rest, pipeline, idle - pipeline, others_s(report), report.step_s]

@@ -7,6 +7,7 @@ from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.recording import Recording, Span, record
 from terrace.simulate.stages import StagesStep, simulate_stages
+from terrace.simulate.step import Prediction, Step, play_whole, predict_step, resolved
 from terrace.simulate.work import Work
 
 __all__ = [
@@ -14,9 +15,11 @@ __all__ = [
     "Costs",
     "CriticalPath",
     "MemoryCurve",
+    "Prediction",
     "Recording",
     "Span",
     "StagesStep",
+    "Step",
     "Work",
     "best_change",
     "changes",
@@ -25,7 +28,10 @@ __all__ = [
     "exposed_by_axis",
     "exposed_by_tier",
     "memory_curve",
+    "play_whole",
+    "predict_step",
     "record",
+    "resolved",
     "simulate",
     "simulate_stages",
     "step_costs",

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from terrace.base.errors import ModelError, TrainingError
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import Head
 from terrace.program import StepReport, build_stages
+from terrace.program.stages import blocks_by_stage
 from terrace.runtime.engine import Engine
 from terrace.runtime.random_state import random_state, restored
-from terrace.simulate import simulate, simulate_stages, step_costs
+from terrace.simulate import Step, predict_step
 from terrace.train.calibrate import measure
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -155,8 +156,16 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     # The FLOPs that would take as long: what a block computes need not be products.
     peak = cluster.device.peak_flops_per_s[program.plan.compute]
     flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.whole))]
-    programs = build_stages(cluster, program.plan, engine.whole, program.num_micros, program.sequence)
-    costs = [step_costs(each, flops) for each in programs]
-    if len(programs) == 1:
-        return simulate(programs[0], costs[0])
-    return simulate_stages(programs, costs).reports[program.stage.index]
+    plan = program.plan
+    if program.stage.num_stages > 1:  # as the engine shared the blocks, before anything was measured
+        built = build_stages(program.cluster, plan, engine.whole, program.num_micros, program.sequence)
+        plan = replace(plan, stages=blocks_by_stage([each.stage for each in built]))
+    step = Step(
+        cluster=cluster,
+        plan=plan,
+        blocks=tuple(engine.whole),
+        num_micros=program.num_micros,
+        sequence=program.sequence,
+        work=tuple(flops),
+    )
+    return predict_step(step).reports[program.stage.index]

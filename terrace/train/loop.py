@@ -151,7 +151,7 @@ class _Run:
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self._micro_batches(cluster)
         self.saver = self._saver()
-        of_stages = predict(self.run, cluster)
+        of_stages = predict(self.run, cluster).reports
         predicted = of_stages[self.engine.program.stage.index]
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)

@@ -1,42 +1,49 @@
-"""What a run is predicted to do, from its configuration and the cluster that its start measured. Needs no torch."""
+"""The step a run is predicted to take, from its configuration and the cluster its start measured. Needs no torch."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from terrace.cluster import Cluster
 from terrace.model.config import forward_flops
-from terrace.program import Program, StepReport, build_stages
-from terrace.simulate import Costs, Work, simulate, simulate_stages, step_costs
+from terrace.simulate import Prediction, Step, predict_step, resolved
 from terrace.simulate.footprint import work_of
 from terrace.train.config import RunConfig
 from terrace.train.utilisation import Utilisation, utilisation
 
 
-def priced_programs(run: RunConfig, cluster: Cluster) -> tuple[list[Program], list[Costs]]:
-    """Return the program of every stage of a run on `cluster`, and its costs.
+def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
+    """A step of the run, on its own cluster or on one that its start measured.
 
-    The run's own cluster, which was probed, prices compute kernel by kernel; another one holds what the start of the
-    run measured, which is the FLOP/s of a layer.
+    Its own cluster, whose figures a probe or a data sheet knows, prices compute kernel by kernel. A measured one holds
+    the FLOP/s of a layer. Blocks are shared among stages by the run's own cluster, on which every rank builds the same.
     """
-    programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), run.train.sequence)
-    sizes = (run.plan.micro_batch, run.train.sequence)
-    work: Work | Sequence[float] = work_of(
-        cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents
+    own = Step(
+        cluster=run.cluster,
+        plan=run.plan,
+        blocks=run.blocks(),
+        num_micros=run.num_micros(),
+        sequence=run.train.sequence,
+        work=work_of(run.cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents),
     )
-    if cluster is not run.cluster:
-        work = [forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks)]
-    return programs, [step_costs(program, work) for program in programs]
+    own = resolved(own)
+    if cluster is None or cluster is run.cluster:
+        return own
+    sizes = (run.plan.micro_batch, run.train.sequence)
+    flops = tuple(forward_flops(run.model, block, *sizes) for block in range(run.model.num_blocks))
+    return replace(own, cluster=cluster, work=flops)
 
 
-def predict(run: RunConfig, cluster: Cluster) -> list[StepReport]:
-    """Return the predicted reports of a steady step of this run on `cluster`, for a rank of each stage."""
-    programs, costs = priced_programs(run, cluster)
-    if len(programs) == 1:
-        return [simulate(programs[0], costs[0])]
-    return simulate_stages(programs, costs).reports
+def resolved_run(run: RunConfig) -> RunConfig:
+    """The run with the blocks of every virtual stage in its plan; raises `PlanError` for a plan that cannot run."""
+    return replace(run, plan=step_of(run).plan)
+
+
+def predict(run: RunConfig, cluster: Cluster) -> Prediction:
+    """The predicted step of a run on `cluster`."""
+    return predict_step(step_of(run, cluster))
 
 
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
-    """Return what the run's MFU and HFU are counted from; `cluster` has what its start measured, if it did."""
+    """FLOPs and peaks that the run's MFU and HFU are counted from; `cluster` has what its start measured, if it did."""
     return utilisation(
         run.model,
         run.blocks(),

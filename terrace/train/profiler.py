@@ -17,12 +17,12 @@ from terrace.base.files import write_atomic
 from terrace.cluster import Cluster
 from terrace.runtime.engine import Engine
 from terrace.runtime.tracing import Tracer
-from terrace.simulate import record, simulate_stages
+from terrace.simulate import play_whole, record
 from terrace.simulate.recording import Recording
 from terrace.simulate.stages import Passed
 from terrace.simulate.trace import compared_trace_json
 from terrace.train.config import RunConfig
-from terrace.train.prediction import priced_programs
+from terrace.train.prediction import step_of
 from terrace.train.steps import parse_steps
 
 FOLDER = "profile"
@@ -75,7 +75,7 @@ class Profiler:
             ) from error
 
     def _predicted(self) -> Recording | list[Passed]:
-        programs, costs = priced_programs(self._run, self._cluster)
-        if len(programs) == 1:
-            return record(programs[0], costs[0])
-        return simulate_stages(programs, costs).passes[self._engine.program.stage.index]
+        played = play_whole(step_of(self._run, self._cluster))
+        if len(played.programs) == 1:
+            return record(played.programs[0], played.costs[0])
+        return list(played.passes[self._engine.program.stage.index])

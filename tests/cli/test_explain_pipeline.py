@@ -24,9 +24,7 @@ from terrace.program.schedules import even_seconds, from_csv, orders_for, schedu
 from terrace.program.stages import plan_orders
 from terrace.report.stage_tables import (
     block_words,
-    bubble,
     computing_s,
-    idle_s,
     order_text,
     others_s,
     stage_bytes_tables,
@@ -36,9 +34,11 @@ from terrace.report.tables import quantity, seconds, stage_band_words
 from terrace.simulate import simulate_stages, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.simulate.stages import StagesStep
+from terrace.simulate.step import bubble, idle_s
 from terrace.simulate.timeline import play
 from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig, resolve
+from terrace.train.prediction import resolved_run
 
 PIPELINE = ["--plan", "ddp", "--plan.mapping.system.pipeline", "2"]
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "zbv", "zeropp:2", "interleaved:2"]
@@ -87,7 +87,7 @@ def _config(schedule: str, num_stages: int = 2, **plan: object) -> RunConfig:
         "plan": {"mapping": mapping, "schedule": schedule, **plan},
         "cluster": {"tiers": {"system": {"size": num_stages}}},
     }
-    return resolve(None, {"model": "config.json", "plan": "ddp"}, overrides)
+    return resolved_run(resolve(None, {"model": "config.json", "plan": "ddp"}, overrides))
 
 
 def _played(config: RunConfig) -> tuple[list[Program], StagesStep]:
@@ -129,7 +129,7 @@ def test_the_stages_are_exactly_the_model(here: Here, schedule: str) -> None:
     assert f"together exactly the model's {whole:,} parameters" in out
     tied = f"a copy of embedding ({blocks[0].num_trainable:,} parameters), tied to that of stage 0"
     assert (tied in out) == (schedule == "1f1b")  # the first stage of a V holds both ends of the model
-    assert rows["0"][0].startswith("embedding, layers.0-")
+    assert rows["0"][0].startswith("embedding, layers.0")
     assert rows["0" if schedule == "zbv" else "1"][-2].endswith("head")
 
 

@@ -230,7 +230,7 @@ def test_a_run_that_ends_badly_is_written_down_and_a_lost_tracker_does_not_end_i
     fake.__dict__["log"] = broken
     monkeypatch.setitem(sys.modules, "trackio", fake)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    predicted = predict(run, run.cluster)[0]
+    predicted = predict(run, run.cluster).reports[0]
     with pytest.raises(KeyError):
         _fail(run, tmp_path, predicted)
     said = capsys.readouterr().err

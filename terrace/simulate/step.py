@@ -1,0 +1,216 @@
+"""The predicted step of a plan: the programs of its stages, built, priced and played.
+
+Every command that shows a step shows `predict_step`'s: plan, simulate, train, scale, doctor and the pages. A step is
+described by one frozen `Step`; equal steps have equal predictions.
+
+Folding. A schedule repeats itself after a few micro-batches, and from then on every further one adds the same seconds.
+A step with more passes than `WHOLE_PASSES` (micro-batches times blocks) is therefore played with few micro-batches,
+with a few more, and with as many more again, and carried on in a straight line; where the last two lines differ by more
+than `SETTLED`, the schedule has not settled, and twice as many are played. Time and memory do not grow with the number of
+micro-batches. Shorter steps are played whole, so their prediction is exact. A line is within 0.5 % of the whole play
+under every schedule (tests/simulate/test_step.py).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
+
+from terrace.cluster import Cluster
+from terrace.model.spec import BlockSpec
+from terrace.plan import MessageClass, Plan, validate
+from terrace.plan.grid import Grid
+from terrace.plan.memory import steady_bytes
+from terrace.plan.slices import slice_blocks
+from terrace.plan.stage import whole_stage
+from terrace.program import Instruction, Op, Program, StepReport, build_stages
+from terrace.program.shares import share
+from terrace.program.stages import check_virtual, num_virtual, period
+from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.events import simulate
+from terrace.simulate.stages import Passed, simulate_stages
+from terrace.simulate.work import Work
+
+# Micro-batches times blocks of the longest steps that are played whole: a tenth of a second for the programs of
+# several stages. One program alone is played in a line of its own, and up to a few seconds.
+WHOLE_PASSES, WHOLE_PASSES_ALONE = 2_000, 20_000
+SETTLED = 1e-3  # by what part of a step two lines may differ: else longer steps are played
+_UNIT_S = 1e-12  # in which blocks are shared: whole numbers make the shares independent of the order of sums
+
+# What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
+WAITS_ON_STAGES = tuple(
+    f"wait {message.value}" for message in (MessageClass.PIPELINE, MessageClass.TIE, MessageClass.CONTROL)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step to predict.
+
+    `blocks` is the whole model. `work` prices its blocks kernel by kernel; a tuple holds the forward FLOPs of each on
+    one micro-batch instead. A plan that names no `stages` gets the best split (`resolved`).
+    """
+
+    cluster: Cluster
+    plan: Plan
+    blocks: tuple[BlockSpec, ...]
+    num_micros: int
+    sequence: int
+    work: Work | tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 where there is none."""
+        return Grid.of(self.cluster, self.plan).total("pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A steady step, by stage. `programs`, `costs` and `passes` are of the longest step that was played."""
+
+    step: Step  # with its stages resolved
+    reports: tuple[StepReport, ...]
+    programs: tuple[Program, ...]
+    costs: tuple[Costs, ...]
+    passes: tuple[Sequence[Passed], ...]  # empty without a pipeline
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step on the first stage; stages meet in the norm, so it is the same on all."""
+        return self.reports[0].step_s
+
+    @property
+    def played_micros(self) -> int:
+        """Micro-batches of the longest step that was played."""
+        return self.programs[0].num_micros
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step was played from its beginning to its end."""
+        return self.played_micros == self.step.num_micros
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they wait for other stages."""
+        return bubble(self.reports)
+
+    @cached_property
+    def busiest(self) -> int:
+        """The stage that waits least for other stages."""
+        return min(range(len(self.reports)), key=lambda stage: idle_s(self.reports[stage]))
+
+
+def idle_s(report: StepReport) -> float:
+    """Seconds of a step in which a stage waits for other stages."""
+    return sum(report.time_s.get(name, 0.0) for name in WAITS_ON_STAGES)
+
+
+def bubble(reports: Sequence[StepReport]) -> float:
+    """Share of the stages' time in which they wait for other stages; 0 without a pipeline."""
+    if len(reports) == 1:
+        return 0.0
+    return sum(map(idle_s, reports)) / (sum(report.step_s for report in reports) or 1.0)
+
+
+def predict_step(step: Step) -> Prediction:
+    """The prediction of a step; raises `PlanError` for a plan that cannot run."""
+    step = resolved(step)
+    num_stages = step.num_stages
+    most = WHOLE_PASSES_ALONE if num_stages == 1 else WHOLE_PASSES
+    if step.num_micros * len(step.blocks) > most:
+        # Behind the first micro-batches, which fill the pipeline or the lanes of a single rank.
+        every = period(step.plan, num_stages)
+        least, further = max(num_stages + 2, 2 * every, 8), every * -(-num_stages // (4 * every))
+        while (short := least + (step.num_micros - least) % every) + 2 * further < step.num_micros // 2:
+            played = [_play(step, short + times * further) for times in range(3)]
+            before, line = (_line(one, two) for one, two in pairwise(played))
+            if _agree(before, line):
+                return line
+            least, further = 2 * least, 2 * further
+    return _play(step, step.num_micros)
+
+
+def play_whole(step: Step) -> Prediction:
+    """The same with every micro-batch in its place, however many there are: for timelines and traces."""
+    step = resolved(step)
+    return _play(step, step.num_micros)
+
+
+def resolved(step: Step) -> Step:
+    """The step with the blocks of every virtual stage in its plan."""
+    if step.plan.stages or step.num_stages == 1:
+        return step
+    return replace(step, plan=replace(step.plan, stages=best_stages(step)))
+
+
+def best_stages(step: Step) -> tuple[int, ...]:
+    """Number of blocks of every virtual stage, in model order, so that the slowest is as fast as it can be.
+
+    A block costs the seconds of its passes on one micro-batch, waits for tensor and context ranks included. A virtual
+    stage keeps within its part of a device's memory with its model state where that is possible.
+    """
+    cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
+    virtual = num_virtual(plan, num_stages)
+    check_virtual(virtual, len(step.blocks))
+    frame = Program(
+        cluster=cluster,
+        plan=plan,
+        layout=validate(cluster, plan, step.blocks),
+        blocks=slice_blocks(step.blocks, Grid.of(cluster, plan)),
+        stage=whole_stage(len(step.blocks), min(2, step.num_micros), 1),
+        instructions=(),
+        sequence=step.sequence,
+    )
+    costs = step_costs(frame, step.work)
+    seconds = [round(_block_s(costs, block) / _UNIT_S) for block in range(len(step.blocks))]
+    sizes = [sum(steady_bytes(plan, parts)) for parts in frame.flats]
+    room = cluster.device.memory_bytes * num_stages / virtual
+    return tuple(map(len, share(seconds, virtual, sizes, room)))
+
+
+def _block_s(costs: Costs, block: int) -> float:
+    """Seconds of a block's forward and backward on one micro-batch."""
+    again_s = costs.forward_s[block] if costs.program.recomputes(block) else 0.0
+    passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
+    waits_s = math.fsum(costs.inside_s(each) + costs.context_s(each) for each in passes)
+    return costs.forward_s[block] + costs.backward_s[block] + again_s + waits_s
+
+
+def _play(step: Step, num_micros: int) -> Prediction:
+    """The step with `num_micros` micro-batches, played as it is."""
+    programs = build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence)
+    costs = [step_costs(program, step.work) for program in programs]
+    if len(programs) == 1:
+        reports, passes = [simulate(programs[0], costs[0])], list[list[Passed]]()
+    else:
+        reports, passes = simulate_stages(programs, costs)
+    return Prediction(
+        step=step, reports=tuple(reports), programs=tuple(programs), costs=tuple(costs), passes=tuple(passes)
+    )
+
+
+def _agree(one: Prediction, other: Prediction) -> bool:
+    """Whether every stage takes and waits as long in both."""
+    pairs = zip(one.reports, other.reports, strict=True)
+    return all(
+        abs(seconds_of(first) - seconds_of(second)) <= SETTLED * second.step_s
+        for first, second in pairs
+        for seconds_of in (attrgetter("step_s"), idle_s)
+    )
+
+
+def _line(short: Prediction, long: Prediction) -> Prediction:
+    """The longer of two predictions, carried on in a straight line to the micro-batches of their step."""
+    further = (long.step.num_micros - long.played_micros) / (long.played_micros - short.played_micros)
+    reports = []
+    for one, two in zip(short.reports, long.reports, strict=True):
+        names = dict.fromkeys((*one.time_s, *two.time_s))
+        slopes_s = {name: two.time_s.get(name, 0.0) - one.time_s.get(name, 0.0) for name in names}
+        time_s = {name: two.time_s.get(name, 0.0) + further * slope_s for name, slope_s in slopes_s.items()}
+        sent = {
+            key: size + round(further * (size - one.sent_bytes.get(key, 0))) for key, size in two.sent_bytes.items()
+        }
+        reports.append(replace(two, time_s=time_s, sent_bytes=sent))
+    return replace(long, reports=tuple(reports))

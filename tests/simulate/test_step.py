@@ -1,0 +1,100 @@
+"""The predicted step: exact when it is short, within half a percent when it is folded, and the best split of blocks."""
+
+from dataclasses import replace
+
+import pytest
+
+from terrace.base.errors import PlanError
+from terrace.model.config import block_specs
+from terrace.plan import Layout, Plan, num_micro_batches
+from terrace.simulate import Step, play_whole, predict_step, resolved, simulate_stages, step
+from terrace.simulate.footprint import work_of
+from tests.support.planner_cases import CLUSTERS, gpt
+
+DGX = CLUSTERS["dgx 4x2"]
+MODEL = gpt(22, 512, 4, vocab=8000, positions=512)
+
+
+def step_of(batch: int, schedule: str | None = "1f1b", stages: int = 4, **changes: object) -> Step:
+    mapping = {"node": {"data": 4 // stages, "pipeline": stages}} if stages > 1 else {}
+    places = {"params": "system", "grads": "system", "optimizer": "system"}
+    values: dict[str, object] = {**places, "compute": "bf16", "mapping": mapping, "schedule": schedule, **changes}
+    plan = Plan(**values)  # type: ignore[arg-type]
+    return Step(
+        cluster=DGX,
+        plan=plan,
+        blocks=block_specs(MODEL),
+        num_micros=num_micro_batches(plan, Layout.of(DGX, plan), batch),
+        sequence=256,
+        work=work_of(DGX, plan, MODEL, 256),
+    )
+
+
+FOLDED = ["1f1b", "gpipe", "zb-h1", "zb-h2", "zbv", "interleaved:2", "interleaved:1", "breadth-first:2", "zeropp:2"]
+FOLDED += ["zb-1p", "zb-2p", "zb-auto:3"]
+
+
+@pytest.mark.parametrize("place", ["device", "system"])
+@pytest.mark.parametrize("schedule", FOLDED)
+def test_a_folded_step_is_within_half_a_percent_of_the_whole(schedule: str, place: str) -> None:
+    """Seconds and bubble; bytes and memory are the same."""
+    unit = 4 if schedule.startswith("zeropp") else 1
+    described = step_of(2 * 120, schedule, unit=unit, params=place, grads=place, optimizer=place)
+    folded, whole = predict_step(described), play_whole(described)
+    assert (folded.is_whole, whole.is_whole) == (False, True)
+    assert folded.played_micros <= 60
+    assert folded.step_s == pytest.approx(whole.step_s, rel=5e-3)
+    assert folded.bubble == pytest.approx(whole.bubble, abs=5e-3)
+    for one, two in zip(folded.reports, whole.reports, strict=True):
+        assert one.sent_bytes == two.sent_bytes
+        assert one.memory_bytes == two.memory_bytes
+        assert one.step_s == pytest.approx(two.step_s, rel=5e-3)
+
+
+def test_time_and_memory_do_not_grow_with_micro_batches() -> None:
+    short, long = predict_step(step_of(2 * 200)), predict_step(step_of(2 * 40_000))
+    assert long.played_micros == short.played_micros
+    assert long.step_s == pytest.approx(200 * short.step_s, rel=0.03)  # what fills the pipeline counts once
+
+
+def test_a_short_step_is_the_programs_played_whole() -> None:
+    predicted = predict_step(step_of(2 * 24))
+    assert predicted.is_whole
+    assert predicted.reports == tuple(simulate_stages(predicted.programs, predicted.costs).reports)
+
+
+def test_a_folded_step_of_one_stage_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = step_of(8 * 120, None, 1)
+    whole = predict_step(described)
+    assert whole.is_whole
+    monkeypatch.setattr(step, "WHOLE_PASSES_ALONE", 0)
+    folded = predict_step(described)
+    assert not folded.is_whole
+    assert folded.step_s == pytest.approx(whole.step_s, rel=1e-6)
+    assert folded.reports[0].sent_bytes == whole.reports[0].sent_bytes
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_no_other_split_has_a_faster_slowest_stage(compute: str) -> None:
+    """By the seconds of passes, as played with nothing to wait for: with a head as heavy as several layers."""
+    places = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    described = step_of(16, "1f1b", 2, compute=compute, **places)
+    described = replace(described, blocks=block_specs(MODEL))
+
+    def slowest_s(stages: tuple[int, ...]) -> float:
+        played = predict_step(replace(described, plan=replace(described.plan, stages=stages)))
+        return max(each.time_s["forward"] + each.time_s["backward"] for each in played.reports)
+
+    best = resolved(described).plan.stages
+    num = len(described.blocks)
+    ways = [(first, num - first) for first in range(1, num)]
+    assert slowest_s(best) == pytest.approx(min(map(slowest_s, ways)))
+
+
+def test_a_split_by_hand_is_kept_and_one_without_blocks_is_refused() -> None:
+    described = step_of(16)
+    by_hand = replace(described, plan=replace(described.plan, stages=(2, 8, 8, 6)))
+    assert resolved(by_hand) is by_hand
+    with pytest.raises(PlanError, match="44 virtual stages"):
+        resolved(replace(described, plan=replace(described.plan, schedule="interleaved:11")))
+    assert resolved(step_of(16, None, 1)).plan.stages == ()
