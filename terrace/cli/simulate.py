@@ -134,7 +134,7 @@ def _show(recording: Recording) -> None:
         print(f"{ASSIGNED}\n")
     console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
     console.print(time_table(report))
-    exposed = exposed_by_axis(recording)
+    exposed = exposed_by_axis([recording])
     if exposed:
         title = "messages that nothing hides (no pipeline, so no bubble)"
         console.print(exposed_table(exposed, program.layout.tiers, report.step_s, title))

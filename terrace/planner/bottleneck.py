@@ -52,7 +52,7 @@ def bottleneck(task: Task, plan: Plan) -> Bottleneck:
     if choice.schedule == SERIAL:
         part = Part(True, (task.model.num_layers,), True)
         recording = record(*evaluator.program(part, choice, num_micros(task, choice)))
-        exposed.update(exposed_by_tier(recording))
+        exposed.update(exposed_by_tier([recording]))
         step_s = recording.report.step_s
     else:
         step = stage_steps(evaluator, choice)

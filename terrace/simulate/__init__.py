@@ -6,7 +6,7 @@ from terrace.simulate.critical import CriticalPath, critical_path, critical_word
 from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.recording import Recording, Span, record
-from terrace.simulate.stages import StagesStep, simulate_stages
+from terrace.simulate.stages import StagesStep, record_stages, simulate_stages
 from terrace.simulate.step import Prediction, Step, play_whole, predict_step, resolved
 from terrace.simulate.work import Work
 
@@ -31,6 +31,7 @@ __all__ = [
     "play_whole",
     "predict_step",
     "record",
+    "record_stages",
     "resolved",
     "simulate",
     "simulate_stages",

@@ -9,22 +9,23 @@ or `context`.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.program import Instruction, Op, Program
 from terrace.simulate.context import WAIT_CONTEXT, exchanges_in, tier_seconds
 from terrace.simulate.inside import WAIT_TENSOR, inside_seconds
-from terrace.simulate.recording import COMPUTE, Recording
+from terrace.simulate.recording import COMPUTE, Recording, Span
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of the critical path: a span, cut at the start of the step."""
 
-    number: int  # of the span in the recording
+    number: int  # of the span in the recording of its stage
     start_s: float
     end_s: float
+    stage: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +44,26 @@ class CriticalPath:
         return _by_place(self.seconds)
 
 
-def critical_path(recording: Recording) -> CriticalPath:
-    """Return the critical path of a recorded step."""
-    spans = recording.spans
-    pieces = []
-    number = max((n for n, span in enumerate(spans) if span.lane == COMPUTE), default=-1)
-    while number >= 0 and spans[number].end_s > 0.0:
-        span = spans[number]
+def critical_path(*recordings: Recording) -> CriticalPath:
+    """The critical path of a recorded step, from the recordings of all its stages.
+
+    It ends on the stage that ends last. Times of a piece are those of its stage's recording, waits and slowed computing
+    those of that last stage.
+    """
+    stage = max(range(len(recordings)), key=lambda index: recordings[index].begin_s + recordings[index].report.step_s)
+    last, pieces = recordings[stage], list[Piece]()
+    number = max((n for n, span in enumerate(last.spans) if span.lane == COMPUTE), default=-1)
+    while number >= 0 and recordings[stage].spans[number].end_s > 0.0:
+        span = recordings[stage].spans[number]
         is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category not in INSIDE
         if not is_wait and span.end_s > span.start_s:
-            pieces.append(Piece(number, max(0.0, span.start_s), span.end_s))
-        number = span.after
+            pieces.append(Piece(number, max(0.0, span.start_s), span.end_s, stage))
+        stage, number = span.stage if span.stage >= 0 else stage, span.after
     pieces.reverse()
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for piece in pieces:
-        span = spans[piece.number]
+        recording = recordings[piece.stage]
+        span = recording.spans[piece.number]
         instruction = recording.program.instructions[span.position]
         if span.category in INSIDE:
             shares, category = (
@@ -71,30 +77,31 @@ def critical_path(recording: Recording) -> CriticalPath:
             shares, category = tier_shares(recording.program, instruction), span.category
         for tier, share in shares.items():
             seconds[recording.program.layout.tiers[tier], category] += share * (piece.end_s - piece.start_s)
-    waits_s = sum(spent for name, spent in recording.report.time_s.items() if name.startswith("wait "))
+    waits_s = sum(spent for name, spent in last.report.time_s.items() if name.startswith("wait "))
     return CriticalPath(
         pieces=tuple(pieces),
         seconds=dict(seconds),
         waits_s=waits_s,
-        slowed_s=recording.slowed_s,
-        step_s=recording.report.step_s,
+        slowed_s=last.slowed_s,
+        step_s=last.report.step_s,
     )
 
 
-def exposed_by_tier(recording: Recording) -> dict[str, float]:
-    """Return what the compute stream waits for messages in the step, in seconds by tier."""
+def exposed_by_tier(recordings: Sequence[Recording], stage: int = 0) -> dict[str, float]:
+    """Seconds that the compute stream of a stage waits for messages in the step, by tier."""
     seconds: dict[str, float] = defaultdict(float)
-    for (_, tier), spent in exposed_by_axis(recording).items():
+    for (_, tier), spent in exposed_by_axis(recordings, stage).items():
         seconds[tier] += spent
     return dict(seconds)
 
 
-def exposed_by_axis(recording: Recording) -> dict[tuple[str, str], float]:
-    """Return the same by (axis, tier).
+def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tuple[str, str], float]:
+    """The same by (axis, tier).
 
     A wait is cut into the messages under way in it, the last of which ends it. What is waited for inside a block
-    goes to the tiers of its messages.
+    goes to the tiers of its messages. Of a wait for another stage only the message counts, not the computing before it.
     """
+    recording = recordings[stage]
     program, spans = recording.program, recording.spans
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for wait in spans[recording.first :]:
@@ -105,18 +112,37 @@ def exposed_by_axis(recording: Recording) -> dict[tuple[str, str], float]:
             for tier, share in INSIDE[wait.category](program, program.instructions[wait.position]).items():
                 seconds[axis, program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
+        if wait.stage >= 0:
+            for name, spent in _sent_meanwhile(recording, wait, recordings[wait.stage]).items():
+                seconds["pipeline", name] += spent
+            continue
         number, end_s = wait.after, wait.end_s
         while number >= 0 and end_s > wait.start_s:
             span = spans[number]
             start_s = max(wait.start_s, min(span.start_s, end_s))
             for tier, share in tier_shares(program, program.instructions[span.position]).items():
-                seconds["data", program.layout.tiers[tier]] += share * (end_s - start_s)
+                axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
+                seconds[axis, program.layout.tiers[tier]] += share * (end_s - start_s)
             number, end_s = span.after, start_s
     return dict(seconds)
 
 
+def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict[str, float]:
+    """Seconds of a wait for another stage in which its message was under way, by tier."""
+    span = sender.spans[wait.after]
+    if span.lane == COMPUTE:
+        return {}
+    before_s = sender.begin_s - recording.begin_s
+    spent_s = min(wait.end_s, span.end_s + before_s) - max(wait.start_s, span.start_s + before_s)
+    shares = tier_shares(sender.program, sender.program.instructions[span.position])
+    tiers = sender.program.layout.tiers
+    return {tiers[tier]: share * spent_s for tier, share in shares.items()} if spent_s > 0 else {}
+
+
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
     """Return which part of a message's seconds belongs to which tier index; the parts sum to 1."""
+    if instruction.peer >= 0:
+        return {program.crossed(instruction)[0]: 1.0}
     tiers = program.cluster.tiers
     weights: dict[int, float] = defaultdict(float)
     for tier, degree, num_bytes in program.hops(instruction):

@@ -297,6 +297,10 @@ class Rank:
         self.reductions.clear()
         self.syncs.clear()
 
+    def exchange(self, event: Event) -> None:
+        """TIE takes no lane: both stages have come, and wait for what they exchange."""
+        self.wait((self.now_s + event.seconds, -1), event.category)
+
     def orthogonalise(self, event: Event) -> None:
         """ORTHOGONALISE starts at once: what it sends is there."""
         self.directions[event.block] = self.issue(event, _START), event.category

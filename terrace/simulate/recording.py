@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from terrace.program import COLLECTIVES, Instruction, Program, StepReport
+from terrace.program import COLLECTIVES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
 
@@ -21,7 +21,7 @@ class Span(NamedTuple):
     """Something that took time: compute, a wait of the compute stream, or a message on its lane.
 
     `after` is the number of the span whose end let this one start (for a wait: let it end); -1 where there
-    was none.
+    was none. In a pipeline it may be a span of another stage, which `stage` names; -1 is the span's own.
     """
 
     lane: int
@@ -30,11 +30,12 @@ class Span(NamedTuple):
     position: int  # of the instruction in the program
     category: str  # as in `StepReport.time_s`; on a lane the message class
     after: int
+    stage: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A steady step of one rank. Times are relative to its start.
+    """A steady step of one rank. Times are relative to its start, `begin_s` after the first stage's start.
 
     `spans` holds the step before as well, whose last messages reach into this one: its times are negative, and
     `first` is the number of the first span of this step. An instruction `started_s` when the compute stream ran
@@ -49,6 +50,7 @@ class Recording:
     started_s: tuple[float, ...]
     done_s: tuple[float, ...]
     slowed_s: float
+    begin_s: float = 0.0
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -56,8 +58,11 @@ class Recording:
         return (COMPUTE, *sorted({span.lane for span in self.spans} - {COMPUTE}))
 
     def lane_name(self, lane: int) -> str:
-        """Return `compute`, or the name of the lane's tier."""
-        return "compute" if lane == COMPUTE else self.program.layout.tiers[lane]
+        """`compute`, the name of the lane's tier, or `stages` for messages to other stages."""
+        if lane == COMPUTE:
+            return "compute"
+        tiers = self.program.layout.tiers
+        return tiers[lane] if lane < len(tiers) else "stages"
 
     def awaited(self, wait: Span) -> list[Instruction]:
         """Return the messages that a wait of the compute stream outlasts, in order: the one under way when it begins,
@@ -65,11 +70,11 @@ class Recording:
 
         A wait for a GATHER may so be for the REFRESH of the block before all.
         """
-        found, number = [], wait.after
+        found, number = [], wait.after if wait.stage < 0 else -1
         while number >= 0:
             span = self.spans[number]
             found.append(self.program.instructions[span.position])
-            if span.start_s <= wait.start_s:
+            if span.start_s <= wait.start_s or span.stage >= 0:
                 break
             number = span.after
         return found[::-1]
@@ -91,52 +96,80 @@ def record(program: Program, costs: Costs) -> Recording:
     """
     check_alone(program)
     plays, counts = price(program, costs)
-    rank = _Recorder(program)
-    first, origin = 0, 0.0
+    rank = Recorder(program)
     for _ in range(2):
-        first, origin = len(rank.spans), rank.now_s
-        rank.time_s = defaultdict(float)
-        rank.started_s.clear()
-        rank.done_s.clear()
-        rank.longer_s = 0.0
+        rank.restart()
         for position, (act, event) in enumerate(plays):
-            rank.position = position
-            rank.started_s.append(rank.now_s)
-            rank.done_s.append(rank.now_s)
+            rank.begin(position)
             act(rank, event)
-    wall_s = rank.wall()
-    origin_s = wall_s(origin)
-    spans = (
-        span._replace(start_s=wall_s(span.start_s) - origin_s, end_s=wall_s(span.end_s) - origin_s)
-        for span in rank.spans
-    )
-    return Recording(
-        program=program,
-        report=report(program, rank.time_s, counts),
-        spans=tuple(spans),
-        first=first,
-        started_s=tuple(wall_s(moment_s) - origin_s for moment_s in rank.started_s),
-        done_s=tuple(wall_s(moment_s) - origin_s for moment_s in rank.done_s),
-        slowed_s=rank.longer_s,
-    )
+    return rank.recording(counts)
 
 
-class _Recorder(Rank):
+class Recorder(Rank):
     """A rank that writes down what it does."""
 
-    __slots__ = ("done_s", "halts", "longer_s", "messages", "newest", "position", "program", "spans", "started_s")
+    __slots__ = (
+        "cause",
+        "done_s",
+        "first",
+        "halts",
+        "longer_s",
+        "messages",
+        "newest",
+        "origin",
+        "position",
+        "program",
+        "spans",
+        "started_s",
+    )
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.program = program
-        self.messages = {play: program.message(play).value for play in program.instructions if play.op in COLLECTIVES}
-        self.newest = dict.fromkeys(range(COMPUTE, len(program.layout.tiers)), -1)  # the last span of every lane
+        sends = (*COLLECTIVES, Op.SEND, Op.TIE)
+        self.messages = {play: program.message(play).value for play in program.instructions if play.op in sends}
+        self.newest = dict.fromkeys(range(COMPUTE, len(program.layout.tiers) + 1), -1)  # the last span of every lane
+        self.first, self.origin = 0, 0.0  # of the step: its first span, and the clock at its start
+        self.cause: tuple[int, int] | None = None  # (stage, span) of another stage that the next wait is for
         self.spans: list[Span] = []
         self.started_s: list[float] = []
         self.done_s: list[float] = []
         self.position = 0
         self.longer_s = 0.0  # what computing took beyond its own seconds
         self.halts: list[tuple[float, float, float]] = []  # from, to and by how long the clock stood still on the way
+
+    def restart(self) -> None:
+        """Begin a step."""
+        self.first, self.origin = len(self.spans), self.now_s
+        self.time_s = defaultdict(float)
+        self.started_s.clear()
+        self.done_s.clear()
+        self.longer_s = 0.0
+
+    def begin(self, position: int) -> None:
+        """Come to an instruction."""
+        self.position = position
+        self.started_s.append(self.now_s)
+        self.done_s.append(self.now_s)
+
+    def recording(self, counts: dict[Instruction, int], begin_s: float = 0.0) -> Recording:
+        """The last step, which ran every distinct instruction so often."""
+        wall_s = self.wall()
+        origin_s = wall_s(self.origin)
+        spans = (
+            span._replace(start_s=wall_s(span.start_s) - origin_s, end_s=wall_s(span.end_s) - origin_s)
+            for span in self.spans
+        )
+        return Recording(
+            program=self.program,
+            report=report(self.program, self.time_s, counts),
+            spans=tuple(spans),
+            first=self.first,
+            started_s=tuple(wall_s(moment_s) - origin_s for moment_s in self.started_s),
+            done_s=tuple(wall_s(moment_s) - origin_s for moment_s in self.done_s),
+            slowed_s=self.longer_s,
+            begin_s=begin_s,
+        )
 
     def wall(self) -> Callable[[float], float]:
         """Return what turns a moment of the rank's clock into one of the wall."""
@@ -155,26 +188,33 @@ class _Recorder(Rank):
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Issue, and note which of the three that a message waits for came last."""
         free_s = self.lanes_s[event.lane]
+        lane = event.lane if event.lane >= 0 else len(self.program.layout.tiers)
         self.started_s[-1] = self.now_s
         done_s, number = super().issue(event, ready)
         self.done_s[-1] = done_s
         if not event.seconds:
             return done_s, number
         start_s = max(self.now_s, free_s, ready[0])
-        if start_s == self.now_s:
-            after = self.newest[COMPUTE]
-        else:
-            after = self.newest[event.lane] if free_s >= ready[0] else ready[1]
+        behind = self.newest[lane] if free_s >= ready[0] else ready[1]
+        after = self.newest[COMPUTE] if start_s == self.now_s else behind
         category = self.messages[self.program.instructions[self.position]]
-        return done_s, self._add(event.lane, start_s, done_s, category, after)
+        return done_s, self._add(lane, start_s, done_s, category, after)
+
+    def exchange(self, event: Event) -> None:
+        """Wait for an exchange with another stage, which takes no lane."""
+        lane, category = len(self.program.layout.tiers), self.messages[self.program.instructions[self.position]]
+        done_s = self.now_s + event.seconds
+        number = self._add(lane, self.now_s, done_s, category, self.newest[COMPUTE])
+        self.wait((done_s, number), event.category)
 
     def wait(self, moment: Moment, category: str) -> None:
         """Wait, and note for which span."""
         start_s, before_s = self.now_s, self.time_s.get(category, 0.0)
         super().wait(moment, category)
         self._halted(start_s, self.time_s.get(category, 0.0) - before_s)
+        (stage, after), self.cause = self.cause or (-1, moment[1]), None
         if self.now_s > start_s:
-            self._add(COMPUTE, start_s, self.now_s, category, moment[1])
+            self._add(COMPUTE, start_s, self.now_s, category, after, stage)
 
     def compute(self, event: Event) -> None:
         """Compute, after whatever the stream did before."""
@@ -197,7 +237,7 @@ class _Recorder(Rank):
         self.done_s[-1] = self.now_s
         self._add(COMPUTE, start_s, self.now_s, category, self.newest[COMPUTE])
 
-    def _add(self, lane: int, start_s: float, end_s: float, category: str, after: int) -> int:
+    def _add(self, lane: int, start_s: float, end_s: float, category: str, after: int, stage: int = -1) -> int:
         self.newest[lane] = number = len(self.spans)
-        self.spans.append(Span(lane, start_s, end_s, self.position, category, after))
+        self.spans.append(Span(lane, start_s, end_s, self.position, category, after, stage))
         return number

@@ -18,6 +18,7 @@ from terrace.plan import MessageClass
 from terrace.program import PASSES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Rank, price, report
+from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 
 WAIT_PIPELINE = f"wait {MessageClass.PIPELINE.value}"
 
@@ -47,6 +48,18 @@ def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> Stag
     return _Pipeline(programs, costs).run()
 
 
+def record_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[Recording]:
+    """The recording of a steady step of every stage; their reports are those of `simulate_stages`.
+
+    Without a pipeline, the one recording of `record`.
+    """
+    if len(programs) == 1:
+        return [record(programs[0], costs[0])]
+    pipeline = _Pipeline(programs, costs, Recorder)
+    pipeline.run()
+    return pipeline.recordings()
+
+
 def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> int:
     """Return the most that a rank's forwards keep, with what the running block takes beyond.
 
@@ -69,16 +82,17 @@ class _Clock(NamedTuple):
     """What a stage has left behind when others wait for it."""
 
     arrived_s: dict[_Key, float]
-    met_s: dict[tuple[object, ...], dict[int, float]]  # where stages meet: when each of them came
+    met_s: dict[tuple[object, ...], dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span
+    spans: dict[_Key, tuple[int, int]]  # where stages are recorded: (sender, span) of every message
 
 
 class _Pipeline:
-    def __init__(self, programs: Sequence[Program], costs: Sequence[Costs]) -> None:
+    def __init__(self, programs: Sequence[Program], costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
         self.programs = programs
         priced = [price(program, cost) for program, cost in zip(programs, costs, strict=True)]
         self.plays = [plays for plays, _ in priced]
         self.counts = [counts for _, counts in priced]
-        self.ranks = [Rank(program) for program in programs]
+        self.ranks = [rank(program) for program in programs]
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
         self.passes: list[list[Passed]] = [[] for _ in programs]
 
@@ -87,6 +101,8 @@ class _Pipeline:
             for index, rank in enumerate(self.ranks):
                 self.begun_s[index] += sum(rank.time_s.values())
                 rank.time_s = defaultdict(float)
+                if isinstance(rank, Recorder):
+                    rank.restart()
                 self.passes[index] = []
             self._step()
         first_s = min(self.begun_s)
@@ -97,8 +113,16 @@ class _Pipeline:
         stages = zip(self.programs, self.ranks, self.counts, strict=True)
         return StagesStep([report(program, rank.time_s, counts) for program, rank, counts in stages], passes)
 
+    def recordings(self) -> list[Recording]:
+        """What every stage wrote down of the last step."""
+        first_s, found = min(self.begun_s), []
+        for rank, counts, begun_s in zip(self.ranks, self.counts, self.begun_s, strict=True):
+            assert isinstance(rank, Recorder), "only recorders have recordings"
+            found.append(rank.recording(counts, begun_s - first_s))
+        return found
+
     def _step(self) -> None:
-        clock = _Clock({}, defaultdict(dict))
+        clock = _Clock({}, defaultdict(dict), {})
         running = {index: self._stage(index, clock) for index in range(len(self.programs))}
         waiting: dict[int, object] = {}
         while running:
@@ -124,8 +148,12 @@ class _Pipeline:
     def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
         """Play one stage; yields what it has to wait for."""
         rank, program, read = self.ranks[index], self.programs[index], dict[tuple[bool, int, int], int]()
-        for instruction, (act, event) in zip(program.instructions, self.plays[index], strict=True):
+        recorder = rank if isinstance(rank, Recorder) else None
+        plays = zip(program.instructions, self.plays[index], strict=True)
+        for position, (instruction, (act, event)) in enumerate(plays):
             op = instruction.op
+            if recorder is not None:
+                recorder.begin(position)
             if op is Op.RECV:
                 read[instruction.backward, instruction.block, instruction.micro] = instruction.peer
             elif op in PASSES:
@@ -136,19 +164,24 @@ class _Pipeline:
                     message = (peer, index, *key)
                     if message not in clock.arrived_s:
                         yield message
+                    if recorder is not None:
+                        recorder.cause = clock.spans[message]
                     self._wait_until(index, clock.arrived_s[message], WAIT_PIPELINE)
                 start_s = self._now_s(index)
                 act(rank, event)
                 self.passes[index].append(Passed(instruction, start_s, self._now_s(index)))
             elif op is Op.SEND:
-                done_s, _ = rank.issue(event, (0.0, -1))
+                done_s, number = rank.issue(event, (0.0, -1))
                 key = (instruction.backward, instruction.block, instruction.micro)
+                if recorder is not None:
+                    sent = number if number >= 0 else recorder.newest[COMPUTE]
+                    clock.spans[index, instruction.peer, *key] = (index, sent)
                 clock.arrived_s[index, instruction.peer, *key] = self._now_s(index) + done_s - rank.now_s
             elif op is Op.TIE:
                 rank.settle()
                 pair = ("tie", instruction.block)
                 yield from self._meet(index, clock, pair, 2, event.category)
-                rank.wait((rank.now_s + event.seconds, -1), event.category)
+                rank.exchange(event)
             elif op is Op.CLIP:
                 rank.settle()
                 yield from self._meet(index, clock, ("clip",), len(self.programs), event.category)
@@ -160,10 +193,15 @@ class _Pipeline:
         self, index: int, clock: _Clock, place: tuple[object, ...], number: int, category: str
     ) -> Generator[object, None, None]:
         """Wait until `number` stages have come to a place, and for the last of them."""
-        clock.met_s[place][index] = self._now_s(index)
+        rank = self.ranks[index]
+        newest = rank.newest[COMPUTE] if isinstance(rank, Recorder) else -1
+        clock.met_s[place][index] = self._now_s(index), newest
         if len(clock.met_s[place]) < number:
             yield ("meet", place, number)
-        self._wait_until(index, max(clock.met_s[place].values()), category)
+        (moment_s, newest), latest = max((there, stage) for stage, there in clock.met_s[place].items())
+        if isinstance(rank, Recorder):
+            rank.cause = (latest, newest)
+        self._wait_until(index, moment_s, category)
 
     def _now_s(self, index: int) -> float:
         """Return the wall's time, which a rank's own clock is not on a CPU."""
@@ -173,6 +211,8 @@ class _Pipeline:
         rank, left_s = self.ranks[index], moment_s - self._now_s(index)
         if left_s > 0.0:
             rank.wait((rank.now_s + left_s, -1), category)
+        elif isinstance(rank, Recorder):
+            rank.cause = None
 
 
 def _words(waiting: Mapping[int, object]) -> Iterator[str]:

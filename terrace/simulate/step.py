@@ -6,8 +6,8 @@ described by one frozen `Step`; equal steps have equal predictions.
 Folding. A schedule repeats itself after a few micro-batches, and from then on every further one adds the same seconds.
 A step with more passes than `WHOLE_PASSES` (micro-batches times blocks) is therefore played with few micro-batches,
 with a few more, and with as many more again, and carried on in a straight line; where the last two lines differ by more
-than `SETTLED`, the schedule has not settled, and twice as many are played. Time and memory do not grow with the number of
-micro-batches. Shorter steps are played whole, so their prediction is exact. A line is within 0.5 % of the whole play
+than `SETTLED`, the schedule has not settled, and twice as many are played. Time and memory do not grow with the number
+of micro-batches. Shorter steps are played whole, so their prediction is exact. A line is within 0.5 % of the whole play
 under every schedule (tests/simulate/test_step.py).
 """
 

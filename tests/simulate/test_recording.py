@@ -145,7 +145,7 @@ def test_the_critical_path_has_no_gap_and_fills_the_step(case: tuple[Program, Co
 @given(case=priced())
 def test_what_nothing_hides_is_what_the_stream_waits_for(case: tuple[Program, Costs]) -> None:
     recording = record(*case)
-    exposed = exposed_by_tier(recording)
+    exposed = exposed_by_tier([recording])
     assert sum(exposed.values()) == pytest.approx(critical_path(recording).waits_s, abs=1e-12)
     assert all(spent >= 0 for spent in exposed.values())
 
@@ -159,7 +159,7 @@ def test_a_slow_outer_tier_is_what_the_step_waits_for() -> None:
     words = critical_words(path)
     assert words.startswith(f"On the critical path of the step: {round(100 * path.by_place['t1'] / path.step_s)} % ")
     assert "messages on tier t1 (" in words
-    exposed = exposed_by_tier(record(program, price(program)))
+    exposed = exposed_by_tier([record(program, price(program))])
     assert exposed["t1"] > exposed["t0"] > 0
 
 

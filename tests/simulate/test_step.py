@@ -1,13 +1,27 @@
 """The predicted step: exact when it is short, within half a percent when it is folded, and the best split of blocks."""
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from terrace.base.errors import PlanError
 from terrace.model.config import block_specs
 from terrace.plan import Layout, Plan, num_micro_batches
-from terrace.simulate import Step, play_whole, predict_step, resolved, simulate_stages, step
+from terrace.program import PASSES
+from terrace.simulate import (
+    Recording,
+    Step,
+    critical_path,
+    exposed_by_axis,
+    play_whole,
+    predict_step,
+    record_stages,
+    resolved,
+    simulate_stages,
+    step,
+)
 from terrace.simulate.footprint import work_of
 from tests.support.planner_cases import CLUSTERS, gpt
 
@@ -98,3 +112,35 @@ def test_a_split_by_hand_is_kept_and_one_without_blocks_is_refused() -> None:
     with pytest.raises(PlanError, match="44 virtual stages"):
         resolved(replace(described, plan=replace(described.plan, schedule="interleaved:11")))
     assert resolved(step_of(16, None, 1)).plan.stages == ()
+
+
+@pytest.mark.parametrize("place", ["device", "system"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved:2", "zeropp:2"])
+def test_recordings_of_all_stages_are_the_played_step_and_their_path_covers_it(schedule: str, place: str) -> None:
+    unit = 4 if schedule.startswith("zeropp") else 1
+    described = step_of(2 * 16, schedule, unit=unit, params=place, grads=place, optimizer=place)
+    played = play_whole(described)
+    recordings = record_stages(played.programs, played.costs)
+    for recording, report, passes in zip(recordings, played.reports, played.passes, strict=True):
+        assert recording.report == report
+        for each, ended_s in zip(passes, ends_of(recording), strict=True):
+            assert each.end_s == pytest.approx(ended_s, abs=1e-9)
+    path = critical_path(*recordings)
+    assert math.fsum(path.seconds.values()) == pytest.approx(path.step_s, rel=0.02)
+    moments = [
+        (recordings[piece.stage].begin_s + piece.start_s, recordings[piece.stage].begin_s + piece.end_s)
+        for piece in path.pieces
+    ]
+    for (_, end_s), (start_s, _) in pairwise(moments):
+        assert start_s >= end_s - 1e-9
+    stages = {piece.stage for piece in path.pieces}
+    assert len(stages) > 1
+    exposed = exposed_by_axis(recordings, 1)
+    waits_s = sum(spent for name, spent in recordings[1].report.time_s.items() if name.startswith("wait "))
+    assert 0 < math.fsum(exposed.values()) <= waits_s * (1 + 1e-9)
+    assert ("pipeline", "node") in exposed
+
+
+def ends_of(recording: Recording) -> list[float]:
+    instructions = recording.program.instructions
+    return [recording.begin_s + recording.done_s[at] for at, each in enumerate(instructions) if each.op in PASSES]
