@@ -21,8 +21,8 @@ from operator import attrgetter
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass, Plan, validate
-from terrace.plan.grid import Grid
 from terrace.plan.memory import steady_bytes
+from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import whole_stage
 from terrace.program import Instruction, Op, Program, StepReport, build_stages
@@ -63,7 +63,7 @@ class Step:
     @property
     def num_stages(self) -> int:
         """Stages of the pipeline; 1 where there is none."""
-        return Grid.of(self.cluster, self.plan).total("pipeline")
+        return Mesh.of(self.cluster, self.plan).total("pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
         cluster=cluster,
         plan=plan,
         layout=validate(cluster, plan, step.blocks),
-        blocks=slice_blocks(step.blocks, Grid.of(cluster, plan)),
+        blocks=slice_blocks(step.blocks, Mesh.of(cluster, plan)),
         stage=whole_stage(len(step.blocks), min(2, step.num_micros), 1),
         instructions=(),
         sequence=step.sequence,
