@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from terrace.launch.world import World
 from terrace.model import attention
 from terrace.program import build_stages
 from terrace.runtime import compiled
-from tests.support.parity import Case, Outcome, deviation, exact, serial, train
+from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.toys import MODELS, cluster_of
 
 MODEL = "llama tied"
@@ -42,11 +41,7 @@ def test_compiled_blocks_equal_one_process(pool: LocalPool) -> None:
     names = ("ddp", "zero3")
     cases = [Case(exact(name, cluster), num_micros=2, model=MODEL, compiled=True) for name in names]
     cases.append(replace(cases[1], plan=replace(cases[1].plan, recompute=("block.1",))))
-    of_ranks = pool.run(2, partial(train_compiled, cluster=cluster, cases=cases))
-    for index, case in enumerate(cases):
-        outcomes = [outcomes[index] for outcomes in of_ranks]
-        found = deviation(outcomes, serial(MODEL, 2 * case.num_micros))
-        assert max(found.values()) < 1e-10, (case.plan.name, found)
+    check(pool, cluster, cases, train_compiled)
 
 
 def test_documents_of_another_batch_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 """The loss in chunks is the loss of whole logits: value, gradients, memory that no vocabulary makes larger."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import Head, token_loss
@@ -14,7 +17,7 @@ from terrace.runtime.head import chunked_head
 from terrace.simulate import chunks
 from tests.runtime.test_linear import Adopted
 from tests.support.allocations import allocated, seeded
-from tests.support.parity import ADAMW, Case, deviation, exact, serial, train
+from tests.support.parity import ADAMW, Case, Outcome, check, exact, train
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, make_batch
 
@@ -139,20 +142,15 @@ CASES = [
 ]
 
 
-def train_in_small_chunks(world: World, sizes: tuple[int, ...], case: Case) -> object:
+def train_in_small_chunks(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunks.CHUNK_NUMEL, "cpu", 2 * VOCAB)
-        return train(world, cluster_of(*sizes), [case])[0]
+        return train(world, cluster, cases)
 
 
 @pytest.mark.parametrize(("sizes", "case"), CASES)
 def test_plans_train_the_same_in_several_chunks(pool: LocalPool, sizes: tuple[int, ...], case: Case) -> None:
-    outcomes = pool.run(4, train_in_small_chunks, sizes, case, timeout_s=120.0)
-    axes = {axis: degree for row in case.plan.mapping.values() for axis, degree in row.items()}
-    batch = 4 // int(axes.get("tensor", 1)) // int(axes.get("pipeline", 1)) * case.num_micros  # type: ignore[arg-type]
-    found = deviation(outcomes, serial(case.model, batch, case.num_steps))
-    assert max(found.values()) < 1e-10, found
-    assert not any(outcome.complaint for outcome in outcomes)
+    check(pool, cluster_of(*sizes), [case], train_in_small_chunks)
 
 
 def peak_bytes(vocab: int, tokens: int) -> int:

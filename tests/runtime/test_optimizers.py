@@ -20,7 +20,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate import simulate, step_costs
-from tests.support.parity import Case, Outcome, deviation, exact, flatten, train
+from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
 
@@ -29,7 +29,6 @@ Sizes = tuple[int, ...]
 LION = OptimizerConfig(name="lion", lr=1e-3, beta1=0.9, beta2=0.99)
 MUON = OptimizerConfig(name="muon", lr=3e-3, adamw_lr=1e-3, momentum=0.9)
 NUM_STEPS = 4
-TOLERANCE = 1e-10
 
 
 def plain_newton_schulz(g: Tensor, num_steps: int = 5) -> Tensor:
@@ -112,9 +111,8 @@ CASES: list[tuple[Sizes, Case]] = [
 def test_every_plan_equals_one_process(pool: LocalPool, sizes: Sizes, case: Case, optimizer: OptimizerConfig) -> None:
     cluster = cluster_of(*sizes)
     case = replace(case, optimizer=optimizer, num_steps=NUM_STEPS)
-    outcomes = [each[0] for each in pool.run(cluster.world_size, train, cluster, [case], timeout_s=120.0)]
-    stages = 1 if case.plan.schedule is None else 4 if sizes == (4,) else 2
-    found = deviation(outcomes, serial(case.model, len(outcomes) // stages * case.num_micros, optimizer))
+    (outcomes,) = run(pool, cluster, [case])
+    found = deviation(outcomes, serial(case.model, num_rows(cluster, case), optimizer))
     assert max(found.values()) < TOLERANCE, found
     assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
 

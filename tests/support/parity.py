@@ -1,36 +1,58 @@
 """One comparison of the runtime with a single plain PyTorch process, used by every parity test.
 
-`serial` is the reference and shares no code with the runtime. `train` runs cases on one rank of a world,
-`deviation` compares what they return. A case may name a sabotage, which must make the comparison fail.
+A test lists cases; `check` trains each on the ranks of a pool (`run_case`) and in one process (`serial`, which shares
+no code with the runtime), and compares losses, gradient norms, parameters and bytes. So the parity test of a new axis
+is its plans, and a `batches` function if the axis deals out tokens in its own way:
+
+    def test_my_axis(pool: LocalPool) -> None:
+        cluster = cluster_of(2, 2)
+        check(pool, cluster, [Case(exact("zero3", cluster, mapping=mapping), num_micros=2) for mapping in MAPPINGS])
+
+A case may name a sabotage, which must make the comparison fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
-from terrace.launch.start import World
+from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import count_tokens, run_blocks
-from terrace.plan import MessageClass, Plan, preset
+from terrace.plan import Layout, MessageClass, Plan, preset
 from terrace.plan.slices import rank_slices
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.lanes import use_lane
 from tests.support.sabotage import SABOTAGES
-from tests.support.toys import MODELS, SEQUENCE, make_batch
+from tests.support.toys import MODELS, WHOLE_ROWS, Rows, make_batch
 
 ADAMW = OptimizerConfig(lr=3e-3)
-NUM_STEPS = 5
-FEW_STEPS = 3  # of eight ranks, whose steps take long on two cores
+NUM_STEPS = 3  # the third starts from moments and parameters of a step that itself started from some
+TOLERANCE = 1e-10
+
+
+def exact(name: str, cluster: Cluster, **changes: object) -> Plan:
+    """A preset in fp64 whose messages do not round, so that rounding cannot hide an error."""
+    return replace(preset(name, cluster), compute="fp64", master="fp64", wire={}, **changes)  # type: ignore[arg-type]
+
+
+def data_rows(engine: Engine, case: "Case", step: int) -> list[Batch]:
+    """The micro-batches of a rank whose data rank has rows of its own."""
+    layout, size = engine.program.layout, case.plan.micro_batch
+    batch = case.rows.batch(step, size * layout.data_degree * case.num_micros)
+    places = [micro * layout.data_degree + layout.data_place(engine.rank) for micro in range(case.num_micros)]
+    return [cut_rows(batch, size * place, size * (place + 1)) for place in places]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run of the runtime."""
+    """One training run."""
 
     plan: Plan
     num_micros: int = 1
@@ -40,11 +62,13 @@ class Case:
     num_steps: int = NUM_STEPS
     compiled: bool = False
     optimizer: OptimizerConfig = ADAMW
+    rows: Rows = WHOLE_ROWS
+    batches: Callable[[Engine, "Case", int], list[Batch]] = data_rows  # of a rank at a step
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: per step loss and gradient norm, all parameters in one row, the ledger's complaint."""
+    """Loss and gradient norm of each step, all parameters in one row, the ledger's complaint."""
 
     losses: list[float]
     norms: list[float]
@@ -52,30 +76,16 @@ class Outcome:
     complaint: str = ""
 
 
-def exact(name: str, cluster: Cluster, **changes: object) -> Plan:
-    """A preset in fp64 whose messages do not round, so that rounding cannot hide an error."""
-    return replace(preset(name, cluster), compute="fp64", master="fp64", wire={}, **changes)  # type: ignore[arg-type]
+def cut_rows(batch: Batch, first: int, last: int) -> Batch:
+    """Rows `first` to `last` of a batch."""
+    return cast(Batch, tuple(part[first:last] for part in batch if isinstance(part, Tensor)))
 
 
-def shortened(cluster: Cluster, cases: Sequence[Case]) -> list[Case]:
-    """Return the cases with few steps where there are eight ranks."""
-    return [replace(case, num_steps=FEW_STEPS) if cluster.world_size == 8 else case for case in cases]
-
-
-def train(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
-    """Run every case on this rank."""
-    outcomes = []
-    for case in cases:
-        with use_lane(case.lane):
-            outcomes.append(_train(world, cluster, case))
-    return outcomes
-
-
-def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
+def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Module] = (), **more: Any) -> Engine:
+    """The engine of a case on this rank, over fresh blocks unless given some."""
     model = MODELS[case.model]
-    blocks = model.blocks(torch.float64)
-    engine = Engine(
-        blocks,
+    return Engine(
+        blocks or model.blocks(torch.float64),
         cluster=cluster,
         plan=replace(case.plan, update=case.optimizer.name),
         num_micros=case.num_micros,
@@ -83,35 +93,68 @@ def _train(world: World, cluster: Cluster, case: Case) -> Outcome:
         rank=world.rank,
         adamw=case.optimizer,
         declared=model.declared,
-        sequence=SEQUENCE,
+        sequence=case.rows.sequence,
         compiled=case.compiled,
+        **more,
     )
-    if case.sabotage:
-        SABOTAGES[case.sabotage](engine)
-    losses, norms = [], []
-    for step in range(case.num_steps):
-        layout = engine.program.layout
-        tokens, labels = make_batch(step, layout.data_degree * case.num_micros)
-        rows = [micro * layout.data_degree + layout.data_place(world.rank) for micro in range(case.num_micros)]
-        result = engine.step([(tokens[row : row + 1], labels[row : row + 1]) for row in rows], case.optimizer.lr)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-    complaint = ""
-    try:
-        engine.check_bytes()
-    except ProgramError as error:
-        complaint = str(error)
+
+
+def run_case(world: World, cluster: Cluster, case: Case) -> Outcome:
+    """Train a case on this rank."""
+    with use_lane(case.lane):
+        blocks = MODELS[case.model].blocks(torch.float64)
+        engine = engine_of(world, cluster, case, blocks)
+        if case.sabotage:
+            SABOTAGES[case.sabotage](engine)
+        results = [engine.step(case.batches(engine, case, step), case.optimizer.lr) for step in range(case.num_steps)]
+        complaint = ""
+        try:
+            engine.check_bytes()
+        except ProgramError as error:
+            complaint = str(error)
+        parameters = gathered(engine, blocks)
+        engine.close()
+    return Outcome([result.loss for result in results], [result.grad_norm for result in results], parameters, complaint)
+
+
+def train(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
+    """Train every case on this rank."""
+    return [run_case(world, cluster, case) for case in cases]
+
+
+Train = Callable[[World, Cluster, Sequence[Case]], list[Outcome]]
+
+
+def run(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], train: Train = train) -> list[list[Outcome]]:
+    """Outcomes of every case, each in rank order."""
+    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+
+
+def check(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], train: Train = train) -> None:
+    """Every case equals the serial run on every rank, and every rank's ledger the formula."""
+    for case, outcomes in zip(cases, run(pool, cluster, cases, train), strict=True):
+        found = deviation(outcomes, reference(cluster, case))
+        assert max(found.values()) < TOLERANCE, (case, found)
+        assert not any(outcome.complaint for outcome in outcomes), (case, [each.complaint for each in outcomes])
+
+
+def num_rows(cluster: Cluster, case: Case) -> int:
+    """Rows of a case's global batch."""
+    return Layout.of(cluster, case.plan).data_degree * case.num_micros * case.plan.micro_batch
+
+
+def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
+    """All parameters of an engine over these blocks as one fp64 row."""
     if engine.program.layout.params >= 0:
         for state in engine.states:
             state.gather(engine.collectives, MessageClass.GATHER, False)
     whole = engine.program.tensor.degree == engine.program.stage.num_stages == 1
-    parameters = flatten(blocks) if whole else assemble(engine)
-    engine.close()
-    return Outcome(losses, norms, parameters, complaint)
+    return flatten(blocks) if whole else assemble(engine)
 
 
 def assemble(engine: Engine) -> Tensor:
-    """The same row from the slices of all ranks; what several hold must be the same on each."""
+    """All parameters as one row, from the slices of all ranks; replicas must be the same on each."""
     program = engine.program
     wholes = [
         {param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in engine.whole
@@ -142,32 +185,43 @@ def flatten(blocks: Sequence[nn.Module]) -> Tensor:
     return torch.cat([p.detach().double().reshape(-1) for block in blocks for p in block.parameters()])
 
 
-def _optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+def make_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """The reference optimizer: no weight decay for vectors."""
     matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay}
     others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
     return torch.optim.AdamW([matrices, others], lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps)
 
 
-def _trainable(blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+def trainable(blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Parameters with gradients, shared ones once."""
     return list({id(p): p for block in blocks for p in block.parameters() if p.requires_grad}.values())
 
 
+def reference(cluster: Cluster, case: Case) -> Outcome:
+    """The serial run of a case."""
+    return serial(case.model, num_rows(cluster, case), case.num_steps, case.rows)
+
+
 @cache
-def serial(model_name: str, batch: int, num_steps: int = NUM_STEPS) -> Outcome:
-    """Train in fp64 on whole batches in this process, with torch's own clipping and AdamW."""
+def serial(model_name: str, batch: int, num_steps: int = NUM_STEPS, rows: Rows = WHOLE_ROWS) -> Outcome:
+    """Train in fp64 in this process on whole batches, or on one document after the other, with torch's own AdamW."""
     model = MODELS[model_name]
     blocks = model.blocks(torch.float64)
-    parameters = _trainable(blocks)
-    optimizer = _optimizer(parameters)
+    parameters = trainable(blocks)
+    optimizer = make_adamw(parameters)
+
     losses, norms = [], []
     for step in range(num_steps):
-        tokens, labels = make_batch(step, batch)
-        loss = model.objective(run_blocks(blocks, tokens), labels) / count_tokens(labels)
+        tokens, labels, *_ = rows.batch(step, batch)
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        total = 0.0
+        for x, y in rows.apart(tokens, labels):
+            loss = model.objective(run_blocks(blocks, x), y) / count_tokens(labels)
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(total)
     return Outcome(losses, norms, flatten(blocks))
 
 
@@ -175,19 +229,19 @@ def serial(model_name: str, batch: int, num_steps: int = NUM_STEPS) -> Outcome:
 def serial_bf16(model_name: str, batch: int) -> Outcome:
     """Train in this process on bf16 copies of fp32 parameters; gradients are scaled and clipped in fp32."""
     model = MODELS[model_name]
-    blocks, masters = model.blocks(torch.bfloat16), _trainable(model.blocks(torch.float32))
-    optimizer = _optimizer(masters)
+    blocks, masters = model.blocks(torch.bfloat16), trainable(model.blocks(torch.float32))
+    optimizer = make_adamw(masters)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         tokens, labels = make_batch(step, batch)
         loss = model.objective(run_blocks(blocks, tokens), labels)
         torch.autograd.backward(loss)
-        for master, working in zip(masters, _trainable(blocks), strict=True):
+        for master, working in zip(masters, trainable(blocks), strict=True):
             assert working.grad is not None
             master.grad, working.grad = working.grad.float() / count_tokens(labels), None
         norms.append(float(nn.utils.clip_grad_norm_(masters, ADAMW.clip)))
         optimizer.step()
-        for master, working in zip(masters, _trainable(blocks), strict=True):
+        for master, working in zip(masters, trainable(blocks), strict=True):
             working.data.copy_(master.data)
         losses.append(float(loss.detach() / count_tokens(labels)))
     return Outcome(losses, norms, flatten(blocks))

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-import torch
-
 from terrace.cluster import Cluster
 from terrace.launch.start import World
 from terrace.plan import Plan
@@ -13,9 +11,8 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Kind
 from terrace.program import Instruction, Op, Program, build_stages
 from terrace.program.schedules import Task
-from terrace.runtime.engine import Engine
-from tests.support.parity import ADAMW, Case, exact
-from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
+from tests.support.parity import ADAMW, Case, data_rows, engine_of, exact
+from tests.support.toys import MODELS, SEQUENCE, cluster_of
 
 Sizes = tuple[int, ...]
 
@@ -140,40 +137,14 @@ def executed(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[tupl
             if not waiting_on:  # else it is what it waits for
                 begun.setdefault(counter, instruction)
 
-        engine = engine_of(world, cluster, case, note)
+        engine = engine_of(world, cluster, case, progress=note)
         for step in range(2):
             begun.clear()
-            engine.step(batches_of(engine, world, step), ADAMW.lr)
+            engine.step(data_rows(engine, case, step), ADAMW.lr)
         engine.drain()
         found.append((engine.program, list(begun.values())))
         engine.close()
     return found
-
-
-def engine_of(world: World, cluster: Cluster, case: Case, progress: Any, **more: Any) -> Engine:
-    """An engine for a case on this rank."""
-    model = MODELS[case.model]
-    return Engine(
-        model.blocks(torch.float64),
-        cluster=cluster,
-        plan=case.plan,
-        num_micros=case.num_micros,
-        objective=model.objective,
-        rank=world.rank,
-        adamw=ADAMW,
-        declared=model.declared,
-        sequence=SEQUENCE,
-        progress=progress,
-        **more,
-    )
-
-
-def batches_of(engine: Engine, world: World, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The micro-batches of this rank, one sequence each."""
-    layout, num_micros = engine.program.layout, engine.program.num_micros
-    tokens, labels = make_batch(step, layout.data_degree * num_micros)
-    rows = [micro * layout.data_degree + layout.data_place(world.rank) for micro in range(num_micros)]
-    return [(tokens[row : row + 1], labels[row : row + 1]) for row in rows]
 
 
 def tasks_of(program: Program, instructions: Sequence[Instruction]) -> list[Task]:

@@ -1,6 +1,7 @@
 """Faults put into a running engine on purpose: each must make a comparison fail that passes without it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from terrace.comm import Collectives, Origin
 from terrace.plan import MessageClass
 from terrace.program import Instruction, Op
+from terrace.runtime.batch import Batch, positions_of
 from terrace.runtime.block_state import Gradient
 from terrace.runtime.engine import Engine
 from terrace.runtime.passing import Key
@@ -120,6 +122,43 @@ def swapped_arrivals(engine: Engine) -> None:
     executor._take = swapped  # type: ignore[method-assign]
 
 
+def _at_taking(engine: Engine, change: Callable[[list[Batch]], None]) -> None:
+    """Change what a rank of a context axis has of each step's micro-batches."""
+    axis = engine._context
+    assert axis is not None
+    take = axis.take
+
+    def changed(batches: Sequence[Batch]) -> list[Batch]:
+        local = take(batches)
+        change(local)
+        return local
+
+    axis.take = changed  # type: ignore[method-assign]
+
+
+def wrong_position(engine: Engine) -> None:
+    """Have the last token of every rank stand one place later."""
+
+    def shift(local: list[Batch]) -> None:
+        for batch in local:
+            positions = positions_of(batch)
+            assert positions is not None
+            positions[0, -1] += 1
+
+    _at_taking(engine, shift)
+
+
+def dropped_pair(engine: Engine) -> None:
+    """Leave out what the first rank of a pool makes of the keys of the last round."""
+
+    def drop(local: list[Batch]) -> None:
+        assert engine._context is not None
+        for course in engine._context._courses if engine.rank == 0 else ():
+            course.turns[-1] = replace(course.turns[-1], pairs=())
+
+    _at_taking(engine, drop)
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -132,5 +171,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         skipped_tie,
         skipped_weight_half,
         swapped_arrivals,
+        wrong_position,
+        dropped_pair,
     )
 }

@@ -4,7 +4,7 @@ The toy model is awkward on purpose: tied embeddings, a frozen matrix, a paramet
 that no world size divides, sequences with different numbers of labels, and one without any.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from terrace.model.init import initialise
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import Layout, Plan
 from terrace.plan.wire import PLACEABLE
+from terrace.runtime.batch import Batch
 
 VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
 TIER_NAMES = ("package", "node", "system", "site")
@@ -155,15 +156,55 @@ MODELS = {
 }
 
 
-def make_batch(step: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels (batch, SEQUENCE) of one step of the whole world; some labels are ignored."""
+def make_batch(step: int, batch: int, sequence: int = SEQUENCE) -> tuple[Tensor, Tensor]:
+    """Tokens and labels (batch, sequence) of one step of the whole world; some labels are ignored."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCAB, (batch, SEQUENCE), generator=generator)
+    tokens = torch.randint(0, VOCAB, (batch, sequence), generator=generator)
     labels = tokens.roll(-1, dims=1)
     labels[0, :3] = -100
     if batch > 2:
         labels[2] = -100
     return tokens, labels
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of `sequence` tokens; row i holds documents of the lengths `documents[i % ...]`, or is one document."""
+
+    sequence: int = SEQUENCE
+    documents: tuple[tuple[int, ...], ...] = ()
+
+    def lengths(self, row: int) -> tuple[int, ...]:
+        """Lengths of the documents in a row of the global batch."""
+        return self.documents[row % len(self.documents)] if self.documents else (self.sequence,)
+
+    def batch(self, step: int, num_rows: int) -> Batch:
+        """Tokens, labels and, where there are documents, positions (num_rows, sequence)."""
+        tokens, labels = make_batch(step, num_rows, self.sequence)
+        if not self.documents:
+            return tokens, labels
+        positions = torch.zeros_like(tokens)
+        for row in range(num_rows):
+            assert sum(self.lengths(row)) == self.sequence
+            end = 0
+            for size in self.lengths(row):
+                positions[row, end : end + size] = torch.arange(size)
+                end += size
+                labels[row, end - 1] = -100  # the next token is of another document
+        return tokens, labels, positions
+
+    def apart(self, tokens: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every document alone; rows that are one document, together."""
+        if not self.documents:
+            yield tokens, labels
+            return
+        for row in range(len(tokens)):
+            sizes = list(self.lengths(row))
+            for x, y in zip(torch.split(tokens[row], sizes), torch.split(labels[row], sizes), strict=True):
+                yield x[None], y[None]
+
+
+WHOLE_ROWS = Rows()
 
 
 def with_wires(cluster: Cluster, plan: Plan, name: str) -> Plan:

@@ -1,7 +1,6 @@
 """The context axis: the same numbers as one process, and the bytes that it declares."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +13,7 @@ from terrace.cluster import Cluster
 from terrace.comm import Among
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import DecoderLayer, token_loss
-from terrace.plan import Layout, MessageClass, Plan
+from terrace.plan import MessageClass, Plan
 from terrace.plan.context import Pool
 from terrace.runtime.clock import make_clock
 from terrace.runtime.context import Mover
@@ -27,24 +26,35 @@ from terrace.sequence.build import spread
 from terrace.sequence.segments import Segment
 from tests.support.allocations import allocated
 from tests.support.lanes import EagerLane
-from tests.support.parity import ADAMW, FEW_STEPS, Outcome, deviation, exact, flatten
-from tests.support.spreads import Rows, SpreadCase, engine_of, in_one_process, make_rows, train_spread
-from tests.support.toys import MODELS, cluster_of
-
-TOLERANCE = 1e-10
+from tests.support.parity import (
+    ADAMW,
+    TOLERANCE,
+    Case,
+    Outcome,
+    check,
+    data_rows,
+    deviation,
+    engine_of,
+    exact,
+    flatten,
+    reference,
+    run,
+)
+from tests.support.spreads import dealt_out
+from tests.support.toys import MODELS, Rows, cluster_of, make_batch
 
 pytestmark = pytest.mark.timeout(360)
 
 # Documents longer than what a rank holds, of one token, and short neighbours; rows that neither 2 r nor u divides;
 # fewer tokens than ranks.
 DOCUMENTS = ((5, 1, 17), (23,), (4, 4, 4, 11))
-ROWS = (
-    Rows(model="wide llama, 1 kv head", sequence=23, documents=DOCUMENTS),
-    Rows(model="wide llama, 2 kv heads", sequence=37),
-    Rows(model="wide llama, 8 kv heads", sequence=5),
-    Rows(model="wide llama, window", sequence=23, documents=DOCUMENTS),
-    Rows(model="wide gpt2", sequence=7),
-    Rows(model="wide qwen3, 2 kv heads", sequence=16),
+KINDS = (
+    ("wide llama, 1 kv head", Rows(23, DOCUMENTS)),
+    ("wide llama, 2 kv heads", Rows(37)),
+    ("wide llama, 8 kv heads", Rows(5)),
+    ("wide llama, window", Rows(23, DOCUMENTS)),
+    ("wide gpt2", Rows(7)),
+    ("wide qwen3, 2 kv heads", Rows(16)),
 )
 
 
@@ -56,21 +66,8 @@ def forms(ulysses: int, ring: int) -> dict[str, Any]:
     return {"context": {"ulysses": ulysses, "ring": ring}}
 
 
-def run(pool: LocalPool, cluster: Cluster, cases: list[SpreadCase]) -> list[tuple[dict[str, float], str]]:
-    """Return of every case how far it is from one process, and what the ledger complains of."""
-    by_rank = pool.run(cluster.world_size, train_spread, cluster, cases, timeout_s=300.0)
-    found = []
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        num_rows = Layout.of(cluster, case.plan).data_degree * case.num_micros * case.plan.micro_batch
-        complaints = "; ".join(outcome.complaint for outcome in outcomes if outcome.complaint)
-        found.append((deviation(list(outcomes), in_one_process(case.rows, num_rows)), complaints))
-    return found
-
-
-def check(pool: LocalPool, cluster: Cluster, cases: list[SpreadCase]) -> None:
-    for case, (distance, complaint) in zip(cases, run(pool, cluster, cases), strict=True):
-        assert max(distance.values()) < TOLERANCE, (case, distance)
-        assert not complaint, (case, complaint)
+def case(plan: Plan, kind: tuple[str, Rows], **more: Any) -> Case:
+    return Case(plan, model=kind[0], rows=kind[1], batches=dealt_out if plan.balance == "cost" else data_rows, **more)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -81,7 +78,7 @@ def test_every_form_equals_one_process(pool: LocalPool, size: int) -> None:
     for index, ulysses in enumerate(degrees, start=size):
         for more in (0, 1):
             plan = context(cluster, {"package": forms(ulysses, size // ulysses)}, micro_batch=1 + more)
-            cases.append(SpreadCase(plan=plan, rows=ROWS[(2 * index + more) % len(ROWS)]))
+            cases.append(case(plan, KINDS[(2 * index + more) % len(KINDS)]))
     check(pool, cluster, cases)
 
 
@@ -97,19 +94,19 @@ def test_rings_over_tiers_beside_every_placement(pool: LocalPool) -> None:
     """With data ranks, several micro-batches, recomputation and frozen layers."""
     cluster, cases = cluster_of(2, 2, 2), []
     for index, (mapping, name) in enumerate(zip(MAPPINGS, ("three-level", "zero++", "zero2", "zero3"), strict=True)):
-        again = ("layers.*",) if index % 2 else ()
-        rows = ROWS[index] if index < 3 else Rows(model="llama, frozen layer", sequence=9)
+        again = ("block.[12]",) if index % 2 else ()
+        kind = KINDS[index] if index < 3 else ("llama, frozen layer", Rows(9))
         plan = context(cluster, mapping, name, recompute=again)
-        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("lazy", "thread")[index % 2]))
+        cases.append(case(plan, kind, num_micros=2, lane=("lazy", "thread")[index % 2]))
     check(pool, cluster, cases)
 
 
 BESIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"package": {"tensor": 2}, "node": forms(2, 1)}, {}),
     ({"package": forms(1, 2), "node": {"tensor": {"columns": 2}}}, {"sequence_parallel": False}),
-    ({"package": {"tensor": 2}, "node": forms(1, 2)}, {"tensor_chunks": 2, "recompute": ("layers.1",)}),
+    ({"package": {"tensor": 2}, "node": forms(1, 2)}, {"tensor_chunks": 2, "recompute": ("block.2",)}),
     ({"package": forms(2, 1), "node": {"pipeline": 2}}, {"schedule": "1f1b"}),
-    ({"package": forms(1, 2), "node": {"pipeline": 2}}, {"schedule": "zb-h1", "recompute": ("layers.0",)}),
+    ({"package": forms(1, 2), "node": {"pipeline": 2}}, {"schedule": "zb-h1", "recompute": ("block.1",)}),
     ({"node": {"tensor": 2}}, {"balance": "cost"}),
     ({"node": {"pipeline": 2}}, {"balance": "cost", "schedule": "1f1b"}),
 ]
@@ -117,10 +114,10 @@ BESIDE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def test_beside_tensor_and_pipeline_ranks(pool: LocalPool) -> None:
     cluster, cases = cluster_of(2, 2), []
-    kinds = [ROWS[0], ROWS[4], ROWS[1], ROWS[3], ROWS[4], ROWS[0], ROWS[3]]
-    for (mapping, changes), rows in zip(BESIDE, kinds, strict=True):
+    kinds = [KINDS[index] for index in (0, 4, 1, 3, 4, 0, 3)]
+    for (mapping, changes), kind in zip(BESIDE, kinds, strict=True):
         plan = context(cluster, mapping, "zero2", **changes)
-        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=3 if "schedule" in changes else 1))
+        cases.append(case(plan, kind, num_micros=3 if "schedule" in changes else 1))
     check(pool, cluster, cases)
 
 
@@ -134,9 +131,9 @@ def test_documents_anywhere_equal_one_process(pool: LocalPool) -> None:
         {"node": forms(1, 2), "system": forms(2, 1)},
     ]
     for index, mapping in enumerate(mappings):
-        plan = context(cluster, mapping, "zero2", balance="cost", recompute=("layers.0",) if index % 2 else ())
-        rows = replace(ROWS[(0, 3, 1, 5)[index]], sequence=23, documents=DOCUMENTS)
-        cases.append(SpreadCase(plan=plan, rows=rows, num_micros=2, lane=("thread", "lazy")[index % 2]))
+        plan = context(cluster, mapping, "zero2", balance="cost", recompute=("block.1",) if index % 2 else ())
+        kind = (KINDS[(0, 3, 1, 5)[index]][0], Rows(23, DOCUMENTS))
+        cases.append(case(plan, kind, num_micros=2, lane=("thread", "lazy")[index % 2]))
     check(pool, cluster, cases)
 
 
@@ -148,9 +145,15 @@ class OwnAttention(nn.Module):
         self.query, self.key, self.value, self.output = other.query, other.key, other.value, other.output
 
 
-def train_with_trainer(world: World, cluster: Cluster, case: SpreadCase) -> tuple[Outcome, str, bool]:
+def whole_batch(case: Case, step: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch = case.rows.batch(step, num_rows)
+    assert len(batch) == 3
+    return batch
+
+
+def train_with_trainer(world: World, cluster: Cluster, case: Case) -> tuple[Outcome, str, bool]:
     """A run in a loop of one's own; what is said of attention that nobody knows; whether blocks are as before."""
-    model = MODELS[case.rows.model]
+    model = MODELS[case.model]
     blocks = model.blocks(torch.float64)
     layers = [block for block in blocks if isinstance(block, DecoderLayer)]
     plans = [layer.attention.plans for layer in layers]
@@ -158,8 +161,8 @@ def train_with_trainer(world: World, cluster: Cluster, case: SpreadCase) -> tupl
     options |= {"declared": model.declared, "activation": (case.rows.sequence, 16), "say": lambda line: None}
     losses, norms = [], []
     with terrace.Trainer(dict(zip(NAMES, blocks, strict=True)), **options) as trainer:
-        for step in range(FEW_STEPS):
-            inputs, labels, positions = make_rows(case.rows, step, case.plan.micro_batch)
+        for step in range(case.num_steps):
+            inputs, labels, positions = whole_batch(case, step, case.plan.micro_batch)
             result = trainer.step(inputs, labels, positions)
             losses.append(result.loss)
             norms.append(result.grad_norm)
@@ -180,9 +183,9 @@ NAMES = ("embedding", "layers.0", "layers.1", "head")
 def test_in_a_loop_of_ones_own(pool: LocalPool) -> None:
     cluster = cluster_of(4)
     plan = context(cluster, {"package": forms(2, 2)}, micro_batch=2)
-    case = SpreadCase(plan=plan, rows=ROWS[3])
-    for outcome, refused, restored in pool.run(4, train_with_trainer, cluster, case, timeout_s=60.0):
-        assert max(deviation([outcome], in_one_process(case.rows, 2)).values()) < TOLERANCE
+    one = case(plan, KINDS[3])
+    for outcome, refused, restored in pool.run(4, train_with_trainer, cluster, one, timeout_s=60.0):
+        assert max(deviation([outcome], reference(cluster, one)).values()) < TOLERANCE
         assert refused.startswith("block 'layers.0' is a DecoderLayer, whose attention is not declared"), refused
         assert restored
 
@@ -190,9 +193,8 @@ def test_in_a_loop_of_ones_own(pool: LocalPool) -> None:
 def too_long(world: World, cluster: Cluster, plan: Plan) -> str:
     """What a rank says of a row that is longer than the positions that are learned."""
     blocks = MODELS["wide gpt2"].blocks(torch.float64)
-    case = SpreadCase(plan=plan, rows=Rows(model="wide gpt2", sequence=10))
-    engine = engine_of(world, cluster, case, blocks)
-    tokens, labels, _ = make_rows(case.rows, 0, 1)
+    engine = engine_of(world, cluster, Case(plan, model="wide gpt2", rows=Rows(10)), blocks)
+    tokens, labels = make_batch(0, 1, 10)
     try:
         engine.step([(tokens, labels)], 1e-3)
     except TerraceError as error:
@@ -211,10 +213,11 @@ def test_no_rank_waits_for_one_that_has_a_position_beyond(pool: LocalPool) -> No
 def test_a_fault_shows(pool: LocalPool) -> None:
     cluster = cluster_of(2)
     plan = context(cluster, {"package": forms(1, 2)})
-    cases = [SpreadCase(plan=plan, rows=ROWS[1], sabotage=fault) for fault in ("wrong_position", "dropped_pair")]
-    for distance, complaint in run(pool, cluster, cases):
+    cases = [case(plan, KINDS[1], sabotage=fault) for fault in ("wrong_position", "dropped_pair")]
+    for one, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
+        distance = deviation(outcomes, reference(cluster, one))
         assert min(distance.values()) > 1e-4, distance
-        assert not complaint
+        assert not any(outcome.complaint for outcome in outcomes)
 
 
 class NobodyThere:

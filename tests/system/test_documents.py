@@ -1,7 +1,9 @@
 """Packed documents and sliding windows: what a token sees, in attention and under every plan."""
 
 import math
-from functools import cache
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -13,20 +15,40 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.launch.start import LocalPool
+from terrace.cluster import Cluster
+from terrace.launch.start import LocalPool, World
 from terrace.model import attention
 from terrace.model.attention import AttentionPlans, Pieces, attend, document_begins, whole_mask
 from terrace.model.decoder import run_blocks
-from terrace.plan import Layout
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from tests.support.packed import LENGTH, MICRO_BATCH, every_document_alone, make_rows, short_pieces, train_packed
-from tests.support.parity import FEW_STEPS, Case, Outcome, deviation, exact
-from tests.support.toys import MODELS, cluster_of
+from tests.support.parity import Case, Outcome, check, data_rows, deviation, exact, reference, run, train
+from tests.support.toys import MODELS, Rows, cluster_of
 
-TOLERANCE = 1e-10
 Sizes = tuple[int, ...]
 
+LENGTH, MICRO_BATCH = 12, 2
+# A GPT-2 here has eight positions, so its rows are longer than any document may be.
+GPT2_ROWS = Rows(LENGTH, ((5, 1, 6), (8, 4), (1, 1, 3, 7), (7, 5)))
+ROWS = Rows(LENGTH, ((5, 1, 6), (12,), (1, 1, 3, 7), (7, 5), (12,), (12,), (4, 8), (4, 8)))
+
 pytestmark = pytest.mark.timeout(360)
+
+
+def rows_of(model: str) -> Rows:
+    return GPT2_ROWS if "gpt2" in model else ROWS
+
+
+def whole_batch(model: str, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Tokens and positions of the first step."""
+    tokens, _, *positions = rows_of(model).batch(0, num_rows)
+    assert isinstance(positions[0], Tensor)
+    return tokens, positions[0]
+
+
+def short_pieces(size: int = 4) -> AbstractContextManager[object]:
+    """Let tiny documents be pieces of their own."""
+    return patch.object(attention, "_SHORT_PIECE", size)
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, window: int) -> Tensor:
@@ -105,7 +127,7 @@ def test_a_document_a_row_is_attended_to_by_the_causal_kernel() -> None:
 
 def test_a_plan_is_made_once_a_micro_batch_and_goes_with_it() -> None:
     blocks = MODELS["deep llama tied"].blocks(torch.float64)
-    tokens, _, positions = make_rows("llama", 0, 2)
+    tokens, positions = whole_batch("llama", 2)
     with patch.object(attention, "cut", wraps=attention.cut) as made:
         for _ in range(2):  # the second stands for a recomputation
             before = run_blocks(blocks, tokens, positions)
@@ -122,7 +144,7 @@ def test_a_plan_is_made_once_a_micro_batch_and_goes_with_it() -> None:
 def test_every_family_reads_a_document_as_if_it_were_alone() -> None:
     for name in ("llama tied", "gpt2", "gpt_neox", "wide llama, window"):
         blocks = MODELS[name].blocks(torch.float64)
-        tokens, _, positions = make_rows(name, 0, 4)
+        tokens, positions = whole_batch(name, 4)
         packed = run_blocks(blocks, tokens, positions)
         for row in range(4):
             sizes = _sizes(positions[row].tolist())
@@ -180,7 +202,7 @@ def test_blocks_of_any_kind_get_positions_only_when_there_are_some() -> None:
 
 def case(name: str, sizes: Sizes, model: str, num_micros: int, mapping: dict[str, Any], **more: object) -> Case:
     plan = exact(name, cluster_of(*sizes), micro_batch=MICRO_BATCH, mapping=mapping, **more)
-    return Case(plan, num_micros, model, num_steps=FEW_STEPS)
+    return Case(plan, num_micros, model, rows=rows_of(model))
 
 
 STAGES: dict[str, Any] = {"package": {"pipeline": 2}}
@@ -202,25 +224,23 @@ CASES: dict[Sizes, list[Case]] = {
 }
 
 
-@cache
-def reference(model: str, num_rows: int) -> Outcome:
-    return every_document_alone(model, num_rows, FEW_STEPS)
+def train_packed(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
+    with short_pieces():
+        return train(world, cluster, cases)
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
 def test_packed_documents_train_as_every_document_alone(pool: LocalPool, sizes: Sizes) -> None:
-    cluster, cases = cluster_of(*sizes), CASES[sizes]
-    by_rank = pool.run(cluster.world_size, train_packed, cluster, cases, timeout_s=300.0)
-    for one, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        ranks = Layout.of(cluster, one.plan).data_degree
-        found = deviation(outcomes, reference(one.model, MICRO_BATCH * ranks * one.num_micros))
-        assert max(found.values()) < TOLERANCE, (one, found)
-        assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+    check(pool, cluster_of(*sizes), CASES[sizes], train_packed)
+
+
+def unmasked_rows(engine: Engine, case: Case, step: int) -> list[Batch]:
+    return [batch[:2] for batch in data_rows(engine, case, step)]
 
 
 def test_the_comparison_sees_a_mask_that_is_left_away(pool: LocalPool) -> None:
     """Without positions a token sees other documents, which nothing in the reference can."""
-    one = CASES[(2,)][1]
-    outcomes = [each[0] for each in pool.run(2, train_packed, cluster_of(2), [one], False, timeout_s=120.0)]
-    found = deviation(outcomes, reference(one.model, MICRO_BATCH * 2 * one.num_micros))
+    one, cluster = CASES[(2,)][1], cluster_of(2)
+    (outcomes,) = run(pool, cluster, [replace(one, batches=unmasked_rows)], train_packed)
+    found = deviation(outcomes, reference(cluster, one))
     assert min(found.values()) > 1e-4, found

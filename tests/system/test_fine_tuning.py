@@ -26,7 +26,7 @@ from terrace.model.decoder import build_blocks, run_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.runtime.engine import Engine
 from tests.support.chats import CHATML, write_lines
-from tests.support.parity import ADAMW, _optimizer, _trainable, exact
+from tests.support.parity import ADAMW, exact, make_adamw, trainable
 from tests.support.tiny_runs import MODEL, losses, one_line, terrace, write_run
 from tests.support.toys import cluster_of
 
@@ -130,8 +130,8 @@ def directly(source: Source) -> tuple[list[float], list[float], list[int], Tenso
     """Train in this process on one conversation after the other; the last is the gradient of the first step."""
     said = dict(rendered(talk) for talk in talks())
     blocks = blocks_of()
-    parameters = _trainable(blocks)
-    optimizer = _optimizer(parameters)
+    parameters = trainable(blocks)
+    optimizer = make_adamw(parameters)
     all_losses, norms, counts, first = [], [], [], torch.empty(0)
     for texts in talks_of_steps(source):
         count = sum(sum(said[text]) for text in texts)
@@ -167,7 +167,7 @@ def test_a_prompt_contributes_no_gradient(source: Source) -> None:
     """Rows through the model in one backward, against every conversation's assistant bytes alone."""
     inputs, labels, positions = map(torch.from_numpy, Batches([source], SEQUENCE, BATCH, seed=3).global_batch(0))
     blocks = blocks_of()
-    parameters = _trainable(blocks)
+    parameters = trainable(blocks)
 
     def gradient(labels: Tensor) -> Tensor:
         for parameter in parameters:

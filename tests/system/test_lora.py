@@ -31,12 +31,10 @@ from terrace.runtime.describe import describe
 from terrace.train.adapted import merged_values
 from terrace.train.config import parse_run, resolve, run_toml
 from terrace.train.trained import load_blocks
-from tests.support import parity
-from tests.support.parity import Case, Outcome, deviation, exact, serial
+from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
 from tests.support.toys import MODELS, Model, cluster_of, make_batch
 
-TOLERANCE = 1e-10
 _SIZES = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"model_type": "llama", "intermediate_size": 10, "num_key_value_heads": 2},
@@ -92,7 +90,7 @@ MODELS |= {  # also in the processes that run `train_adapted`, which import this
 
 def train_adapted(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
     """Run the cases on this rank."""
-    return parity.train(world, cluster, cases)
+    return train(world, cluster, cases)
 
 
 def staged(sizes: tuple[int, ...], name: str, **changes: Any) -> Plan:
@@ -118,13 +116,7 @@ GRID: dict[tuple[int, ...], list[Case]] = {
 
 @pytest.mark.parametrize("sizes", GRID, ids=str)
 def test_adapters_equal_plain_pytorch_under_every_plan(pool: LocalPool, sizes: tuple[int, ...]) -> None:
-    cluster = cluster_of(*sizes)
-    by_rank = pool.run(cluster.world_size, train_adapted, cluster, GRID[sizes], timeout_s=200.0)
-    for case, outcomes in zip(GRID[sizes], zip(*by_rank, strict=True), strict=True):
-        ranks = cluster.world_size // (2 if case.plan.mapping else 1)
-        found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
-        assert max(found.values()) < TOLERANCE, (case, found)
-        assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
+    check(pool, cluster_of(*sizes), GRID[sizes], train_adapted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

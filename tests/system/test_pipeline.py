@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -15,7 +14,7 @@ from terrace.plan import Layout, MessageClass
 from terrace.plan.stage import Kind
 from terrace.program.schedules import Task
 from terrace.program.stages import plan_orders
-from tests.support.parity import FEW_STEPS, Case, deviation, serial, train
+from tests.support.parity import TOLERANCE, Case, check, data_rows, deviation, engine_of, run, serial, train
 from tests.support.pipelines import (
     ALONE,
     DIMENSIONS,
@@ -23,10 +22,8 @@ from tests.support.pipelines import (
     PLACEMENTS,
     SCHEDULES,
     Place,
-    batches_of,
     case_of,
     covering_rows,
-    engine_of,
     executed,
     num_chunks,
     pipelined,
@@ -34,27 +31,14 @@ from tests.support.pipelines import (
 )
 from tests.support.toys import MODELS, SEQUENCE, Model, cluster_of
 
-TOLERANCE = 1e-10
 ROWS = covering_rows()
 
 pytestmark = pytest.mark.timeout(360)
 
 
-def check(pool: LocalPool, sizes: tuple[int, ...], cases: Sequence[Case]) -> None:
-    """Every case equals the serial run, and every rank's ledger the formula."""
-    cluster = cluster_of(*sizes)
-    cases = [replace(case, num_steps=FEW_STEPS) for case in cases]
-    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        ranks = Layout.of(cluster, case.plan).data_degree
-        found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
-        assert max(found.values()) < TOLERANCE, (case, found)
-        assert not any(outcome.complaint for outcome in outcomes), (case, [o.complaint for o in outcomes])
-
-
 @pytest.mark.parametrize("sizes", sorted({case_of(row)[0] for row in ROWS}), ids=str)
 def test_every_schedule_and_placement_equals_one_process(pool: LocalPool, sizes: tuple[int, ...]) -> None:
-    check(pool, sizes, [case for where, case in map(case_of, ROWS) if where == sizes])
+    check(pool, cluster_of(*sizes), [case for where, case in map(case_of, ROWS) if where == sizes])
 
 
 def test_all_pairs_are_among_the_cases() -> None:
@@ -81,18 +65,18 @@ def test_tensor_ranks_send_parts_of_an_activation(pool: LocalPool, place: Place)
         for splits in (True, False):
             plan = pipelined("zero2", place, schedule, unit=2, sequence_parallel=splits)
             cases.append(Case(plan, num_micros=3, model=model))
-    check(pool, place.sizes, cases)
+    check(pool, cluster_of(*place.sizes), cases)
 
 
 def test_columns_and_their_stages(pool: LocalPool) -> None:
     plans = [pipelined("ddp", COLUMNS, "interleaved:2"), pipelined("ddp", COLUMNS, "zb-h1", recompute=("*",))]
-    check(pool, COLUMNS.sizes, [Case(plan, num_micros=4, model="llama tied") for plan in plans])
+    check(pool, cluster_of(*COLUMNS.sizes), [Case(plan, num_micros=4, model="llama tied") for plan in plans])
 
 
 def test_three_axes(pool: LocalPool) -> None:
     changes: list[dict[str, Any]] = [{"recompute": ("*",)}, {"sequence_parallel": False, "unit": 3}]
     plans = [pipelined("three-level", THREE_AXES, "zb-h2", **change) for change in changes]
-    check(pool, THREE_AXES.sizes, [Case(plan, num_micros=4, model="gpt2") for plan in plans])
+    check(pool, cluster_of(*THREE_AXES.sizes), [Case(plan, num_micros=4, model="gpt2") for plan in plans])
 
 
 def test_secondary_copies(pool: LocalPool) -> None:
@@ -102,13 +86,15 @@ def test_secondary_copies(pool: LocalPool) -> None:
         plan = pipelined("zero++", SECONDARY, schedule, unit=unit, prefetch=prefetch)
         assert Layout.of(cluster_of(*SECONDARY.sizes), plan).has_secondary
         cases.append(Case(plan, num_micros=3, model="llama tied"))
-    check(pool, SECONDARY.sizes, cases)
+    check(pool, cluster_of(*SECONDARY.sizes), cases)
 
 
 def test_one_lane_a_rank_is_enough(pool: LocalPool) -> None:
     """What the verifier plays: a rank does nothing while a collective of its own is under way."""
     plans = [pipelined(name, OUTER, schedule, unit=2) for name in ("zero3", "ddp") for schedule in ("1f1b", "zb-h2")]
-    check(pool, OUTER.sizes, [Case(plan, num_micros=3, model="llama tied", lane="eager") for plan in plans])
+    check(
+        pool, cluster_of(*OUTER.sizes), [Case(plan, num_micros=3, model="llama tied", lane="eager") for plan in plans]
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,8 +106,8 @@ def test_one_lane_a_rank_is_enough(pool: LocalPool) -> None:
 )
 def test_comparison_sees_a_fault(pool: LocalPool, fault: str, schedule: str, seen: tuple[str, ...]) -> None:
     case = Case(pipelined("zero2", OUTER, schedule), num_micros=3, model="llama tied", sabotage=fault)
-    outcomes = pool.run(4, train, cluster_of(*OUTER.sizes), [case], timeout_s=60.0)
-    found = deviation([outcome for (outcome,) in outcomes], serial(case.model, 6))
+    (outcomes,) = run(pool, cluster_of(*OUTER.sizes), [case])
+    found = deviation(outcomes, serial(case.model, 6))
     assert all(found[quantity] > 100 * TOLERANCE for quantity in seen), found
 
 
@@ -194,8 +180,8 @@ def kept_to_send(world: World, cluster: Cluster, case: Case, rate: float | None)
         most = max(most, len(engine._executor._passing._sent))
 
     before = sum(thread.name == "terrace-lane" for thread in threading.enumerate())
-    engine = engine_of(world, cluster, case, note, pacer=Pacer(cluster, rate) if rate else None)
-    engine.step(batches_of(engine, world, 0), 1e-3)
+    engine = engine_of(world, cluster, case, progress=note, pacer=Pacer(cluster, rate) if rate else None)
+    engine.step(data_rows(engine, case, 0), 1e-3)
     engine.drain()
     num_threads = sum(thread.name == "terrace-lane" for thread in threading.enumerate()) - before
     engine.close()
@@ -218,14 +204,14 @@ def parameter_bytes(world: World, cluster: Cluster, cases: Sequence[Case], block
     classes = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REDUCE)
     found = []
     for case in cases:
-        engine = engine_of(world, cluster, case, lambda *_: None)
+        engine = engine_of(world, cluster, case)
         sent: dict[str, int] = {}
         if block in engine.program.stage.own:
             state = engine.states[engine.program.stage.held.index(block)]
             _measure(engine, state, classes, sent)
         for step in range(2):
             sent.clear()
-            engine.step(batches_of(engine, world, step), 1e-3)
+            engine.step(data_rows(engine, case, step), 1e-3)
         engine.check_bytes()
         found.append(dict(sent))
         engine.close()

@@ -13,8 +13,8 @@ from terrace.base.errors import HangError
 from terrace.launch.start import LocalPool, World
 from terrace.launch.watchdog import watch
 from terrace.program import Instruction, Op
-from tests.support.parity import Case
-from tests.support.pipelines import ALONE, Place, batches_of, engine_of, pipelined
+from tests.support.parity import Case, data_rows, engine_of
+from tests.support.pipelines import ALONE, Place, pipelined
 from tests.support.toys import cluster_of
 
 TIMEOUT_S = 3.0
@@ -45,9 +45,9 @@ def struck(world: World, case: Case, sizes: tuple[int, ...], victim: int, where:
                     time.sleep(1000)
                 os.kill(os.getpid(), signal.Signals[how])
 
-        engine = engine_of(world, cluster_of(*sizes), case, progress, timeout=timedelta(seconds=2 * TIMEOUT_S))
+        engine = engine_of(world, cluster_of(*sizes), case, progress=progress, timeout=timedelta(seconds=2 * TIMEOUT_S))
         for step in range(1000):
-            engine.step(batches_of(engine, world, step), 1e-3)
+            engine.step(data_rows(engine, case, step), 1e-3)
 
 
 def fault(pool: LocalPool, case: Case, place: Place, victim: int, where: Instruction, how: str) -> str:

@@ -13,13 +13,12 @@ from terrace.cluster import Cluster
 from terrace.comm import Collectives
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, parse_model
-from terrace.plan import Layout, MessageClass, Plan, preset
+from terrace.plan import MessageClass, Plan, preset
 from terrace.runtime.engine import Engine
-from tests.support.parity import Case, Outcome, deviation, exact, serial, shortened, train
+from tests.support.parity import Case, check, deviation, exact, reference, run
 from tests.support.tensor_memory import kept_by_a_layer
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
 
-TOLERANCE = 1e-10
 ROUNDED_AT_ALL = 1e-5  # fp32 alone, without rounded messages, stays below this
 
 pytestmark = pytest.mark.timeout(360)
@@ -29,26 +28,11 @@ def tensor(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object)
     return exact(name, cluster, mapping=rows, **changes)
 
 
-def check(pool: LocalPool, sizes: tuple[int, ...], cases: list[Case]) -> None:
-    cluster = cluster_of(*sizes)
-    cases = shortened(cluster, cases)
-    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        check_case(cluster, case, list(outcomes))
-
-
-def check_case(cluster: Cluster, case: Case, outcomes: list[Outcome]) -> None:
-    ranks = Layout.of(cluster, case.plan).data_degree
-    found = deviation(outcomes, serial(case.model, ranks * case.num_micros, case.num_steps))
-    assert max(found.values()) < TOLERANCE, (case, found)
-    assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
-
-
 @pytest.mark.parametrize("model", ["wide llama, 2 kv heads", "llama tied", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("splits", [True, False])
 def test_two_rows_equal_one_process(pool: LocalPool, model: str, splits: bool) -> None:
     plan = tensor(cluster_of(2), "ddp", {"package": {"tensor": 2}}, sequence_parallel=splits)
-    check(pool, (2,), [Case(plan, num_micros=2, model=model)])
+    check(pool, cluster_of(2), [Case(plan, num_micros=2, model=model)])
 
 
 def factorings(total: int) -> list[tuple[int, int, int]]:
@@ -75,13 +59,15 @@ def factored(factoring: tuple[int, int, int], model: str, splits: bool, num_micr
 def test_every_factoring_of_four_equals_one_process(pool: LocalPool, model: str) -> None:
     """Every family, whose neighbours in the list have the other form of a factoring."""
     first = FAMILIES.index(model)
-    check(pool, (4,), [factored(one, model, (first + i) % 2 == 0, 2) for i, one in enumerate(factorings(4))])
+    check(pool, cluster_of(4), [factored(one, model, (first + i) % 2 == 0, 2) for i, one in enumerate(factorings(4))])
 
 
 def test_norms_of_heads_and_biases_of_some_are_cut_like_the_rest(pool: LocalPool) -> None:
     """A norm of heads is held by all ranks, each with a part of its gradient; the output of Qwen has no bias."""
     models = ("wide qwen3, 2 kv heads", "wide qwen2, 1 kv head")
-    check(pool, (4,), [factored(one, models[i % 2], i // 2 % 2 == 0, 2) for i, one in enumerate(factorings(4))])
+    check(
+        pool, cluster_of(4), [factored(one, models[i % 2], i // 2 % 2 == 0, 2) for i, one in enumerate(factorings(4))]
+    )
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -89,7 +75,7 @@ def test_every_factoring_of_eight_equals_one_process(pool: LocalPool, splits: bo
     """Both forms of each, with two families each: every family comes up in both forms."""
     families = [FAMILIES[(2 * i + splits) % len(FAMILIES)] for i in range(len(factorings(8)))]
     assert {*families} == {*FAMILIES}
-    check(pool, (8,), [factored(*pair, splits, 1) for pair in zip(factorings(8), families, strict=True)])
+    check(pool, cluster_of(8), [factored(*pair, splits, 1) for pair in zip(factorings(8), families, strict=True)])
 
 
 PLACEMENTS = ["ddp", "zero2", "zero3", "zero++", "three-level"]
@@ -112,7 +98,7 @@ def test_every_placement_of_states_beside_it(pool: LocalPool, rows: dict[str, An
         else:
             plan = tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False)
             cases.append(Case(plan, model="wide gpt2"))
-    check(pool, (2, 2, 2), cases)
+    check(pool, cluster_of(2, 2, 2), cases)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 100])
@@ -124,7 +110,7 @@ def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> Non
             again = ("block.1",) if index % 2 else ()
             plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks, recompute=again)
             cases.append(Case(plan, num_micros=2, model=model))
-    check(pool, (2, 2), cases)
+    check(pool, cluster_of(2, 2), cases)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("bf16", 0.01), ("int8", 0.1)])
@@ -141,10 +127,8 @@ def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bo
     for model, row, changes in kinds:
         plan = replace(rounds, mapping={"package": row}, **changes)
         cases.append(Case(plan, num_micros=2, model=model))
-    by_rank = pool.run(4, train, cluster, cases, timeout_s=300.0)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
-        ranks = Layout.of(cluster, case.plan).data_degree
-        found = deviation(list(outcomes), serial(case.model, ranks * case.num_micros))
+    for case, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
+        found = deviation(outcomes, reference(cluster, case))
         assert ROUNDED_AT_ALL < found["loss"] < bound, (case, found)
         assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
 

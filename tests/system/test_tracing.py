@@ -17,23 +17,20 @@ from terrace.simulate import record, simulate_stages, step_costs
 from terrace.simulate.recording import COMPUTE, Recording
 from terrace.simulate.trace import compared_trace_json
 from tests.simulate.test_trace import events_of
-from tests.support.parity import ADAMW, Case
-from tests.support.pipelines import Place, batches_of, engine_of, pipelined
+from tests.support.parity import ADAMW, Case, data_rows, engine_of
+from tests.support.pipelines import Place, pipelined
 from tests.support.toys import cluster_of
 
 MODEL = "llama tied"
 
 
-def _nobody(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
-    """Nobody is told."""
-
-
 def traced(world: World, cluster: Cluster, plan: Plan) -> tuple[list[Recording], list[float], dict[str, float]]:
     """Three steps on this rank, the last two traced: their recordings, all losses, the seconds of the last."""
-    engine = engine_of(world, cluster, Case(plan, num_micros=2, model=MODEL), _nobody)
+    case = Case(plan, num_micros=2, model=MODEL)
+    engine = engine_of(world, cluster, case)
     tracer, losses, time_s = Tracer(engine), [], {}
     for step in range(3):
-        batches = batches_of(engine, world, step)
+        batches = data_rows(engine, case, step)
         if step:
             with tracer.step():
                 result = engine.step(batches, ADAMW.lr)
@@ -50,10 +47,11 @@ def traced(world: World, cluster: Cluster, plan: Plan) -> tuple[list[Recording],
 
 def calls_of_steps(world: World, cluster: Cluster, plan: Plan) -> list[Counter[str]]:
     """The functions called, by name, in a step before a traced one, in that one, and in one after it."""
-    engine = engine_of(world, cluster, Case(plan, num_micros=2, model=MODEL), _nobody)
+    case = Case(plan, num_micros=2, model=MODEL)
+    engine = engine_of(world, cluster, case)
     tracer, found = Tracer(engine), []
     for step in range(5):
-        batches, calls = batches_of(engine, world, step), Counter[str]()
+        batches, calls = data_rows(engine, case, step), Counter[str]()
 
         def note(frame: Any, event: str, argument: Any, calls: Counter[str] = calls) -> None:
             name = frame.f_globals.get("__name__") or ""

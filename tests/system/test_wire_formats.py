@@ -15,12 +15,12 @@ from terrace.launch.start import LocalPool, World
 from terrace.plan import MessageClass, Plan, preset, validate
 from terrace.plan.layout import DEVICE
 from terrace.runtime.engine import Engine
-from tests.support.parity import Case, Outcome, deviation, serial, train
+from tests.support.parity import Case, Outcome, deviation, reference, run
 from tests.support.toys import MODELS, cluster_of, make_batch, with_wires
 
 Sizes = tuple[int, ...]
 
-# Largest deviation of a loss near 2.5 from the exact one within five steps, by format of every message.
+# Largest deviation of a loss near 2.5 from the exact one within three steps, by format of every message.
 LOSS_BOUND = {"int8": 0.02, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15, "int4": 0.4}
 
 pytestmark = pytest.mark.timeout(360)
@@ -30,12 +30,6 @@ def rounded(name: str, sizes: Sizes, wire: str) -> Plan:
     """A preset whose every message travels in this format."""
     cluster = cluster_of(*sizes)
     return with_wires(cluster, preset(name, cluster), wire)
-
-
-def run(pool: LocalPool, sizes: Sizes, cases: Sequence[Case]) -> list[list[Outcome]]:
-    cluster = cluster_of(*sizes)
-    by_rank = pool.run(cluster.world_size, train, cluster, cases, timeout_s=300.0)
-    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 
 def num_distinct(outcomes: list[Outcome]) -> int:
@@ -63,17 +57,17 @@ def test_replicas_are_identical_and_close_in_every_format(
 ) -> None:
     """The first format of a world also adds up two micro-batches."""
     cases = [Case(rounded(name, sizes, wire), num_micros=2 if wire == wires[0] else 1) for wire in wires]
-    for wire, case, outcomes in zip(wires, cases, run(pool, sizes, cases), strict=True):
+    for wire, case, outcomes in zip(wires, cases, run(pool, cluster_of(*sizes), cases), strict=True):
         assert num_distinct(outcomes) == 1, wire
         assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
-        found = deviation(outcomes, serial("toy", case.num_micros * len(outcomes)))
+        found = deviation(outcomes, reference(cluster_of(*sizes), case))
         assert 0 < found["loss"] < LOSS_BOUND[wire], (wire, found)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3", "three-level"])
 def test_comparison_sees_a_rank_that_keeps_its_own_part_unrounded(pool: LocalPool, name: str) -> None:
     plan = rounded(name, (2, 2, 2), "int8")
-    (outcomes,) = run(pool, (2, 2, 2), [Case(plan, sabotage="unrounded_own_part")])
+    (outcomes,) = run(pool, cluster_of(2, 2, 2), [Case(plan, sabotage="unrounded_own_part")])
     assert num_distinct(outcomes) > 1
 
 
@@ -81,10 +75,11 @@ def test_comparison_sees_a_rank_that_keeps_its_own_part_unrounded(pool: LocalPoo
 def test_compressed_presets_train_in_bf16_on_odd_worlds(pool: LocalPool, name: str) -> None:
     for sizes in ((2, 2, 2), (2, 3), (1, 2, 3)):
         plan = replace(preset(name, cluster_of(*sizes)), compute="bf16")
-        (outcomes,) = run(pool, sizes, [Case(plan, num_micros=2, model="llama tied")])
+        case = Case(plan, num_micros=2, model="llama tied")
+        (outcomes,) = run(pool, cluster_of(*sizes), [case])
         assert num_distinct(outcomes) == 1
         assert not outcomes[0].complaint
-        assert deviation(outcomes, serial("llama tied", 2 * len(outcomes)))["loss"] < 0.1
+        assert deviation(outcomes, reference(cluster_of(*sizes), case))["loss"] < 0.1
 
 
 NUM_ROUNDS = 40
