@@ -4,13 +4,13 @@
     hsdp    sharded inside a node of 4, replicated      fully_shard over a mesh of 2 x 4
             across 2 nodes
 
-Both live in the same processes and take turns, a barrier before every step. A step takes as long as its
-slowest rank. FSDP2 frees parameters after the forward, reduces after each backward (over the nodes only in
-the last micro-batch) and is told the number of tokens; its loss is averaged outside the timed part. The
-third contestant is FSDP2 with its reduce-scatter replaced by an all-to-all and a local sum, because gloo's
-own sends twice the bytes: it shows what is left of the difference without that.
+Both live in the same processes and take turns, with a barrier before every step. A step takes as long as its slowest
+rank. FSDP2 frees parameters after the forward, reduces after each backward (over the nodes only in the last
+micro-batch) and is given the number of tokens; its loss is averaged outside the timed part. The third contestant is
+FSDP2 with its reduce-scatter replaced by an all-to-all and a local sum, because gloo's own sends twice the bytes: the
+remaining difference is not due to that.
 
-Target: the engine is at least as fast as FSDP2 as it comes.
+Target: the engine is at least as fast as unmodified FSDP2.
 """
 
 import argparse
@@ -59,7 +59,7 @@ HEADER += ["engine / FSDP2 (quartiles)", "engine / a2a", "loss diff"]
 
 @dataclass(frozen=True)
 class Job:
-    """What every process is told."""
+    """Settings given to every process."""
 
     world: int
     per_node: int
@@ -76,7 +76,7 @@ class AllToAllReduceScatter:
     """FSDP2's reduce-scatter as an all-to-all and a local sum."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer; FSDP2 asks for its inputs and outputs here."""
+        """A buffer; FSDP2 asks for its inputs and outputs here."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -96,7 +96,7 @@ class AllToAllReduceScatter:
 
 
 def fsdp_step(job: Job, rank: int, placement: str, num_micros: int, all_to_all: bool) -> Step:
-    """Return the step of a training loop on FSDP2."""
+    """One step of a training loop on FSDP2."""
     config = decoder(job.hidden, job.layers)
     num_nodes = job.world // job.per_node
     if placement == "hsdp":
@@ -132,7 +132,7 @@ def fsdp_step(job: Job, rank: int, placement: str, num_micros: int, all_to_all: 
 
 
 def engine_for(job: Job, rank: int, placement: str, num_micros: int) -> Engine:
-    """Return the engine at this placement."""
+    """The engine at this placement."""
     blocks = real_blocks(decoder(job.hidden, job.layers))
     if placement == "zero3":
         cluster = local_cluster({"node": job.world})  # one level, as the mesh of FSDP2
@@ -152,7 +152,7 @@ def engine_for(job: Job, rank: int, placement: str, num_micros: int) -> Engine:
 
 
 def contest(job: Job, rank: int, placement: str, num_micros: int) -> dict[str, Timing]:
-    """Time all contestants; wall times are those of the slowest rank, losses the global ones."""
+    """Time all contestants; wall times are the slowest rank's, losses are global."""
     config = decoder(job.hidden, job.layers)
     engine = engine_for(job, rank, placement, num_micros)
 
@@ -177,7 +177,6 @@ def contest(job: Job, rank: int, placement: str, num_micros: int) -> dict[str, T
 
 
 def row(placement: str, num_micros: int, timings: Mapping[str, Timing]) -> list[str]:
-    """Return a row of the table."""
     fsdp, other, engine = timings["FSDP2"], timings["a2a"], timings["engine"]
     low, high = spread(engine.wall_s, fsdp.wall_s)
     return [

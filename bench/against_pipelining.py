@@ -1,19 +1,19 @@
 """Four and eight gloo ranks on one machine: the engine's pipelines against `torch.distributed.pipelining`.
 
-    1f1b          a stage a rank
-    interleaved   two chunks a rank, one after the other round the ranks
-    zbv           two chunks a rank, down the ranks and up again, input and weight gradients apart
+    1f1b          one stage per rank
+    interleaved   two chunks per rank, one after the other round the ranks
+    zbv           two chunks per rank, down the ranks and up again, input and weight gradients apart
     data          1f1b over half of the ranks, twice: stages are replicated        DistributedDataParallel in torch
     zero3         the same, all model state of a stage sharded over the two        FSDP2 in torch
 
 The same decoder, cut in the same places, the same initial values and batches, fp32, the same AdamW and clipping. Each
-library has processes of its own for each row. They take turns step by step, and who has none waits at a barrier. A step
-takes as long as its slowest rank, and ends when nothing of it is left running.
+library has its own processes for each row. They take turns step by step, and the waiting one sits at a barrier. A step
+takes as long as its slowest rank, and ends when all of its work is done.
 
-Peak memory is how far the resident memory of a rank grew over what it was before the model was made, at the largest
-moment of one more step after the timed ones: what the allocator keeps counts, in both. `kept` is what parameters and
-gradients take: of torch the most at one time, tensor by tensor; of the engine the peaks of its own categories of them
-(whole and sharded) added up. Both columns give the largest rank, and the mean over ranks.
+Peak memory is the growth of a rank's resident memory since before the model was made, at the peak of one more step
+after the timed ones: memory kept by the allocator counts, in both. `kept` is the memory of parameters and gradients:
+for torch the most at one time, tensor by tensor; for the engine the sum of the peaks of its categories of them (whole
+and sharded). Both columns give the largest rank, and the mean over ranks.
 
 Targets: the engine is at least as fast as torch under the same schedule, with the same losses and gradient norms; and
 under zero3 no rank's peak is above torch's largest.
@@ -65,7 +65,7 @@ from terrace.runtime.engine import Engine
 TARGET = 1.0
 LIBRARIES = ("torch", "engine")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-LIMITS = {"fp32": 1e-3, "fp64": 1e-10}  # of differences of losses and of relative ones of norms
+LIMITS = {"fp32": 1e-3, "fp64": 1e-10}  # largest difference of losses, and relative difference of norms
 KEPT = ("params", "secondary", "gathered", "grads", "grads_full")  # of the engine's categories of memory
 HEADER = ["ranks", "case", "who", "rounds", "median s", "min s", "CPU s", "peak MB (mean)", "kept MB (mean)"]
 HEADER += ["engine / torch (quartiles)", "loss diff", "norm diff", "target"]
@@ -73,7 +73,7 @@ HEADER += ["engine / torch (quartiles)", "loss diff", "norm diff", "target"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A schedule, and what is beside it."""
+    """A schedule and its data axis."""
 
     schedule: str
     num_chunks: int = 1  # virtual stages a rank
@@ -92,7 +92,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every process is told."""
+    """Settings given to every process."""
 
     hidden: int = 256
     layers: int = 14
@@ -106,17 +106,16 @@ class Job:
 
     @property
     def model(self) -> ModelConfig:
-        """The decoder."""
         return decoder(self.hidden, self.layers, self.vocab)
 
     def batches(self, step: int, data_rank: int) -> list[Batch]:
-        """Return the micro-batches of a step, the same for all stages."""
+        """The micro-batches of a step, the same for all stages."""
         return micro_batches(step, data_rank, self.micros, (self.batch, self.sequence), self.vocab)
 
 
 @dataclass
 class Result:
-    """What one contestant showed on all ranks together."""
+    """Figures of one contestant over all ranks."""
 
     timing: Timing
     norms: list[float] = field(default_factory=list)
@@ -134,7 +133,7 @@ class Contestant:
 
 
 def pipeline_for(job: Job, num_ranks: int, case: Case) -> Pipeline:
-    """Return the stages of `case` on so many ranks: equally many blocks in each, or one more in the first ones."""
+    """The stages of `case` on `num_ranks` ranks: equally many blocks in each, or one more in the first ones."""
     num_stage_ranks, rest = divmod(num_ranks, case.num_data_ranks)
     assert rest == 0, f"{num_ranks} ranks are not {case.num_data_ranks} data ranks a stage"
     num_stages, num_blocks = num_stage_ranks * case.num_chunks, job.layers + 2
@@ -150,13 +149,13 @@ def pipeline_for(job: Job, num_ranks: int, case: Case) -> Pipeline:
 
 
 def torch_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
-    """Return torch's pipeline."""
+    """Torch's pipeline."""
     trainer = Trainer(real_blocks(job.model, DTYPES[job.dtype]), pipeline_for(job, num_ranks, case), job.micros)
     return Contestant(train=trainer.step, kept_bytes=trainer.kept_bytes, finish=lambda: None)
 
 
 def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
-    """Return the engine's pipeline; its data ranks are inside the package, its stages outside."""
+    """The engine's pipeline; its data ranks are inside the package, its stages outside."""
     config, pipeline = job.model, pipeline_for(job, num_ranks, case)
     if case.num_data_ranks == 1:
         cluster = local_cluster({"package": num_ranks})
@@ -219,10 +218,10 @@ MAKERS = {"torch": torch_for, "engine": engine_for}
 def contest(
     rank: int, num_ranks: int, job: Job, name: str, libraries: Sequence[str], turn: Callable[[], None]
 ) -> dict[str, Result]:
-    """Let the libraries of `job` take turns at case `name`; return what those of `libraries` showed, on all ranks.
+    """Let the libraries of `job` take turns at case `name`; figures over all ranks of those in `libraries`.
 
-    The others live elsewhere: this process sits out their steps. `turn` returns when every process has called it.
-    Raises `ProgramError` when the engine sent other bytes than its plan declares.
+    The others live in other processes: this one waits during their steps. `turn` returns when every process has called
+    it. Raises `ProgramError` when the engine sent other bytes than its plan declares.
     """
     case = CASES[name]
     data_rank = rank % case.num_data_ranks
@@ -230,7 +229,7 @@ def contest(
     counters.trim()
     before = counters.resident_bytes()
     made = {library: MAKERS[library](job, rank, num_ranks, case) for library in job.libraries if library in libraries}
-    counters.trim()  # what making it took is not of interest
+    counters.trim()  # memory used to build it does not count
     steps: dict[str, Step] = dict.fromkeys(job.libraries, _sit_out)
     results = {library: Result(Timing()) for library in made}
     for library, contestant in made.items():
@@ -253,7 +252,7 @@ def contest(
 
 
 def _load_optimizer() -> None:
-    """Have torch import what the first optimizer of a process imports, which is no memory of a model."""
+    # The first optimizer of a process imports much of torch, which is no memory of a model.
     torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], fused=True)
 
 
@@ -274,7 +273,7 @@ def _everyone(figure: int) -> list[int]:
 
 
 def verdict(job: Job, name: str, results: dict[str, Result]) -> list[str]:
-    """Return what the engine missed in case `name`."""
+    """Targets that the engine missed in case `name`."""
     ours, theirs, missed = results["engine"], results["torch"], []
     found = ratio(ours.timing.wall_s, theirs.timing.wall_s)
     if found > TARGET:
@@ -288,7 +287,7 @@ def verdict(job: Job, name: str, results: dict[str, Result]) -> list[str]:
 
 
 def rows(num_ranks: int, job: Job, name: str, results: dict[str, Result]) -> list[list[str]]:
-    """Return the table's rows of case `name`."""
+    """Rows of the table for case `name`."""
     found = []
     for library, result in results.items():
         timing = result.timing
@@ -321,7 +320,7 @@ def work(index: int, num_ranks: int, job: Job, name: str, ports: Sequence[int], 
 
 
 def hold(num_ranks: int, job: Job, name: str) -> dict[str, Result]:
-    """Hold the contest of one case in processes of its own."""
+    """Run one case in processes of its own."""
     context = multiprocessing.get_context("spawn")
     num_processes, found = num_ranks * len(job.libraries), context.SimpleQueue()
     ports = [free_port() for _ in job.libraries]

@@ -3,11 +3,11 @@
     sequence   norms and residual stream are split over the ranks     SequenceParallel norms, Shard(1) between them
     whole      they are whole on every rank                           Replicate() between the parts
 
-The same decoder, initial values and batches for all; the output matrix and the loss are cut over the vocabulary in
-both. Each library has processes of its own, since the engine tells the allocator of its process when to give memory
-back. They take turns step by step, and who has none waits at a barrier. A step takes as long as its slowest rank;
-processor time and page faults are sums over ranks. Bytes are what a rank has to send for what it hands to collectives:
-gloo itself sends twice that for torch's reduce-scatter.
+The same decoder, initial values and batches for all; both cut the output matrix and the loss over the vocabulary. Each
+library has its own processes, since the engine changes the malloc settings of its process. They take turns step by
+step, and the waiting one sits at a barrier. A step takes as long as its slowest rank; processor time and page faults
+are sums over ranks. Bytes are those a rank must send for its collectives: gloo itself sends twice as much for torch's
+reduce-scatter.
 
 Target: the engine is at least as fast as torch in the same form, with the same losses and gradient norms.
 """
@@ -55,14 +55,14 @@ TARGET = 1.0
 FORMS = {"sequence": True, "whole": False}  # form -> whether it is sequence parallel
 LIBRARIES = ("torch", "engine")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-LIMITS = {"fp32": 1e-3, "fp64": 1e-10}  # of differences of losses and of relative ones of norms
+LIMITS = {"fp32": 1e-3, "fp64": 1e-10}  # largest difference of losses, and relative difference of norms
 HEADER = ["ranks", "form", "who", "rounds", "median s", "min s", "CPU s", "MB sent", "faults"]
 HEADER += ["engine / torch (quartiles)", "CPU ratio", "loss diff", "norm diff"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every process is told."""
+    """Settings given to every process."""
 
     hidden: int = 512
     layers: int = 4
@@ -80,7 +80,6 @@ class Job:
 
     @property
     def model(self) -> ModelConfig:
-        """The decoder."""
         return parse_model(
             {
                 "model_type": "llama",
@@ -95,13 +94,13 @@ class Job:
         )
 
     def batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step, the same for all ranks."""
+        """The micro-batches of a step, the same for all ranks."""
         return micro_batches(step, 0, self.micros, (self.batch, self.sequence), self.vocab)
 
 
 @dataclass
 class Result:
-    """What one contestant showed on one rank, or on all of them together."""
+    """Figures of one contestant on one rank, or over all of them."""
 
     timing: Timing
     norms: list[float] = field(default_factory=list)
@@ -109,7 +108,7 @@ class Result:
 
 
 def engine_for(job: Job, rank: int, num_ranks: int, form: str) -> Engine:
-    """Return the engine on a tensor axis over all ranks."""
+    """The engine on a tensor axis over all ranks."""
     blocks = real_blocks(job.model, DTYPES[job.dtype])
     cluster = local_cluster({"node": num_ranks})
     plan = replace(
@@ -142,10 +141,10 @@ Train = Callable[[Sequence[Batch]], tuple[float, float]]  # micro-batches of a s
 def contest(
     rank: int, num_ranks: int, job: Job, libraries: Sequence[str], turn: Callable[[], None]
 ) -> dict[str, Result]:
-    """Let all contestants of `job` take turns, and return what those of `libraries` showed, on all ranks together.
+    """Let all contestants of `job` take turns; figures over all ranks of those in `libraries`, by "library form".
 
-    The others live elsewhere: this process sits out their steps. `turn` returns when every process has called it.
-    Results go by "library form". Raises `ProgramError` when the engine sent other bytes than its plan declares.
+    The others live in other processes: this one waits during their steps. `turn` returns when every process has called
+    it. Raises `ProgramError` when the engine sent other bytes than its plan declares.
     """
     mesh = init_device_mesh("cpu", (num_ranks,))
     results: dict[str, Result] = {}
@@ -198,7 +197,6 @@ def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
 
 
 def rows(num_ranks: int, job: Job, results: dict[str, Result]) -> list[list[str]]:
-    """Return the table's rows."""
     found = []
     for name, result in results.items():
         library, form = name.split()
@@ -217,7 +215,7 @@ def rows(num_ranks: int, job: Job, results: dict[str, Result]) -> list[list[str]
 
 
 def failures(job: Job, results: dict[str, Result]) -> list[str]:
-    """Return which targets are missed."""
+    """The missed targets."""
     missed = []
     for form in job.forms:
         ours, theirs = results.get(f"engine {form}"), results.get(f"torch {form}")
@@ -246,7 +244,7 @@ def work(index: int, num_ranks: int, job: Job, ports: Sequence[int], turns: Any,
 
 
 def hold(num_ranks: int, job: Job) -> dict[str, Result]:
-    """Hold the contest in processes of its own."""
+    """Run the contest in processes of its own."""
     context = multiprocessing.get_context("spawn")
     num_processes, found = num_ranks * len(job.libraries), context.SimpleQueue()
     ports = [free_port() for _ in job.libraries]

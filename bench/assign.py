@@ -1,16 +1,15 @@
-"""The balancer: how near its makespan is to the bound, how long it takes, what it gains in the model.
+"""The balancer: distance of its makespan from the bound, its run time, and its gain in the cost model.
 
 First, for several distributions of lengths and numbers of GPUs in nodes of eight: the modelled attention of the slowest
-place over the proven bound (target: 1.05), and the processor time of the best of `--rounds` (target: 100 ms for 4,096
-documents on 1,024 places). No place may have more than three even shares of the tokens, or a few more where long
-documents need them (terrace.sequence.balanced): with two, where a ring fills the time of its places, the others
-could not take all that is left, and the makespan of few documents a place was up to 1.09 of the bound.
+rank over the proven bound (target: 1.05), and the processor time of the best of `--rounds` (target: 100 ms for 4,096
+documents on 1,024 ranks). No rank may have more than three even shares of the tokens, or a few more where long
+documents need them (terrace.sequence.balanced): with two, a ring fills its ranks and the others cannot take all the
+rest, so the makespan of few documents per rank was up to 1.09 of the bound.
 
 Then one layer of Llama 3B, 7B and 13B (12 hidden^2 weights, no shared KV heads) under every policy, means over batches
-of `--tokens` a GPU from the published histogram. Beside the last column stands what Zeppelin publishes over an even
-ring: 2.80x in the mean, 6.60x at most, of whole steps on its clusters and data sets. Here it is a layer alone: of what
-is the same under all policies there is its linear part and nothing else, and rings are over all GPUs. So the two say
-the same thing in kind, not in size.
+of `--tokens` per GPU from the published histogram. Zeppelin publishes speed-ups over an even ring of 2.80x in the mean
+and 6.60x at most, for whole steps on its clusters and data sets. Here a single layer is modelled, with rings over all
+GPUs, so the two figures agree in kind, not in size.
 """
 
 import argparse
@@ -34,12 +33,12 @@ PUBLISHED_GAIN = 2.80
 
 
 def cluster_of(num_gpus: int) -> Cluster:
-    """Return nodes of eight."""
+    """Nodes of eight."""
     return load_cluster("dgx-h100").resized(num_gpus // NODE)
 
 
 def ratios(num_gpus: int, a_place: int, rounds: int) -> list[list[str]]:
-    """Return rows of the first table."""
+    """Rows of the first table."""
     number, degrees, rows = a_place * num_gpus, (NODE, num_gpus // NODE), []
     cost = WorkCost.of(cluster_of(num_gpus), heads=32, kv_heads=8, head_dim=128)
     cases = {
@@ -63,7 +62,7 @@ def ratios(num_gpus: int, a_place: int, rounds: int) -> list[list[str]]:
 
 
 def gains(model: str, num_gpus: int, tokens: int, number: int) -> list[str]:
-    """Return a row of the second table."""
+    """A row of the second table."""
     cluster, (heads, head_dim) = cluster_of(num_gpus), MODELS[model]
     device, hidden = cluster.device, heads * head_dim
     flops = 3 * 2 * 12 * hidden**2

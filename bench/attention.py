@@ -1,20 +1,20 @@
-"""What attention through pairs of runs costs beside torch's own, on one CPU core, forward and backward.
+"""Cost of attention through pairs of runs over torch's own, on one CPU core, forward and backward.
 
     causal   a row is one document: one pair                     plain: F.scaled_dot_product_attention, causal
     packed   documents of T/2, T/4, ... 16, 16 tokens: a pair    plain: the same, piece by piece, as a model without
              each, the short ones under one mask                 a context axis attends (terrace.model.attention)
-    chunks   the causal row in 8 runs of queries and of keys,    plain: that of `causal`
-             36 pairs that are merged: what a ring of 4 ranks
-             computes, all on one
+    chunks   the causal row in 8 runs of queries and of keys,    plain: as in `causal`
+             36 pairs that are merged: the work of a ring of 4
+             ranks, all on one
 
-Both take turns in one process, in an order that flips every round; a ratio is the median over rounds of that within a
-round, with the quartiles beside it, of processor time, which other jobs disturb less than wall time. `difference` is
-the largest of output and gradients, in parts of the largest element.
+Both take turns in one process, in an order that flips every round; a ratio is the median of the ratios within a round,
+with their quartiles, of processor time, which other jobs disturb less than wall time. `difference` is the largest of
+output and gradients, relative to the largest element.
 
-Target: at most 3 % more in `causal` and `packed`. `chunks` has none: a pair that is merged is work that plain has not.
+Target: at most 3 % more in `causal` and `packed`. `chunks` has none: plain has no merging to do.
 
-To count instructions, `--only` runs one contestant, so that two runs under a counter of different `--rounds` differ by
-what rounds cost.
+To count instructions, `--only` runs one contestant: the difference of two counted runs with different `--rounds` is the
+cost of the rounds.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def documents_of(case: str, num_tokens: int) -> list[int]:
-    """Return the lengths of the documents of a row."""
+    """The lengths of the documents of a row."""
     if case != "packed":
         return [num_tokens]
     lengths = [num_tokens // 2]
@@ -53,7 +53,7 @@ def documents_of(case: str, num_tokens: int) -> list[int]:
 
 
 def pairs_of(case: str, num_tokens: int, dtype: torch.dtype) -> list[DensePair]:
-    """Return the pairs of a row."""
+    """The pairs of a row."""
     if case == "chunks":
         bounds = [num_tokens * index // NUM_CHUNKS for index in range(NUM_CHUNKS + 1)]
         runs = list(pairwise(bounds))
@@ -75,7 +75,7 @@ def _dense(pair: Pair, dtype: torch.dtype) -> DensePair:
 
 
 def contestants(case: str, num_tokens: int, dtype: torch.dtype, tensors: Sequence[Tensor]) -> dict[str, Attend]:
-    """Return attention of a row, plain and through pairs."""
+    """Attention of a row, plain and through pairs."""
     positions = torch.cat([torch.arange(size) for size in documents_of(case, num_tokens)])[None]
     plan = AttentionPlans(0).plan(positions, tensors[0])
     pairs = pairs_of(case, num_tokens, dtype)
@@ -86,14 +86,14 @@ def contestants(case: str, num_tokens: int, dtype: torch.dtype, tensors: Sequenc
 
 
 def forward_backward(run: Attend, tensors: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return the output and the gradients."""
+    """The output and the gradients."""
     query, key, value = tensors
     out = run(query, key, value)
     return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
 
 
 def measure(case: str, num_tokens: int, dtype: str, options: argparse.Namespace) -> tuple[list[str], bool]:
-    """Return a row of the table, and whether the target is met."""
+    """A row of the table, and whether the target is met."""
     kind = DTYPES[dtype]
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     generator = torch.Generator().manual_seed(0)

@@ -1,10 +1,11 @@
-"""What a checkpoint costs: the steps beside which it is written, and its rate beside a plain write of the same bytes.
+"""Cost of a checkpoint: slow-down of the steps during a save, and the save's rate over a plain write's.
 
-Steps: rounds of some steps in one process, by turns without a save, with a save beside them, and with one that they
-wait for; the save belongs to the round from its copy to the last of its steps, and must end in it. Rate: a save's file
-(with its checksum and sync) by turns with a plain sequential write of the same bytes and an fsync, on the same disk.
+Steps: rounds of some steps in one process, by turns without a save, with a save in the background, and with a save that
+they wait for; the save belongs to the round from its copy to the last of its steps, and must end in it. Rate: a save's
+file (with its checksum and sync) by turns with a plain sequential write of the same bytes and an fsync, on the same
+disk.
 
-Targets: a round with a save beside it takes at most 5 % longer; a save writes at 80 % of the plain rate at least.
+Targets: a round with a background save takes at most 5 % longer; a save writes at no less than 80 % of the plain rate.
 """
 
 import argparse
@@ -47,7 +48,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def make_engine(config: ModelConfig) -> Engine:
-    """Return an engine on a world of one."""
+    """An engine on a world of one."""
     blocks, cluster = real_blocks(config), local_cluster({"node": 1})
     return Engine(
         blocks,
@@ -61,7 +62,7 @@ def make_engine(config: ModelConfig) -> Engine:
 
 
 def rounds_of(engine: Engine, config: ModelConfig, folder: Path, every: int, batch: int) -> dict[str, Step]:
-    """Return the contestants: each makes `every` steps, with the save that its name says."""
+    """The contestants: each makes `every` steps, with the save in its name."""
     worlds = [World(0, 1, 0, 1, HashStore()) for _ in range(2)]
     savers = {
         "beside": Saver(engine, worlds[0], folder / "beside", {}, 1),
@@ -95,7 +96,7 @@ def write_plainly(path: Path, data: memoryview) -> float:
 
 
 def rates(engine: Engine, folder: Path, rounds: int) -> tuple[int, list[float], list[float]]:
-    """Return the bytes of a file, and the seconds of each write by a save and of each plain one."""
+    """Size of a file, and the seconds of each write by a save and of each plain one."""
     snapshot = snapshot_of(engine)
     snapshot.take()
     entry = snapshot.write(folder / "file")
@@ -114,7 +115,7 @@ def rates(engine: Engine, folder: Path, rounds: int) -> tuple[int, list[float], 
 
 
 def checksum_rates() -> str:
-    """Return bytes a second of the checksum and of those it was chosen from, in words."""
+    """Bytes per second of the checksum and of its alternatives, in words."""
     data, found = os.urandom(64 << 20), []
     for name, compute in (("crc32", zlib.crc32), ("sha256", hashlib.sha256), ("blake2b", hashlib.blake2b)):
         times_s = []

@@ -1,10 +1,9 @@
-"""How fast the block codecs are on a CPU, one thread.
+"""Speed of the block codecs on one CPU thread.
 
-GB/s of input: bytes of the elements that a message carries, over the processor time of an encode, a decode
-(into the same dtype), and both. Target: both together at least 1 GB/s of bf16, for int8 and int4 in blocks of
-128. Processor time is used because other jobs disturb it less; each figure is the best of `--rounds`, as a
-slower one says something about the neighbours. `feedback` is an encode with its residual, `add` the sum of four
-messages into fp32, per message.
+GB/s of input: bytes of a message's elements over the processor time of an encode, a decode (into the same dtype), and
+both. Target: both together at least 1 GB/s of bf16, for int8 and int4 in blocks of 128. Processor time is used because
+other jobs disturb it less; each figure is the best of `--rounds`, as a slower one tells about the neighbours.
+`feedback` is an encode with its residual, `add` the sum of four messages into fp32, per message.
 """
 
 import argparse
@@ -24,7 +23,7 @@ MESSAGES = 4  # summed by `add`
 
 
 def best_s(work: Callable[[], None], rounds: int) -> float:
-    """Return the least processor time of a call, in seconds."""
+    """The least processor time of a call, in seconds."""
     work()
     times = []
     for _ in range(rounds):
@@ -35,7 +34,7 @@ def best_s(work: Callable[[], None], rounds: int) -> float:
 
 
 def measure(wire: WireFormat, dtype: torch.dtype, numel: int, rounds: int) -> tuple[list[str], float]:
-    """Return a row of the table, without its target, and the bytes per second of encode and decode together."""
+    """A row of the table, without its target, and the bytes per second of encode and decode together."""
     values = torch.randn(1, numel, dtype=torch.float32).to(dtype)
     decoded, residual, total = torch.empty_like(values), torch.zeros(1, numel), torch.zeros(numel)
     messages = torch.empty(MESSAGES, wire.message_bytes(numel), dtype=torch.uint8)

@@ -1,8 +1,7 @@
 """Shared by the benchmarks: the model, its batches, alternating timing, tables.
 
-Machines that run these are seldom idle, so no absolute time means much. The contestants take turns in
-the same process, the order flips every round, and what is reported is the median over rounds of the
-ratio within a round.
+Machines that run these are seldom idle, so absolute times mean little. The contestants take turns in the same process,
+the order flips every round, and the result is the median over rounds of the ratio within a round.
 """
 
 import gc
@@ -40,7 +39,7 @@ class Timing:
 
 
 def decoder(hidden: int, layers: int, vocab: int = 257, *, tied: bool = False) -> ModelConfig:
-    """Return a Llama-style decoder with heads of 32 or 128 elements and a gated MLP."""
+    """A Llama-style decoder with heads of 32 or 128 elements and a gated MLP."""
     heads = hidden // (128 if hidden >= 1024 else 32)
     return parse_model(
         {
@@ -57,19 +56,19 @@ def decoder(hidden: int, layers: int, vocab: int = 257, *, tied: bool = False) -
 
 
 def real_blocks(config: ModelConfig, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
-    """Return the blocks of `config` with the values of seed 0, on the CPU."""
+    """The blocks of `config` with the values of seed 0, on the CPU."""
     blocks = build_blocks(config)
     initialise(blocks, config, seed=0, dtype=dtype)
     return blocks
 
 
 def block_names(blocks: Sequence[nn.Module]) -> list[str]:
-    """Return the names that patterns of a plan match."""
+    """The names that patterns of a plan match."""
     return ["embedding", *(f"layers.{index}" for index in range(len(blocks) - 2)), "head"]
 
 
 def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int], vocab: int) -> list[Batch]:
-    """Return a rank's micro-batches of a step; ten batches come again and again, so that they can be learnt."""
+    """A rank's micro-batches of a step; ten batches repeat, so that they can be learnt."""
     generator = torch.Generator().manual_seed(1000 * rank + step % 10)
     batches = []
     for _ in range(num_micros):
@@ -81,7 +80,7 @@ def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int],
 
 
 def local_cluster(sizes: Mapping[str, int]) -> Cluster:
-    """Return a cluster of CPU processes with these tiers; nothing here is planned, so its figures do not matter."""
+    """A cluster of CPU processes with these tiers; nothing here is planned, so its figures do not matter."""
     device = Device(name="cpu", memory_bytes=1e12, memory_bandwidth_bytes_per_s=1e9, peak_flops_per_s={"fp32": 1e10})
     tier = Tier(name="any", size=1, bandwidth_bytes_per_s=1e9, latency_s=1e-5)
     return Cluster(
@@ -90,7 +89,7 @@ def local_cluster(sizes: Mapping[str, int]) -> Cluster:
 
 
 def decay_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, object]]:
-    """Return the two parameter groups of AdamW: matrices decay, norms do not."""
+    """The two parameter groups of AdamW: matrices decay, norms do not."""
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -101,7 +100,7 @@ def alternate(steps: Mapping[str, Step], rounds: int, warmup: int, before: Calla
     """Let the contestants take turns; `before` runs, untimed, before every step."""
     timings = {name: Timing() for name in steps}
     gc.collect()
-    gc.disable()  # a collection in the middle of one contestant's step is not its doing
+    gc.disable()  # a collection could fall into either contestant's step
     for number in range(warmup + rounds):
         names = list(steps)
         for name in names if number % 2 == 0 else reversed(names):
@@ -118,40 +117,40 @@ def alternate(steps: Mapping[str, Step], rounds: int, warmup: int, before: Calla
 
 
 def num_faults() -> int:
-    """Return the minor page faults of this process so far."""
+    """The minor page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """Return the median over rounds of the ratio within a round."""
+    """The median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 def spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[float, float]:
-    """Return the first and the third quartile of the ratio within a round."""
+    """The first and the third quartile of the ratio within a round."""
     low, _, high = statistics.quantiles([a / b for a, b in zip(numerator, denominator, strict=True)], n=4)
     return low, high
 
 
 def loss_difference(first: Timing, second: Timing) -> float:
-    """Return the largest difference of two contestants' losses of the same step."""
+    """The largest difference of two contestants' losses of the same step."""
     return max(abs(a - b) for a, b in zip(first.losses, second.losses, strict=True))
 
 
 def norm_difference(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the largest relative difference of two contestants' gradient norms of the same step."""
+    """The largest relative difference of two contestants' gradient norms of the same step."""
     return max(abs(a - b) / max(a, b) for a, b in zip(first, second, strict=True))
 
 
 def over_ranks(timing: Timing) -> Timing:
-    """Return the wall time of the slowest rank, and processor time and faults of all. Every rank calls this."""
+    """The wall time of the slowest rank, and processor time and faults of all. Every rank calls this."""
     wall, cpu = torch.tensor(timing.wall_s), torch.tensor(timing.cpu_s)
     faults = torch.tensor(timing.faults)
     dist.all_reduce(wall, dist.ReduceOp.MAX)

@@ -1,14 +1,14 @@
-"""What the context axis costs and saves, on local processes.
+"""Cost and savings of the context axis, on local processes.
 
     one rank   attention of a rank that exchanges nothing, through this path and by torch's own: at most 3 % more
-    memory     activations of a rank: the longest row on 8 ranks under what one rank takes for its longest: 7 times
-    links      a step on 2 x 2 ranks whose outer link is slow: Ulysses outside and the ring inside, beside the ring
+    memory     activations of a rank: the longest row on 8 ranks under the memory of one rank's longest: 7 times
+    links      a step on 2 x 2 ranks whose outer link is slow: Ulysses outside and the ring inside against the ring
                outside and Ulysses inside, which must be faster
 
 `one rank` takes turns in one process and compares processor time; ratios are medians over rounds, with the quartiles.
-`memory` is the most that torch allocates at once in a step on the fullest rank, scratch of kernels included, as its
-profiler records it on the thread that computes: messages in one piece while they leave are not seen. The longest row is
-what a line through the peaks at 6 and 8 times the tokens says. `links` holds every message to the rate of its tier by
+`memory` is the most that torch allocates at once in a step on the fullest rank, scratch of kernels included, as
+recorded by its profiler on the computing thread: outgoing messages sent in one piece are not seen. The longest row is
+read off a line through the peaks at 6 and 8 times the tokens. `links` holds every message to the rate of its tier by
 sleeping (terrace.comm.pace), so other jobs disturb it less.
 """
 
@@ -53,7 +53,7 @@ CALL_S = 900.0
 
 @dataclass(frozen=True)
 class Job:
-    """Steps of one engine: degrees of both forms by tier, the row's tokens, how many steps."""
+    """Steps of one engine: degrees of both forms by tier, tokens of the row, number of steps."""
 
     cluster: Cluster
     forms: dict[str, dict[str, int]]
@@ -64,7 +64,7 @@ class Job:
 
 
 def engine_of(world: World, job: Job) -> Engine:
-    """Return the engine of a job on this rank."""
+    """The engine of a job on this rank."""
     specs = block_specs(job.config)
     mapping = {tier: {"context": forms} for tier, forms in job.forms.items()}
     return Engine(
@@ -83,7 +83,7 @@ def engine_of(world: World, job: Job) -> Engine:
 
 
 def peak_bytes(world: World, job: Job) -> int:
-    """Return the most bytes that a step has allocated at once on this rank, of the step with the fewest."""
+    """Largest number of bytes that a step has allocated at once on this rank, for the step with the fewest."""
     torch.set_num_threads(1)
     engine = engine_of(world, job)
     peaks = []
@@ -101,7 +101,7 @@ def peak_bytes(world: World, job: Job) -> int:
 
 
 def step_seconds(world: World, jobs: Sequence[Job], rounds: int) -> list[list[float]]:
-    """Return the wall seconds of the steps of each job, which take turns."""
+    """The wall seconds of the steps of each job, which take turns."""
     torch.set_num_threads(1)
     engines = [engine_of(world, job) for job in jobs]
     found: list[list[float]] = [[] for _ in jobs]
@@ -121,7 +121,7 @@ def step_seconds(world: World, jobs: Sequence[Job], rounds: int) -> list[list[fl
 
 
 def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
-    """Return a row of the table, and the ratio."""
+    """A row of the table, and the ratio."""
     segment = Segment(0, num_tokens, (0,))
     layout = Layout(segments=(segment,), documents=(0,), held=(((0, num_tokens),),), ulysses=1, num_held=num_tokens)
     pool = Pool(members=(0,), ulysses=1, place_degrees=(1,), sizes=(1,))
@@ -150,13 +150,13 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
 
 
 def model_of(options: argparse.Namespace) -> ModelConfig:
-    """Return a decoder in which four query heads share a key-value head."""
+    """A decoder in which four query heads share a key-value head."""
     config = decoder(options.hidden, options.layers)
     return replace(config, num_kv_heads=config.num_heads // 4)
 
 
 def memory(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]], float]:
-    """Return rows of the table, and how many times longer a row fits, the fewest of all forms."""
+    """(rows of the table, growth of the longest row, the smallest of all forms)."""
     config, base = model_of(options), options.tokens
 
     def peak(size: int, forms: dict[str, int], sequence: int) -> int:
@@ -177,7 +177,7 @@ def memory(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]
 
 
 def links(pool: LocalPool, options: argparse.Namespace) -> tuple[list[list[str]], float]:
-    """Return rows of the table, and the ratio of the worse order to the better."""
+    """(rows of the table, ratio of the slower order to the faster)."""
     cluster = local_cluster({"node": 2, "system": 2})
     inner, outer = cluster.tiers
     rates = (options.inner_bytes_per_s, options.outer_bytes_per_s)

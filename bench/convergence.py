@@ -1,8 +1,8 @@
-"""Does compression change what is learned? Three-level placement, lossless, compressed, and without error feedback.
+"""Does compression change what a model learns? Three-level placement, lossless, compressed, and without error feedback.
 
-Eight gloo ranks in three tiers train a decoder of 1.3 M parameters on the source text of the Python standard
-library, the same batches, initial values and learning rates for all, with several seeds. What is compared is
-the mean loss of the last tenth of the steps. A run that a results file holds already is not made again.
+Eight gloo ranks in three tiers train a decoder of 1.3 M parameters on the source text of the Python standard library,
+with the same batches, initial values and learning rates for all, with several seeds. Compared is the mean loss of the
+last tenth of the steps. Runs already in the results file are not repeated.
 
 Target: after 1,000 steps the compressed preset is within 0.5 % of the lossless one, for every seed.
 """
@@ -43,7 +43,7 @@ _CALL_S = 3600.0
 
 @dataclass(frozen=True)
 class Job:
-    """One training run, as every rank is told."""
+    """One training run, as given to every rank."""
 
     variant: str
     seed: int
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run ends with; the errors are means over its last tenth. `setting` is what it was run with."""
+    """Result of a run; the errors are means over its last tenth. `setting` holds the run's settings."""
 
     variant: str
     seed: int
@@ -68,7 +68,7 @@ class Found:
 
 
 def plan_of(variant: str, cluster: Cluster) -> Plan:
-    """Return the plan of a contestant."""
+    """The plan of a contestant."""
     # Blocks stay gathered over the whole step: fewer messages, the same numbers.
     if variant == "lossless":
         return replace(preset("three-level", cluster), prefetch=RESIDENT)
@@ -83,7 +83,7 @@ def plan_of(variant: str, cluster: Cluster) -> Plan:
 
 
 def setting_of(job: Job) -> str:
-    """Return what all runs that are compared have in common."""
+    """Settings that all compared runs share."""
     return f"{job.steps} steps of 8 x {job.sequence}, hidden {job.hidden}, {job.layers} layers, lr {job.lr:g}"
 
 
@@ -121,7 +121,7 @@ def run(world: World, job: Job) -> Found:
 
 
 def show(found: Sequence[Found]) -> bool:
-    """Print the table; return whether the target is met by every seed."""
+    """Print the table; return whether every seed meets the target."""
     by_seed: dict[int, dict[str, Found]] = {}
     for one in found:
         by_seed.setdefault(one.seed, {})[one.variant] = one

@@ -1,4 +1,4 @@
-"""Tokenising a corpus into the cache, beside the `tokenizers` library alone on the same texts.
+"""Tokenising a corpus into the cache, against the `tokenizers` library alone on the same texts.
 
     python -m bench.data [--megabytes 20 --rounds 3]
 

@@ -1,7 +1,7 @@
-"""How fast one core makes batches from a token cache: `python -m bench.feeding`.
+"""Speed at which one core makes batches from a token cache: `python -m bench.feeding`.
 
-A corpus of random ids in documents of a geometric length is written to a temporary folder, then micro-batches are read
-from it in the order of a run, in the ways of `data.documents` and from a mixture.
+A corpus of random ids in documents of geometric lengths is written to a temporary folder, then micro-batches are read
+from it in the order of a run, in each mode of `data.documents` and from a mixture.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def corpus(folder: Path, name: str, num_tokens: int, mean_length: int) -> TokenF
 
 
 def rate(make: Callable[[int], object], tokens_a_step: int, seconds: float) -> float:
-    """Return tokens per second of `make`, called for one step after the other."""
+    """Tokens per second of `make`, called for one step after the other."""
     make(0)
     begin, step = time.perf_counter(), 1
     while time.perf_counter() - begin < seconds:
@@ -52,7 +52,7 @@ def rate(make: Callable[[int], object], tokens_a_step: int, seconds: float) -> f
 
 
 def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, list[Source]]:
-    """Return what is read: each way of putting documents into sequences, and a mixture of all."""
+    """Sources to read: each way of putting documents into sequences, and a mixture of all."""
     tokens = {name: corpus(folder, name, num_tokens, mean_length) for name in ("join", "separate", "whole")}
     sources = {
         "join": Source(tokens=tokens["join"]),
@@ -67,7 +67,7 @@ def ways(folder: Path, num_tokens: int, mean_length: int) -> dict[str, list[Sour
 
 
 def main() -> None:
-    """Measure and print one line of JSON a way."""
+    """Measure and print one line of JSON per way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=50_000_000, help="of each corpus")
     parser.add_argument("--document", type=int, default=400, help="mean tokens of a document")

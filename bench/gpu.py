@@ -1,15 +1,15 @@
-"""What to run once on a machine with a CUDA device; says so and exits 0 on a machine without one.
+"""To be run once on a machine with a CUDA device; says so and exits 0 on a machine without one.
 
     parity     a tiny fp64 decoder under several plans: loss and gradient norm on CUDA against the CPU
-    streams    the engine as it runs against itself with the device idle before every instruction: a
-               buffer that is reused or read too early shows as a difference
+    streams    the engine against itself with the device idle before every instruction: a buffer that is
+               reused or read too early shows as a difference
     copies     bandwidth on the device, and from and to pinned host memory
     codecs     block codecs: the reference bit for bit, and bandwidth against a copy (target 70 %)
     training   a Llama-style stack of about 1 B parameters in bf16: step time, share of the peak (MFU),
-               where the time goes, peak memory
+               breakdown of the time, peak memory
 
-MFU counts three times the matrix products of a forward pass, attention as the full square, and nothing
-for recomputation.
+MFU counts three times the matrix products of a forward pass, attention as the full square, and nothing for
+recomputation.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from terrace.plan import Plan, preset
 from terrace.runtime.engine import Engine, StepResult
 
 PARITY = 1e-10
-STREAM_TOLERANCE = 1e-3  # atomics in backward kernels reorder fp32 sums; a buffer read too early is far outside
+STREAM_TOLERANCE = 1e-3  # atomics in backward kernels reorder fp32 sums; a buffer read too early differs far more
 
-Row = tuple[str, str, bool]  # what, found, whether it is as it should be
+Row = tuple[str, str, bool]  # subject, result, whether it passes
 
 
 def new_engine(config: ModelConfig, plan: Plan, device: str, micros: int, watch: Callable[[], object]) -> Engine:
-    """Return an engine on one rank; `watch` is called at every instruction."""
+    """An engine on one rank; `watch` is called at every instruction."""
     blocks = build_blocks(config)  # on meta: the engine fills its own buffers from `initial`
 
     def progress(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
@@ -84,7 +84,7 @@ def train(
 
 
 def difference(first: Sequence[StepResult], second: Sequence[StepResult]) -> float:
-    """Return the largest relative difference of loss or gradient norm over the steps."""
+    """The largest relative difference of loss or gradient norm over the steps."""
     pairs = [
         pair for a, b in zip(first, second, strict=True) for pair in ((a.loss, b.loss), (a.grad_norm, b.grad_norm))
     ]

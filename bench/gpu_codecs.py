@@ -1,8 +1,8 @@
 """Block codecs on a CUDA device, a section of `gpu.py`: bits against the reference, bandwidth against copies.
 
-Bytes moved by an encode are the elements read and the message written, by a decode the reverse. The limit is
-what a copy reaches on the same device in the same run, a byte counting twice, once read and once written;
-the target is 70 % of it.
+Bytes moved by an encode are the elements read and the message written, by a decode the reverse. The limit is the rate
+of a copy on the same device in the same run, a byte counting twice, once read and once written; the target is 70 % of
+it.
 """
 
 import statistics
@@ -22,7 +22,7 @@ Row = tuple[str, str, bool]
 
 
 def codec_rows() -> list[Row]:
-    """Return what was found, and whether it is as it should be."""
+    """Rows of the table."""
     limit = copy_bytes_per_s()
     rows: list[Row] = [("codecs", codecs.backend(torch.device("cuda")), True)]
     for text in ("int8", "int4", "fp8"):
@@ -37,7 +37,7 @@ def codec_rows() -> list[Row]:
 
 
 def equals_reference(wire: WireFormat) -> bool:
-    """Return whether messages, residuals, elements and sums are those of the reference on the CPU."""
+    """Whether messages, residuals, elements and sums equal the reference's on the CPU."""
     rng = torch.Generator().manual_seed(0)
     values = torch.randn(2, NUM_COMPARED, generator=rng).mul_(0.01).to(torch.bfloat16)
     residual = torch.randn(2, NUM_COMPARED, generator=rng).mul_(1e-5)
@@ -56,7 +56,7 @@ def equals_reference(wire: WireFormat) -> bool:
 
 
 def bandwidths(wire: WireFormat) -> dict[str, float]:
-    """Return bytes moved per second by each operation."""
+    """Bytes moved per second by each operation."""
     values = torch.randn(1, NUM_ELEMENTS, dtype=torch.bfloat16, device="cuda")
     message = torch.empty(1, wire.message_bytes(NUM_ELEMENTS), dtype=torch.uint8, device="cuda")
     residual = torch.zeros(1, NUM_ELEMENTS, device="cuda")
@@ -77,13 +77,13 @@ def bandwidths(wire: WireFormat) -> dict[str, float]:
 
 
 def copy_bytes_per_s() -> float:
-    """Return bytes read and written per second by a copy on the device."""
+    """Bytes read and written per second by a copy on the device."""
     source, target = (torch.zeros(2 * NUM_ELEMENTS, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * source.numel() / median_s(lambda: target.copy_(source))
 
 
 def median_s(work: Callable[[], object], rounds: int = 20) -> float:
-    """Return the median time of a call on the device, in seconds, by events; the first calls compile."""
+    """The median time of a call on the device, in seconds, by events; the first calls compile."""
     for _ in range(3):
         work()
     times: list[float] = []

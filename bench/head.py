@@ -1,8 +1,8 @@
-"""The head with its loss in chunks, beside whole logits through autograd: seconds and memory, alternating.
+"""The head with its loss in chunks, against whole logits through autograd: seconds and memory, alternating.
 
     python -m bench.head [--tokens 2048 --hidden 256 --vocabularies 256 32000 --dtype fp32 --rounds 5]
 
-Each round runs forward and backward of both, first one and then the other; the best of all rounds counts.
+Each round runs forward and backward of both in turn; the best of all rounds counts.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from terrace.simulate import chunks
 
 
 def head_of(vocabulary: int, hidden: int, dtype: torch.dtype) -> nn.Module:
-    """Return the head of a small decoder, with values."""
+    """The head of a small decoder, with values."""
     config: ModelConfig = parse_model(
         {
             "model_type": "llama",
@@ -40,7 +40,7 @@ def head_of(vocabulary: int, hidden: int, dtype: torch.dtype) -> nn.Module:
 
 
 def best(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the least seconds of each, taking turns."""
+    """Shortest time of each run, taking turns, in seconds."""
     for run in runs.values():
         run()
     found = dict.fromkeys(runs, float("inf"))
@@ -55,7 +55,7 @@ def best(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]
 def contest(
     head: nn.Module, tokens: int, hidden: int, dtype: torch.dtype, log2_chunks: Sequence[int], rounds: int
 ) -> dict[str, float]:
-    """Return the least seconds of whole logits and of each size of a chunk."""
+    """Shortest time of whole logits and of each chunk size, in seconds."""
     run_chunks = chunked_head(head, token_loss)
     assert run_chunks is not None, "a decoder's head has a form in chunks"
     inputs = torch.randn(1, tokens, hidden).to(dtype).requires_grad_()
@@ -75,7 +75,7 @@ def contest(
 
 
 def main() -> None:
-    """Print one line of JSON a vocabulary and number of tokens."""
+    """Print one line of JSON per vocabulary and number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--hidden", type=int, default=256)

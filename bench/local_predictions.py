@@ -1,11 +1,11 @@
-"""How far predictions lie from local steps, when all that the model is told is what `terrace probe` measured.
+"""Error of predictions for local steps when the model knows only the measurements of `terrace probe`.
 
     python -m bench.local_predictions [--place local rehearsal] [--plans zero3 hsdp] [--seconds 60]
 
-For each place one probe, then a run of each plan on the cluster file that it wrote, and a table of predicted beside
-measured. Places are eight processes on the loopback (`local`) and eight network namespaces with limited links
-(`rehearsal`), which need Linux and root. Everything stays in the folder, and a second call with --keep makes only
-what is missing there.
+For each place one probe, then a run of each plan on the resulting cluster file, and a table of predicted and measured
+figures. Places are eight processes on the loopback (`local`) and eight network namespaces with limited links
+(`rehearsal`), which need Linux and root. Everything stays in the folder, and a second call with --keep makes only the
+missing parts.
 """
 
 import argparse
@@ -40,7 +40,7 @@ HEADER = ("place", "plan", "bytes", "memory", "predicted s", "measured s", "step
 
 
 def terrace(place: str, words: Sequence[str], folder: Path) -> None:
-    """Run `terrace` in `folder` at a place; what it says goes into a log there. Exits when it fails."""
+    """Run `terrace` in `folder` at a place; its output goes to a log there. Exits when it fails."""
     line = [sys.executable, "-m", "terrace"]
     if place == "rehearsal":
         line += ["rehearse", "run", "--cluster", PLACES[place], "--", "terrace"]
@@ -69,7 +69,7 @@ def train(place: str, folder: Path, plan: str, options: argparse.Namespace) -> N
 
 
 def row(place: str, plan: str, report: Mapping[str, Any]) -> list[str]:
-    """Return a line of the table."""
+    """A line of the table."""
     predicted, measured = report["predicted"], report["measured"]
     step = [sum(side["time_s"].values()) for side in (predicted, measured)]
     memory = [sum(side["memory_bytes"].values()) for side in (predicted, measured)]
@@ -86,7 +86,7 @@ def row(place: str, plan: str, report: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(time_s: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of computing, of waiting for messages, and of the rest."""
+    # Compute, waits for messages, and the rest.
     found = {"compute": 0.0, "waits": 0.0, "other": 0.0}
     for category, seconds in time_s.items():
         if category in ("forward", "backward", "update", "clip"):
@@ -102,7 +102,7 @@ def _error(sides: Sequence[float], band: float) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
+    """The options."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.local_predictions",
         description=__doc__,

@@ -1,8 +1,8 @@
 """One rank without parallelism: the engine against a plain PyTorch training loop.
 
-Both train the same decoder from the same values on the same batches: forward, sum of the cross entropies
-over the valid tokens, backward, clipping at norm 1, fused AdamW with weight decay on matrices. The plain
-loop is what one would write by hand; with recomputation it wraps every layer in torch.utils.checkpoint.
+Both train the same decoder from the same values on the same batches: forward, sum of the cross entropies over the valid
+tokens, backward, clipping at norm 1, fused AdamW with weight decay on matrices. The plain loop is ordinary PyTorch
+code; with recomputation it wraps every layer in torch.utils.checkpoint.
 
 Target: the engine's step takes at most 5 % longer.
 """
@@ -41,7 +41,7 @@ SEQUENCE = 128
 
 
 def plain_step(config: ModelConfig, num_micros: int, batch: int, recompute: bool) -> Step:
-    """Return the step of a plain training loop."""
+    """The step of a plain training loop."""
     blocks = nn.ModuleList(real_blocks(config))
     parameters = list(blocks.parameters())
     optimizer = torch.optim.AdamW(
@@ -68,7 +68,7 @@ def plain_step(config: ModelConfig, num_micros: int, batch: int, recompute: bool
 
 
 def engine_step(config: ModelConfig, num_micros: int, batch: int, recompute: bool) -> Step:
-    """Return the step of the engine on a world of one."""
+    """The step of the engine on a world of one."""
     blocks = real_blocks(config)
     cluster = local_cluster({"node": 1})
     plan = replace(preset("ddp", cluster), recompute=("layers.*",) if recompute else ())

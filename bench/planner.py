@@ -1,8 +1,8 @@
-"""How long does a search take? GPT-3 175B on 16,384 A100, every axis and placement; needs no torch.
+"""Time of a search: GPT-3 175B on 16,384 A100, every axis and placement; needs no torch.
 
-The time is that of the search alone, in this process: the interpreter is running and everything is imported. Nothing is
-remembered from one round to the next but what the functions of the cost model keep, so every round begins in a process
-of its own. The best of a few rounds counts, since other jobs can only slow one down.
+Only the search is timed, in a process that has everything imported. Caches of the cost model would survive from one
+round to the next, so every round begins in a process of its own. The best of a few rounds counts, since other jobs can
+only slow one down.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MODEL = {
 
 
 def main() -> int:
-    """Print the seconds and what was done in them; with --check, return 1 when they miss the target."""
+    """Print the seconds and the numbers of the search; with --check, return 1 when they miss the target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--check", action="store_true", help=f"exit 1 above {TARGET_S} s")
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def search_s() -> tuple[float, Found]:
-    """Return the seconds of one search and what it found."""
+    """(seconds, result) of one search."""
     cluster = load_cluster("dgx-a100").resized(NODES)
     task = Task(model=parse_model(MODEL), cluster=cluster, batch=BATCH, sequence=SEQUENCE)
     before = time.perf_counter()

@@ -1,17 +1,17 @@
 """Data of very different lengths on a few gloo ranks: balance = "cost" against packing with equal tokens.
 
-    tokens   plain data parallelism: every rank has as many packed rows, whatever is in them, and waits for the slowest
-    cost     the documents of all ranks' rows are dealt out by what attention to them costs, long ones as rings
+    tokens   plain data parallelism: every rank has equally many packed rows, and waits for the slowest
+    cost     the documents of all ranks' rows are assigned by their cost of attention, long ones as rings
 
-The same model, data, batches and processes for both, which take turns step by step: what is reported is the median over
-steps of the ratio within a step, and the ratio of all steps together. A step takes as long as its slowest rank. Lengths
-are those of a published histogram (terrace.sequence.distributions), or of two kinds, short ones and long ones that have
-a quarter of the tokens; they are divided by `--scale`, and packed as `data.documents = "whole"` packs them. What
-attention costs is measured at the start, as in a run. With `--pace` messages are held to the rates of a cluster, whose
-tiers `--tiers` sizes.
+The same model, data, batches and processes for both, which take turns step by step: reported are the median over steps
+of the ratio within a step, and the ratio of all steps together. A step takes as long as its slowest rank. Lengths come
+from a published histogram (terrace.sequence.distributions), or are of two kinds, short and long, where the long ones
+have a quarter of the tokens; they are divided by `--scale`, and packed as by `data.documents = "whole"`. The cost of
+attention is measured at the start, as in a run. With `--pace` messages are held to the rates of a cluster, whose tiers
+`--tiers` sizes.
 
 Target: all steps of equal tokens take at least 1.5 times as long, and the losses are the same. Ranks that share a core
-wait for one another anyway, so it wants an idle core for each.
+wait for each other anyway, so it needs an idle core for each.
 """
 
 import argparse
@@ -60,7 +60,7 @@ from terrace.train.micro_batches import Fed, MicroBatches
 from terrace.train.spreading import Spreading
 
 TARGET = 1.5
-LIMIT = 1e-4  # of differences of losses and norms, in fp32
+LIMIT = 1e-4  # largest difference of losses and norms, in fp32
 BALANCES = ("tokens", "cost")
 LONGEST = 196608  # tokens of a document of the histogram
 SHORT, ONE_IN = 1024, 577  # of two kinds: one of LONGEST beside 576 short ones, which have three times its tokens
@@ -70,7 +70,7 @@ HEADER += ["median ratio", "ratio of all", "of busiest CPU", "loss diff"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every process is told."""
+    """Settings given to every process."""
 
     folder: Path
     tiers: tuple[tuple[str, int], ...]
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def cluster(self) -> Cluster:
-        """The ranks: tiers from 2 GB/s on, each four times as slow as the one inside: rates that a paced run has."""
+        """The ranks: tiers from 2 GB/s on, each four times as slow as the one inside it, for a paced run."""
         device = Device(
             name="cpu",
             memory_bytes=1e12,
@@ -126,17 +126,17 @@ class Job:
 
 @dataclass
 class Result:
-    """What one contestant showed on all ranks together."""
+    """Figures of one contestant over all ranks."""
 
     timing: Timing
     norms: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)  # the share of each step, mean over ranks
-    busiest_s: list[float] = field(default_factory=list)  # processor seconds of the rank that has most of them
+    waits: list[float] = field(default_factory=list)  # share of each step, mean over ranks
+    busiest_s: list[float] = field(default_factory=list)  # processor seconds of the busiest rank
     balances: list[float] = field(default_factory=list)
 
 
 def lengths_of(job: Job) -> list[int]:
-    """Return the tokens of every document."""
+    """Tokens of every document."""
     long = sample(job.documents) if job.lengths == "published" else bimodal(job.documents, SHORT, LONGEST, ONE_IN)
     return [max(2, length // job.scale) for length in long]
 
@@ -160,7 +160,7 @@ def write_tokens(folder: Path, lengths: Sequence[int], vocab: int) -> TokenFile:
 
 
 def plan_of(job: Job, balance: str) -> Plan:
-    """Return the plan of a contestant: data parallel, nothing sharded."""
+    """The plan of a contestant: data parallel, nothing sharded."""
     numbers = {"compute": job.dtype, "master": job.dtype, "micro_batch": job.rows, "balance": balance}
     return replace(preset("ddp", job.cluster), wire={}, **numbers)  # type: ignore[arg-type]
 
@@ -223,7 +223,6 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
 
 
 def rows(job: Job, results: dict[str, Result]) -> list[list[str]]:
-    """Return the table's rows."""
     found, equal = [], results["tokens"]
     tiers = " x ".join(f"{size} {name}" for name, size in job.tiers) + (f", paced {job.pace:g}" if job.pace else "")
     for balance, result in results.items():

@@ -1,8 +1,8 @@
-"""How fast is the simulator? Instructions played per second of processor time; needs no torch.
+"""Speed of the simulator: instructions played per second of processor time; needs no torch.
 
-A step is played twice, to be steady, so a program of n instructions is 2 n events. Pricing and the report are
-within the time, building the program is not: it is shown beside. The best of a few rounds counts, since other
-jobs can only slow one down.
+A step is played twice, to be steady, so a program of n instructions is 2 n events. Pricing and the report are timed,
+building the program is not: it has a column of its own. The best of a few rounds counts, since other jobs can only slow
+one down.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MODEL = {
 
 
 def main() -> int:
-    """Print a line a plan; with --check, return 1 when one misses the target."""
+    """Print one line per plan; with --check, return 1 when one misses the target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--micros", type=int, default=64, help="micro-batches of a step")

@@ -1,16 +1,16 @@
 """A decoder under `torch.distributed.pipelining`: one `PipelineStage` for every virtual stage of a rank.
 
-    1f1b          Schedule1F1B                one stage a rank
+    1f1b          Schedule1F1B                one stage per rank
     interleaved   ScheduleInterleaved1F1B     stage s on rank s mod P
-    zbv           ScheduleZBVZeroBubble       two stages a rank, down the ranks and up again
+    zbv           ScheduleZBVZeroBubble       two stages per rank, down the ranks and up again
 
-Beside data ranks a stage's module is wrapped in what `PipelineStage` knows: replicated by `DistributedDataParallel`, or
-sharded by FSDP2 (`fully_shard` on each block and on the stage). Both average over the data ranks, which the loss makes
-up for: it is divided by the tokens of all of them and multiplied by their number. Gradients are summed over
-micro-batches and not scaled after.
+With data ranks a stage's module is wrapped in a form that `PipelineStage` knows: replicated by
+`DistributedDataParallel`, or sharded by FSDP2 (`fully_shard` on each block and on the stage). Both average over the
+data ranks, which the loss makes up for: it is divided by the tokens of all of them and multiplied by their number.
+Gradients are summed over micro-batches and not scaled afterwards.
 
-With torch 2.13 some of this gives wrong gradients without a word, where a backward is split (`zbv`): DDP always, and
-FSDP2 when it reshards after a forward. `Trainer` refuses the first; the second is never asked for.
+With torch 2.13 some combinations give wrong gradients silently where a backward is split (`zbv`): DDP always, and FSDP2
+when it reshards after a forward. `Trainer` refuses the first; the second is never asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ _GIVEN_UP = "the schedule wants another number of stages a rank"
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How the blocks are spread: `stages` is the number of blocks of every virtual stage, in model order."""
+    """The split into stages: `stages` is the number of blocks of every virtual stage, in model order."""
 
     schedule: str
     stages: tuple[int, ...]
@@ -50,7 +50,7 @@ class Pipeline:
     sharded: bool = False  # over the data ranks, by FSDP2; otherwise replicated
 
     def own(self, stage_rank: int) -> list[int]:
-        """Return the virtual stages of a rank, in model order."""
+        """The virtual stages of a rank, in model order."""
         num_stages, num_ranks = len(self.stages), self.num_stage_ranks
         if self.schedule == "zbv":
             assert num_stages == 2 * num_ranks, _GIVEN_UP
@@ -59,7 +59,7 @@ class Pipeline:
         return list(range(stage_rank, num_stages, num_ranks))
 
     def blocks(self, stage: int) -> range:
-        """Return the blocks of a virtual stage."""
+        """The blocks of a virtual stage."""
         end = list(accumulate(self.stages))[stage]
         return range(end - self.stages[stage], end)
 
@@ -70,8 +70,8 @@ Train = Callable[[Sequence[Batch]], tuple[float, float]]  # micro-batches of a s
 class Trainer:
     """This rank's stages, their schedule and their optimizer. Every rank of the world makes one at the same point.
 
-    Ranks are numbered as in the engine's clusters: data ranks of a stage follow one another. `blocks` are all blocks of
-    the model; only those of this rank's stages are used, and need to be real.
+    Ranks are numbered as in the engine's clusters: data ranks of a stage are adjacent. `blocks` are all blocks of the
+    model; only this rank's are used, and need real parameters.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], pipeline: Pipeline, num_micros: int) -> None:
@@ -98,7 +98,7 @@ class Trainer:
         )
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """Train on this data rank's micro-batches of (tokens, labels); return the mean loss and the gradient norm."""
+        """Train on this data rank's micro-batches of (tokens, labels); (mean loss, gradient norm)."""
         self.gradients(batches)
         loss, norm = self._clip()
         self._optimizer.step()
@@ -124,11 +124,10 @@ class Trainer:
         self._loss = sum(loss.item() for loss in losses) / num_data_ranks
 
     def _clip(self) -> tuple[float, float]:
-        """Clip the gradients of all stages together; return the mean loss and their norm before that."""
         grads = [_local(p.grad) for p in self._parameters if p.grad is not None]
         squares = nn.utils.get_total_norm(grads).double().square()
         if not self._pipeline.sharded:
-            squares /= self._pipeline.num_data_ranks  # every replica adds the same
+            squares /= self._pipeline.num_data_ranks  # every replica has added its equal copy
         sums = torch.stack([squares, torch.tensor(self._loss, dtype=torch.float64)])
         dist.all_reduce(sums)
         norm = sums[0].sqrt()
@@ -138,9 +137,10 @@ class Trainer:
         return sums[1].item(), norm.item()
 
     def kept_bytes(self, batches: Sequence[Batch]) -> int:
-        """Run the schedule once more and return the most bytes that parameters and their gradients took.
+        """Run the schedule once more; the most bytes of parameters and their gradients at one time.
 
-        Looked at after every forward and backward of a micro-batch, while FSDP2 holds what it gathered and summed.
+        Sampled after every forward and backward of a micro-batch, while FSDP2 holds gathered parameters and reduced
+        gradients.
         """
         peak = [0]
         watched = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")

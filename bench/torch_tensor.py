@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         self.output.weight = last.weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of tokens (B, S)."""
+        """The logits of tokens (B, S)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
 
 
 def parallelised(blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence_parallel: bool) -> Decoder:
-    """Return the decoder cut over `mesh`."""
+    """The decoder cut over `mesh`."""
     model = Decoder(blocks)
     stream = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {
@@ -83,7 +83,7 @@ def parallelised(blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence_paralle
 
 
 def training_step(model: Decoder) -> Callable[[Sequence[Batch]], tuple[float, float]]:
-    """Return a function from the micro-batches of a step to its mean loss and gradient norm."""
+    """A function from the micro-batches of a step to its mean loss and gradient norm."""
     parameters = list(model.parameters())
     # DTensors and plain tensors, if norms are not cut, take no part in one call.
     kinds: list[list[nn.Parameter]] = [[], []]
@@ -117,7 +117,7 @@ def training_step(model: Decoder) -> Callable[[Sequence[Batch]], tuple[float, fl
 
 
 def clip(kinds: Sequence[Sequence[nn.Parameter]]) -> float:
-    """Clip the gradients of all parameters together, and return their norm before that."""
+    """Clip the gradients of all parameters together; their norm before that."""
     squares = []
     for parameters in kinds:
         if parameters:
@@ -131,8 +131,6 @@ def clip(kinds: Sequence[Sequence[nn.Parameter]]) -> float:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that one rank must send for the collectives of DTensors, whatever the library sends."""
-
     def __init__(self, num_ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
@@ -140,7 +138,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # its parts come by
+            return NotImplemented  # called again with its parts
         name = str(func)
         if "c10d_functional" in name and "wait" not in name and "_wrap" not in name:
             others, nbytes = self._num_ranks - 1, args[0].nbytes
@@ -157,6 +155,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counted_bytes(num_ranks: int) -> Iterator[Callable[[], int]]:
-    """Yield a function that says how many bytes the collectives in the body made a rank send."""
+    """Yields a function that returns the bytes one rank had to send for the collectives in the body."""
     with _Counter(num_ranks) as counter:
         yield lambda: counter.num_bytes

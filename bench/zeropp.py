@@ -7,8 +7,8 @@ Both sides are searched by the planner, in all their degrees, and priced by one 
 - ZeroPP (2402.03791): no tensor axis, a pipeline in units of micro-batches with split backwards, parameters sharded
   over at least two data ranks inside the node.
 
-Recomputation, micro-batch, chunks and where the optimizer lies are free for both. A gain is Megatron's seconds over
-ZeroPP's, less 1: above 0, ZeroPP is faster.
+Recomputation, micro-batch, chunks and the placement of the optimizer are free for both. A gain is Megatron's seconds
+over ZeroPP's, less 1: above 0, ZeroPP is faster.
 """
 
 import argparse
@@ -50,7 +50,7 @@ LENGTHS = ((1024, 64), (1024, 512), (4096, 64), (4096, 256), (8192, 64))  # (seq
 
 
 def clusters() -> dict[str, Cluster]:
-    """Return the clusters of 64 devices by name, those of the fastest links first."""
+    """The clusters of 64 devices by name, fastest links first."""
     dgx, pcie = load_cluster("dgx-a100"), load_cluster("pcie-a100")
     return {
         "8 x 8 NVLink, 8 NICs": dgx.resized(8),
@@ -64,20 +64,20 @@ def clusters() -> dict[str, Cluster]:
 
 
 def _linked(cluster: Cluster, node: int, nic: float, efficiency: float | None = None) -> Cluster:
-    """Return a cluster with nodes of `node` devices that share one adapter of `nic` bytes/s."""
+    """A cluster with nodes of `node` devices that share one adapter of `nic` bytes/s."""
     inner, outer = cluster.tiers
     inner = replace(inner, size=node, efficiency=efficiency or inner.efficiency)
     return replace(cluster, tiers=(inner, replace(outer, bandwidth_bytes_per_s=nic / node, shared=True)))
 
 
 def model_of(name: str, positions: int) -> ModelConfig:
-    """Return one of `SHAPES` with so many positions."""
+    """One of `SHAPES` with `positions` positions."""
     hidden, layers, heads = SHAPES[name]
     return gpt(hidden, layers, heads, positions)
 
 
 def gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelConfig:
-    """Return a GPT without dropout."""
+    """A GPT without dropout."""
     sizes = {"vocab_size": 51200, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
     return parse_model({"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | sizes)
 
@@ -86,8 +86,8 @@ def gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelConfig:
 class Contest:
     """The best of each side on one task; None where nothing fits.
 
-    `with_tensor` is Megatron 3D with a tensor degree of 2 or more, `waiting` the same where every tensor message is
-    waited for, as in the software that the paper was written against; `best` is the best of all plans without context.
+    `with_tensor` is Megatron 3D with a tensor degree of 2 or more, `waiting` the same with exposed tensor messages, as
+    in the software that the paper compares with; `best` is the best of all plans without context.
     """
 
     task: Task
@@ -98,7 +98,7 @@ class Contest:
     best: Estimate | None
 
     def gain(self, other: Estimate | None) -> float:
-        """Return by how much ZeroPP is faster than `other`; infinite where only ZeroPP fits, NaN without ZeroPP."""
+        """Relative gain of ZeroPP over `other`; infinite where only ZeroPP fits, NaN without ZeroPP."""
         if self.zeropp is None:
             return math.nan if other is None else -1.0
         return math.inf if other is None else other.step_s / self.zeropp.step_s - 1
@@ -118,7 +118,7 @@ def contest(task: Task) -> Contest:
 
 
 def _found(task: Task, pins: Sequence[str], count: int = 1) -> tuple[Estimate, ...]:
-    """Return the best plans that satisfy the pins, by a search that ends with a proof."""
+    """The best plans that satisfy the pins, by a search that ends with a proof."""
     space = Space(task=task, axes=AXES, pins=parse_pins(pins, task.cluster, schedule_names()))
     found, _ = find(space, count=count, limit=_EVERYTHING)
     assert found.proved or not found.best, f"the search of {pins} ended without a proof"
@@ -130,7 +130,7 @@ def _best(found: Sequence[Estimate]) -> Estimate | None:
 
 
 def _zeropp(task: Task) -> Estimate | None:
-    """Return the best plan that shards inside the node; pins do not say how many data ranks a node has."""
+    """The best plan that shards inside the node; pins do not say how many data ranks a node has."""
     count = 1
     while True:
         found = _found(task, ZEROPP, count)
@@ -141,7 +141,7 @@ def _zeropp(task: Task) -> Estimate | None:
 
 
 def parts(task: Task, estimate: Estimate) -> dict[str, float]:
-    """Return where the step of a plan goes on its slowest stage, as shares of it; they sum to 1.
+    """Shares of a plan's step on its slowest stage; they sum to 1.
 
     `idle` is waiting for other stages and their messages, `tensor` and `data` waiting for messages of these axes.
     """
@@ -164,7 +164,7 @@ def parts(task: Task, estimate: Estimate) -> dict[str, float]:
 
 
 def plan_words(estimate: Estimate) -> str:
-    """Return a plan in a few letters: t, p, d degrees; b micro-batch, M of them; U unit; R layers run again."""
+    """A plan in a few letters: t, p, d degrees; b micro-batch, M micro-batches; U unit; R recomputed layers."""
     choice = estimate.choice
     words = [f"{letter}{choice.degree(axis)}" for letter, axis in (("t", TENSOR), ("p", PIPELINE), ("d", DATA))]
     words += [schedule_text(choice.schedule, choice.chunks)] if choice.schedule != SERIAL else []
@@ -175,13 +175,13 @@ def plan_words(estimate: Estimate) -> str:
 
 
 def crossed(task: Task, choice: Choice) -> str:
-    """Return the outermost tier on which the tensor ranks of a plan meet."""
+    """The outermost tier crossed by the tensor ranks of a plan."""
     tiers = [tier.name for tier, row in zip(task.cluster.tiers, choice.rows, strict=True) if row[TENSOR] > 1]
     return tiers[-1] if tiers else ""
 
 
 def tasks(only: Sequence[str], models: Sequence[str]) -> Iterator[tuple[str, str, Task]]:
-    """Yield (cluster, model, task) of every setting of the chosen clusters and models."""
+    """(cluster, model, task) of every setting of the chosen clusters and models."""
     for place, cluster in clusters().items():
         if not only or any(word in place for word in only):
             for model in models:
@@ -196,7 +196,7 @@ PARTS_HEADER = ("model", "seq", "batch", "plan", "of", "s", "GB", "compute", "te
 
 
 def row(model: str, found: Contest) -> list[str]:
-    """Return the row of a contest."""
+    """The row of a contest."""
     task = found.task
     return [
         *(model, str(task.sequence), str(task.batch)),
@@ -208,7 +208,7 @@ def row(model: str, found: Contest) -> list[str]:
 
 
 def parts_rows(model: str, found: Contest) -> Iterator[list[str]]:
-    """Yield, for each side, where its step goes."""
+    """The breakdown of the step for each side."""
     task = found.task
     for side, estimate in (("Megatron", found.megatron), ("with t >= 2", found.with_tensor), ("ZeroPP", found.zeropp)):
         if estimate is not None and not (side == "with t >= 2" and estimate == found.megatron):
@@ -219,7 +219,7 @@ def parts_rows(model: str, found: Contest) -> Iterator[list[str]]:
 
 
 def percent(gain: float) -> str:
-    """Return a gain in percent with its sign; words where a side has no plan."""
+    """A gain in percent with its sign; words where a side has no plan."""
     if math.isnan(gain):
         return "neither fits"
     if math.isinf(gain):
@@ -232,7 +232,7 @@ def _cells(estimate: Estimate | None) -> tuple[str, str]:
 
 
 def summary(found: Sequence[Contest]) -> list[str]:
-    """Return in how many settings each side wins, and by how much, against each form of Megatron 3D."""
+    """Number of settings won by each side, and the gains, against each form of Megatron 3D."""
     lines = []
     for words, others in (
         ("Megatron 3D", [each.megatron for each in found]),
@@ -251,7 +251,7 @@ def summary(found: Sequence[Contest]) -> list[str]:
 
 
 def main() -> int:
-    """Print a table for each cluster, where the steps go, and a summary; returns 0."""
+    """Print a table for each cluster, breakdowns of the steps, and a summary; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="clusters whose name holds a word")
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))

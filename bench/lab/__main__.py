@@ -1,8 +1,8 @@
 """Run the lab: every contestant in processes of its own, one after the other, in rounds of alternating order.
 
-Each case that ends is one line of JSON in the results file at once, so a crash loses nothing else and a
-second call goes on where the first stopped. The rehearsal cluster needs root, for network namespaces; with
---plain the ranks share the loopback instead, nothing is slow, and no link counts bytes.
+Each finished case is appended to the results file as one line of JSON, so a crash loses nothing else and a second call
+resumes where the first stopped. The rehearsal cluster needs root, for network namespaces; with --plain the ranks share
+the loopback instead, no link is slow, and none counts bytes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TIMEOUT_S = 900.0  # of one contestant; ZeRO-3 on the slow links takes about thr
 
 
 def command(options: argparse.Namespace, entry: Entry, accums: Sequence[int]) -> list[str]:
-    """Return the command line that runs one contestant."""
+    """The command line that runs one contestant."""
     cases = ["--accum", *map(str, accums), "--steps", str(options.steps)]
     rank = ["-m", "bench.lab.rank", entry.name, *cases]
     if options.plain:
@@ -38,7 +38,7 @@ def command(options: argparse.Namespace, entry: Entry, accums: Sequence[int]) ->
 
 
 def run(line: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], str]:
-    """Return the records of one contestant, and an error in one line or nothing; no process outlives this."""
+    """(records of one contestant, error in one line or ""); no process outlives this."""
     child = subprocess.Popen(
         line,
         cwd=ROOT,
@@ -66,7 +66,7 @@ def run(line: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], st
 
 
 def cause(output: str, code: int) -> str:
-    """Return the first exception that a rank printed, which the others' follow from."""
+    """The first exception that a rank printed, from which the others follow."""
     raised = re.findall(r"^(?:.*?[\]|:] *)?((?:\w+\.)*\w*(?:Error|Exception): .*)$", output, re.MULTILINE)
     own = [text for text in raised if "ChildFailedError" not in text and "Connection closed by peer" not in text]
     lines = own or raised or [text for text in output.splitlines() if text.strip()][-1:] or ["no output"]
@@ -74,7 +74,7 @@ def cause(output: str, code: int) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Describe where this runs, without names of hosts or paths."""
+    """Description of this machine, without names of hosts or paths."""
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     found = {
         "processor": names[0] if names else platform.machine(),
@@ -91,7 +91,7 @@ def machine() -> dict[str, str]:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Return the records in the file; a last line cut off by a crash does not count."""
+    """The records in the file; a last line cut off by a crash does not count."""
     if not path.exists():
         return []
     found = []
@@ -111,7 +111,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def contest(options: argparse.Namespace, entry: Entry, accums: Sequence[int], common: dict[str, Any]) -> None:
-    """Run one contestant and record what came of it."""
+    """Run one contestant and record the outcome."""
     preset = entry.options.get("preset")
     begin, load = time.perf_counter(), os.getloadavg()[0]
     records: list[dict[str, Any]] = []
@@ -128,7 +128,7 @@ def contest(options: argparse.Namespace, entry: Entry, accums: Sequence[int], co
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """The options."""
     names = [entry.name for entry in CONTESTANTS]
     parser = argparse.ArgumentParser(
         prog="python -m bench.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,7 +153,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what the results file lacks."""
+    """Run the cases missing in the results file."""
     options = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that links are taken down then, too
     if not options.plain and not is_root():
@@ -171,7 +171,7 @@ def main() -> int:
                 for record in read_results(options.results)
                 if record["contestant"] == entry.name
                 and record["links"] == links
-                # What failed once fails again, unless somebody has changed something.
+                # A failed case would fail again unless something has changed.
                 and (not options.retry if "error" in record else record["round"] == number)
             }
             accums = [accum for accum in options.accum if accum not in done]

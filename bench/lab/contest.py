@@ -1,4 +1,4 @@
-"""What an adapter hands back, and what adapters share."""
+"""The interface of adapters, and helpers they share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A training loop that can step. `finish` waits for work that runs on after a step."""
+    """A training loop that can step. `finish` waits for work that continues after a step."""
 
     step: Callable[[Sequence[Batch]], Result]
     states: Callable[[], list[Tensor]]  # master parameters and moments that this rank keeps
@@ -40,7 +40,7 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an adapter's `make` is told."""
+    """Arguments of an adapter's `make`."""
 
     job: Job
     blocks: list[nn.Module]  # fp32, the same values on every rank; the adapter may consume them
@@ -61,7 +61,7 @@ class Text:
         self._tokens = torch.frombuffer(bytearray(read_text(TEXT_BYTES)), dtype=torch.uint8).long()
 
     def batches(self, rank: int, step: int, num_micros: int) -> list[Batch]:
-        """Return the micro-batches of a rank's step."""
+        """The micro-batches of a rank's step."""
         job, found = self._job, []
         last = (len(self._tokens) - 1) // job.sequence - job.micro_batch
         for first in windows(job, rank, step, num_micros):
@@ -73,17 +73,16 @@ class Text:
 
 
 def model_of(job: Job) -> ModelConfig:
-    """Return the decoder."""
     return decoder(job.hidden, job.layers, job.vocab)
 
 
 def local_part(value: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank keeps."""
+    """This rank's part of a tensor."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the masters and moments of a torch optimizer; step counters are left out."""
+    """The masters and moments of a torch optimizer; step counters are left out."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -93,7 +92,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def new_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """Return torch's fused AdamW: matrices decay, norms do not."""
+    """Torch's fused AdamW: matrices decay, norms do not."""
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

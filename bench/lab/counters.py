@@ -1,4 +1,4 @@
-"""What the kernel counts for this process: bytes sent per link, resident memory."""
+"""The kernel's counters for this process: bytes sent per link, resident memory."""
 
 import ctypes
 import gc
@@ -8,17 +8,17 @@ _KIB = 1024
 
 
 def sent_bytes(num_tiers: int, table: Path = Path("/proc/self/net/dev")) -> list[int] | None:
-    """Return the bytes sent over each tier's interface t0, t1, ..., headers included; None without them."""
+    """Bytes sent over each tier's interface t0, t1, ..., headers included; None without them."""
     counts = {}
     for line in table.read_text().splitlines()[2:]:
         name, _, figures = line.partition(":")
-        counts[name.strip()] = int(figures.split()[8])  # the ninth column is what was transmitted
+        counts[name.strip()] = int(figures.split()[8])  # the ninth column counts transmitted bytes
     names = [f"t{tier}" for tier in range(num_tiers)]
     return [counts[name] for name in names] if all(name in counts for name in names) else None
 
 
 def trim() -> None:
-    """Give the kernel back what is free; glibc keeps it otherwise."""
+    """Return free memory to the kernel; glibc keeps it otherwise."""
     gc.collect()
     trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim_heap is not None:
@@ -26,17 +26,16 @@ def trim() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory now."""
     return _status("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest resident memory since the start, or since `forget_peak`."""
+    """The largest resident memory since the start, or since `forget_peak`."""
     return _status("VmHWM")
 
 
 def forget_peak() -> bool:
-    """Let the peak begin anew; False where the kernel does not allow it."""
+    """Reset the peak; False where the kernel does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -15,7 +15,7 @@ from terrace.model.decoder import token_loss
 
 
 def make(setting: Setting) -> Contestant:
-    """Return the training loop."""
+    """The training loop."""
     model: Any = DistributedDataParallel(nn.Sequential(*setting.blocks), gradient_as_bucket_view=True)
     # By its own name DDP refuses the hook on any backend but NCCL, although gloo sums bf16.
     model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3, with its secondary copy on the node (hpZ), and ZeRO++ with quantized messages.
 
-The client's optimizer is torch's AdamW, because DeepSpeed's own needs a C++ build. Its quantizers need
-CUDA; asked for them on a CPU, DeepSpeed stops while it is set up, and the results keep its message.
+The client's optimizer is torch's AdamW, because DeepSpeed's own needs a C++ build. Its quantizers need CUDA; on a CPU,
+DeepSpeed stops during setup, and the results keep its message.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from terrace.model.decoder import token_loss
 
 
 def load(ranks_per_node: int) -> Any:
-    """Return the module; raises `ModuleNotFoundError` with what to install."""
+    """The module; raises `ModuleNotFoundError` with installation instructions."""
     tell_deepspeed(ranks_per_node)
     try:
         import deepspeed
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(f"{missing}; install the extra `lab`, with DS_BUILD_OPS=0") from missing
-    # A kernel for inference that would be compiled when communication starts, minutes on a busy machine.
+    # An inference kernel that would be compiled when communication starts: minutes on a busy machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def make(setting: Setting, *, hpz: bool = False, quantized: bool = False) -> Contestant:
-    """Return the training loop."""
+    """The training loop."""
     job = setting.job
     deepspeed = load(job.ranks_per_node)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

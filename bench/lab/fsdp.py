@@ -1,8 +1,8 @@
 """torch's FSDP2 (`fully_shard`) as ZeRO-3, with a node-wide reshard (hpZ), and as HSDP.
 
-On gloo it needs three things, none of which slows it down: sums in place of averages; a ring for its
-reduce-scatter (`ring.py` says why); and asynchronous gathers with explicit prefetching, because by default
-its overlap comes from CUDA streams alone.
+On gloo it needs three things, none of which slows it down: sums in place of averages; a ring for its reduce-scatter
+(reasons in `ring.py`); and asynchronous gathers with explicit prefetching, because by default its overlap comes from
+CUDA streams alone.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class RingReduceScatter:
     """FSDP2's reduce-scatter as a ring."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a buffer; FSDP2 asks for its inputs and outputs here."""
+        """A buffer; FSDP2 asks for its inputs and outputs here."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -41,7 +41,7 @@ class RingReduceScatter:
 
 
 def make(setting: Setting, *, mesh: str = "flat", reshard: str = "all") -> Contestant:
-    """Return the training loop; `mesh` is flat or hybrid, `reshard` says what a forward goes back to."""
+    """The training loop; `mesh` is flat or hybrid, `reshard` the placement after a forward."""
     job = setting.job
     if mesh == "hybrid":
         shape, names = (job.num_nodes, job.ranks_per_node), ("replicate", "shard")

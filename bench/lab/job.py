@@ -1,6 +1,6 @@
-"""What every contestant is given: the model, real text, the optimizer, the shape of the cluster; no torch.
+"""Given to every contestant: the model, real text, the optimizer, the shape of the cluster; no torch.
 
-Sizes are those of an earlier measurement of the same rivals, so that the two can be held side by side.
+Sizes are those of an earlier measurement of the same rivals, so that the two can be compared.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,6 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         total = 1
         for size in self.tiers.values():
             total *= size
@@ -47,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contestant: its name in results and in tables, the adapter that makes it, and what the adapter is told."""
+    """A contestant: its name in results and tables, its adapter, and the adapter's arguments."""
 
     name: str
     label: str
@@ -63,10 +62,10 @@ class Entry:
 
 
 def floor(kind: str, num_micros: int, job: Job) -> float:
-    """Return the bytes between nodes of a step, over all uplinks, in S: bf16 bytes of all parameters.
+    """Bytes between nodes per step, over all uplinks, in S, the bf16 bytes of all parameters.
 
-    Counts of messages on paper: flat rings cross each uplink with (W - 1) / W of S, tier by tier
-    collectives bring new bytes across once.
+    Message counts on paper: flat rings cross each uplink with (W - 1) / W of S; collectives by tier move each new byte
+    across once.
     """
     a, nodes, world = num_micros, job.num_nodes, job.world_size
     ring, once = nodes * (world - 1) / world, nodes - 1
@@ -174,12 +173,11 @@ CONTESTANTS = (
 
 
 def contestant(name: str) -> Entry:
-    """Return the contestant of this name."""
     return next(entry for entry in CONTESTANTS if entry.name == name)
 
 
 def read_text(num_bytes: int) -> bytes:
-    """Return the first bytes of the standard library's source; real text, the same for every rank."""
+    """The first bytes of the standard library's source: real text, the same for every rank."""
     from terrace.data.corpus import read_documents
 
     held = bytearray()
@@ -191,6 +189,6 @@ def read_text(num_bytes: int) -> bytes:
 
 
 def windows(job: Job, rank: int, step: int, num_micros: int) -> Iterator[int]:
-    """Yield the number of the first sequence of each micro-batch of this rank: steps never share one."""
+    """Number of the first sequence of each micro-batch of this rank; no two steps share one."""
     for micro in range(num_micros):
         yield ((step * num_micros + micro) * job.world_size + rank) * job.micro_batch

@@ -9,14 +9,14 @@ MARK = "LAB-RESULT "  # begins the line of output that holds a case's record
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of how many this process is, from torchrun's variables."""
+    """Rank and world size of this process, from torchrun's variables."""
 
     rank: int
     world_size: int
 
 
 def place() -> Place:
-    """Return this process's place; exits with one line when no launcher set it."""
+    """This process's place; exits with one line when no launcher set it."""
     try:
         return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     except KeyError as missing:
@@ -24,17 +24,17 @@ def place() -> Place:
 
 
 def tell_deepspeed(ranks_per_node: int) -> None:
-    """Set what DeepSpeed reads: on a CPU it would count NUMA nodes as devices of a node. Before its import."""
+    """Set the variables that DeepSpeed reads at import: on a CPU it would count NUMA nodes as devices of a node."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_SIZE"] = str(ranks_per_node)
     os.environ["DS_BUILD_OPS"] = "0"
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for ranks: eight processes on few cores do best with one thread each."""
+    """The environment for ranks: eight processes on few cores do best with one thread each."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
 def is_root() -> bool:
-    """Say whether this process may make network namespaces."""
+    """Whether this process may make network namespaces."""
     return os.geteuid() == 0

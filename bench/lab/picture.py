@@ -1,4 +1,4 @@
-"""The lab's picture: bars of step time at each accumulation, and of bytes between nodes, one row a contestant."""
+"""The lab's picture: bars of step time at each accumulation, and of bytes between nodes, one row per contestant."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -15,7 +15,7 @@ Value = Callable[[Case], float | None]
 
 
 def lab_svg(cases: Mapping[tuple[str, int], Case], job: Job) -> str:
-    """Return the picture. Contestants without any result are left out; the page says why."""
+    """The picture. Contestants without any result are left out; the page says why."""
     names = [entry for entry in CONTESTANTS if any(n == entry.name and not c.error for (n, _), c in cases.items())]
     accums = sorted({accum for _, accum in cases})[:2]
     outer = list(job.tiers)[-1]

@@ -1,8 +1,8 @@
-"""One rank of one contestant: make it, warm it up, time its steps; rank 0 prints one line of JSON a case.
+"""One rank of one contestant: make it, warm it up, time its steps; rank 0 prints one line of JSON per case.
 
-A step ends with a barrier, and the next begins there: work that a contestant leaves running after a
-step is paid for in the next, and after the last step it is waited for inside the time. So the sum of
-the times hides nothing, and neither do the counters, which are read at the same two ends.
+A step ends with a barrier, where the next begins: work that a contestant leaves running after a step is paid for in the
+next, and after the last step it is waited for inside the timed part. So the sum of the times hides nothing, and neither
+do the counters, which are read at the same two ends.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def imported(entry: Entry, job: Job) -> Any:
-    """Return the adapter's module, with everything imported that would count as memory of the model."""
+    """The adapter's module, with everything imported that would count as memory of the model."""
     module = importlib.import_module(f"bench.lab.{entry.adapter}")
     if hasattr(module, "load"):
         module.load(job.ranks_per_node)
@@ -40,9 +40,9 @@ def imported(entry: Entry, job: Job) -> Any:
 
 
 def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, steps: int) -> dict[str, Any]:
-    """Return the record of one contestant at one accumulation; the same on every rank but for rounding."""
+    """The record of one contestant at one accumulation; the same on every rank but for rounding."""
     text = Text(job)
-    counters.trim()  # what an earlier case left behind would hide a part of this one's growth
+    counters.trim()  # memory left by an earlier case would hide a part of this one's growth
     before = counters.resident_bytes()
     blocks = real_blocks(model_of(job))
     setting = Setting(job=job, blocks=blocks, num_micros=num_micros, rank=at.rank)
@@ -59,7 +59,7 @@ def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, st
     for _ in range(WARMUP_STEPS):
         one_step(is_last=True)
     gc.collect()
-    gc.disable()  # a collection in the middle of a step is not the contestant's doing
+    gc.disable()  # a collection could fall into a timed step
     peak_is_own = counters.forget_peak()
     sent = counters.sent_bytes(len(job.tiers))
     dist.barrier()
@@ -98,7 +98,7 @@ def run_case(entry: Entry, job: Job, at: Place, module: Any, num_micros: int, st
 
 
 def merged(everyone: list[dict[str, Any]], job: Job, steps: int) -> dict[str, Any]:
-    """Return what all ranks measured as one: slowest times, mean losses, bytes summed, largest memory."""
+    """Measurements of all ranks as one: slowest times, mean losses, summed bytes, largest memory."""
     sent = None
     if all(own["sent"] is not None for own in everyone):
         totals = [sum(column) / steps for column in zip(*(own["sent"] for own in everyone), strict=True)]

@@ -21,7 +21,7 @@ Cases = Mapping[tuple[str, int], Case]
 
 
 def page(records: Sequence[Mapping[str, Any]], job: Job) -> str:
-    """Return the page in Markdown."""
+    """The page in Markdown."""
     cases = summarise(records)
     accums = sorted({accum for _, accum in cases})
     parts = [
@@ -40,7 +40,7 @@ def page(records: Sequence[Mapping[str, Any]], job: Job) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """A table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows))
 
 
@@ -170,7 +170,7 @@ It needs root, for network namespaces; see `bench/README.md`."""
 
 
 def lines(found: Sequence[Verdict]) -> str:
-    """Return the verdicts for a terminal."""
+    """The verdicts for a terminal."""
     return "\n".join(f"{_MARKS[v.met].strip('*'):12}  {v.target}: {v.found}" for v in found)
 
 

@@ -1,4 +1,4 @@
-"""From lines of JSON to one summary a case, and from those to verdicts."""
+"""From lines of JSON to one summary per case, and from summaries to verdicts."""
 
 import json
 import statistics
@@ -19,7 +19,7 @@ _FP32_STATES_BYTES = 12  # master, two moments
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One contestant at one accumulation, all rounds together. Bytes are summed over ranks, per step."""
+    """One contestant at one accumulation, over all rounds. Bytes are summed over ranks, per step."""
 
     name: str
     accum: int
@@ -37,7 +37,6 @@ class Case:
 
     @property
     def median_s(self) -> float:
-        """Median step."""
         return statistics.median(self.steps_s)
 
     @property
@@ -55,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target: what is asked, what was found, and whether it is met; None when it could not be measured."""
+    """A target, the measured result, and whether it is met; None when it could not be measured."""
 
     target: str
     found: str
@@ -63,13 +62,13 @@ class Verdict:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a results file that were measured on the links of its last one."""
+    """The records of a results file that were measured on the links of its last one."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [record for record in found if record["links"] == found[-1]["links"]]
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Case]:
-    """Return a case per (contestant, accumulation), in the order of the list of contestants."""
+    """A case per (contestant, accumulation), in the order of the list of contestants."""
     found = {}
     for entry in CONTESTANTS:
         for accum in sorted({record["accum"] for record in records}):
@@ -103,7 +102,7 @@ def _case(name: str, accum: int, records: Sequence[Mapping[str, Any]]) -> Case:
 
 
 def verdicts(cases: Mapping[tuple[str, int], Case], job: Job) -> list[Verdict]:
-    """Hold the cases against what Terrace promises."""
+    """Compare the cases with Terrace's targets."""
     outer = list(job.tiers)[-1]
     accums = sorted({accum for _, accum in cases})
     found = []
@@ -161,7 +160,7 @@ def _ledgers(cases: Mapping[tuple[str, int], Case]) -> list[Verdict]:
 
 
 def loss_spread(cases: Mapping[tuple[str, int], Case], accum: int, lossy: Sequence[str] = LOSSY) -> float:
-    """Return the largest difference of two contestants' losses of the same step; lossy ones do not count."""
+    """Largest difference of two contestants' losses at the same step; lossy contestants are left out."""
     curves = [case.losses for (name, at), case in cases.items() if at == accum and not case.error and name not in lossy]
     return max((max(column) - min(column) for column in zip(*curves, strict=False)), default=0.0)
 

@@ -1,8 +1,8 @@
-"""A reduce-scatter for gloo that sends what a ring should: (W - 1) / W of the buffer a rank.
+"""A reduce-scatter for gloo with the traffic of a ring: (W - 1) / W of the buffer per rank.
 
-gloo's own sends what its all-reduce sends, twice that. An all-to-all with a local sum also sends
-(W - 1) / W a rank, but between two halves of the ring far more: each rank of one node sends to each of
-the other. So every rival that reduce-scatters is given this ring, as NCCL would give it.
+gloo's own sends as much as its all-reduce, twice that. An all-to-all with a local sum also sends (W - 1) / W per rank,
+but far more between two halves of the ring: each rank of one node sends to each of the other. So every rival that
+reduce-scatters gets this ring, as NCCL would provide it.
 """
 
 from typing import Any
@@ -20,8 +20,7 @@ def ring_reduce_scatter(
 ) -> None:
     """Sum the W equal pieces of `given` over the group; piece r goes to `output` of rank r. Blocks.
 
-    The part of sum that travels is rounded to the dtype of `given` at each hop. `output` may be a part of
-    `given`.
+    The travelling partial sum is rounded to the dtype of `given` at each hop. `output` may be a part of `given`.
     """
     assert op == dist.ReduceOp.SUM, f"{op} was asked for, but the ring only sums"
     group = group or dist.group.WORLD
@@ -36,6 +35,6 @@ def ring_reduce_scatter(
         assert received is not None, "this process is not in the group"
         received.wait()
         total = incoming + pieces[rank - hop]
-        sent.wait()  # before what it reads may change
+        sent.wait()  # before its buffer changes
         carried = total
     output.view(-1).copy_(carried)

@@ -20,7 +20,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestant:
-    """Return the training loop under a preset with some of its values replaced."""
+    """The training loop under a preset with some of its values replaced."""
     if preset not in PRESETS:
         raise PlanError(f"this version of Terrace has no preset {preset!r} yet")
     cluster = local_cluster(setting.job.tiers)

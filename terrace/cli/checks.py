@@ -1,4 +1,4 @@
-"""What `terrace doctor` says of a run before it starts, and the one warning that `terrace train` gives, too."""
+"""Checks of a run before it starts: all of them for `terrace doctor`, one as a warning of `terrace train`."""
 
 import time
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from terrace.report.tables import quantity, seconds
 from terrace.simulate.advice import Job, advice, fullest_stage
 from terrace.train.config import RunConfig
 
-_LIMIT = 400  # plans that the doctor simulates: as many as terrace plan does
-# At the start of a run nobody waits: on up to so many ranks a search of so many simulations takes a few tenths of a
-# second, and if looking at the plan itself took longer than this, the search is left out.
+_LIMIT = 400  # plans that the doctor simulates, as many as terrace plan
+# The start of a run must not wait for a search. On up to _SMALL_WORLD ranks _FEW simulations take a few tenths of a
+# second; if pricing the plan itself took longer than _SOON_S, the search is left out.
 _SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1
 
 
 def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Finding]:
-    """Return what there is to say of a run whose parts can be read; `plan_command` is what finds a faster plan."""
+    """Findings about a run whose parts can be read; `plan_command` is the command that finds a faster plan."""
     try:
         checked_programs(run)
     except TerraceError as error:
@@ -45,12 +45,13 @@ def _memory(run: RunConfig) -> Finding:
     words = f"a rank needs {quantity(total, 'B')}{of_stage} of the device's {quantity(capacity, 'B')}"
     if total <= capacity:
         return Finding(level="fine", about="memory of a rank", words=words)
+    # The sentence of the advice begins with the figures already shown.
     tips = advice(run.cluster, run.plan, run.model, run.train.sequence, run.num_micros())
     return Finding(level="blocks", about="memory of a rank", words=words, fix=tips.sentence.split("; ", 1)[-1])
 
 
 def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
-    """Yield whether the ranks have a place on this machine, where no launcher says that there are others."""
+    # Under a launcher other machines may hold the other ranks: only local runs are checked.
     ranks, launched = run.cluster.world_size, any(name in machine.variables for name in ("RANK", "SLURM_PROCID"))
     if launched or len(machine.gpus) >= ranks:
         return
@@ -71,7 +72,6 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 
 def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
-    """Yield where the step waits longest, and a faster plan where there is one."""
     try:
         task = task_of(run, run.cluster)
         slow = bottleneck(task, run.plan)
@@ -86,10 +86,10 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
 
 
 def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> str | None:
-    """Return a warning for a run whose step is mostly waiting on one tier, and the plan to take instead; else None.
+    """Warning for a run whose step is mostly waiting on one tier, with a faster plan; None for any other run.
 
-    `cluster` has what the start of the run measured. It takes well under a second: where a search would not,
-    the warning names `terrace doctor` in place of a plan.
+    `cluster` has the constants measured at the start of the run. Takes well under a second: where a search would take
+    longer, the warning names `terrace doctor` instead of a plan.
     """
     begin_s = time.perf_counter()
     try:
@@ -101,14 +101,14 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
             return f"{_slow_words(slow)}; terrace doctor with the same options says whether another plan is faster"
         better = better_plan(task, slow.step_s, _FEW)
     except PlanError:
-        return None  # the planner prices no such plan
+        return None  # the planner cannot price this plan, so there is no warning to give
     if better is None:
         return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
     return f"{_slow_words(slow)}; {_better_words(task, better)} (terrace doctor with the same options searches further)"
 
 
 def task_of(run: RunConfig, cluster: Cluster) -> Task:
-    """Return the run as a task of the planner; raises `PlanError` for one that it does not take."""
+    """The run as a task of the planner. Raises `PlanError` for a run that the planner does not support."""
     plan = run.plan
     return Task(
         model=run.model,

@@ -1,4 +1,4 @@
-"""`terrace data lengths`: how long the documents of a corpus are, and what policies of balance would cost them."""
+"""`terrace data lengths`: lengths of a corpus' documents, and the cost of balance policies on them."""
 
 import argparse
 import math
@@ -26,7 +26,7 @@ _DISTRIBUTIONS = {
     "bimodal": lambda sequence: bimodal(_NUM_SAMPLES, long=sequence),
     "one-huge": lambda sequence: one_huge(_NUM_SAMPLES, sequence),
 }
-_MOST_PLACES = 4096  # whose documents are assigned in about a second
+_MOST_PLACES = 4096  # documents of this many ranks are assigned in about a second
 _MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
 
 
@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the histogram and what the policies cost; returns 0."""
+    """Print the histogram and the costs of the policies; returns 0."""
     path, rest = take_word(rest)
     if (path is None) == (options.distribution is None):
         raise ConfigError("give either a PATH or --distribution NAME; see terrace data lengths --help")
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     batch = _batch(lengths, num_sequences, options.sequence)
     costs = _costs(batch, cluster, model, num_sequences * options.sequence)
     bins = bins_of(lengths)
-    if options.picture is not None:  # first, so that a file that cannot be written is all there is to read
+    if options.picture is not None:  # before any output, so that a write error is not lost below tables
         write_file("--picture", options.picture, lengths_svg(bins, f"lengths of documents of {name}"))
     console = Terminal()
     print(f"{name}: {len(lengths):,} documents, {sum(lengths):,} tokens, the longest {max(lengths):,}\n")
@@ -110,7 +110,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _described(
     options: argparse.Namespace, path: str | None, rest: Sequence[str]
 ) -> tuple[ModelConfig, Cluster, Mapping[str, Any]]:
-    """Return the model, the cluster and the table of the data."""
     from terrace.train.config import resolve_table
 
     overrides = parse_overrides(rest)
@@ -131,7 +130,6 @@ def _described(
 
 
 def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
-    """Return what the documents are called, and their lengths."""
     if options.distribution is not None:
         return options.distribution, _DISTRIBUTIONS[options.distribution](options.sequence)
     import numpy as np
@@ -147,6 +145,7 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
     found: list[int] = []
     for source in sources:
         documents = open_documents(source.tokens, source.name)
+        # Starts of consecutive documents differ by their lengths; the last ends with the tokens.
         found += np.diff(documents.starts, append=len(documents.ids)).tolist()
     found = [length for length in found if length]
     if not found:
@@ -155,10 +154,7 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
 
 
 def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[int, ...]:
-    """Return the documents of a batch, a fair sample of all; those longer than a sequence are cut into such.
-
-    Raises `ConfigError` for more documents than can be assigned at once.
-    """
+    # A fair sample of all documents; longer ones are cut into sequences.
     pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
     num_documents = num_sequences * sequence * len(pieces) // sum(pieces)
     if num_documents > _MOST_DOCUMENTS:
@@ -170,15 +166,15 @@ def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[i
 
 
 def _costs(batch: Sequence[int], cluster: Cluster, model: ModelConfig, num_tokens: int) -> tuple[PolicyCost, ...]:
-    """Return what policies cost the documents of a batch of so many tokens."""
     cost = attention_cost(cluster, model, compute=_compute(cluster))
+    # Buffers are sized for an even share of the tokens, as in a run.
     share = math.ceil(num_tokens / cluster.world_size)
     capacity = place_capacity(batch, cluster.world_size, share)
     return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
 
 
 def _compute(cluster: Cluster) -> str:
-    """Return the dtype in which the cluster's device is faster."""
+    # The dtype in which the device is faster is the one a run would use.
     peaks = cluster.device.peak_flops_per_s
     return max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
 

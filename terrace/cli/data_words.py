@@ -1,11 +1,11 @@
-"""What the user is told of the data before a run: sources, shares, epochs, what is padding, what is left out."""
+"""A summary of the data before a run: sources, shares, epochs, padding, documents left out."""
 
 from terrace.data.batches import Batches, Source, SourceUse
 from terrace.train.loop import Job
 
 
 def data_words(job: Job) -> str:
-    """Return the data in a line, and a line for each source of a mixture and for what was packed."""
+    """One line on the data, plus one per source of a mixture and one per packed source."""
     run, train = job.run, job.run.train
     uses = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout).uses(train.steps)
     count = f"{sum(source.tokens.num_tokens for source in job.sources) / 1e6:.1f} M tokens"

@@ -1,7 +1,7 @@
-"""`terrace doctor`: what this machine has, what Terrace will use and why, what is missing and what gets it.
+"""`terrace doctor`: facts about this machine, the parts that Terrace will use and why, and fixes for missing ones.
 
-With a model, a cluster or a plan it also checks that they suit one another. `--network` starts the ranks and measures
-every tier's links.
+With a model, a cluster or a plan it also checks that they fit together. `--network` starts the ranks and measures the
+links of every tier.
 """
 
 import argparse
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MARKS = {"fine": "ok", "absent": "absent", "note": "note", "blocks": "BLOCKS"}
 _STYLES = {"fine": "", "absent": "dim", "note": "yellow", "blocks": "bold red"}
-_SLOW = 0.5  # of the file's bandwidth: below it a prediction is not worth much
+_SLOW = 0.5  # of the file's bandwidth: below it predictions are far off
 _MOST_S = 30.0
 
 
@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print what was found; returns 0, or 1 if something blocks."""
+    """Print the findings; returns 0, or 1 if one of them blocks."""
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     links: list[Link] | None = []
     if options.network:
         links = _links(options, rest, machine, found)
-    if not is_first or links is None:  # under a launcher one rank speaks
+    if not is_first or links is None:  # under a launcher only rank 0 prints
         return 0
     found += [_link_finding(link) for link in links]
     if options.json:
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _attention(machine: Machine) -> Iterator[Finding]:
-    """Yield what attends where ranks attend together; a kernel that is there may still fail, so it is tried."""
+    # Compiling is the test: a kernel that is installed may still fail.
     if not _has_torch(machine):
         return
     import torch
@@ -98,7 +98,7 @@ def _run_findings(options: argparse.Namespace, rest: Sequence[str], machine: Mac
 
 
 def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:
-    """Return the command that searches the plans of a run, where its parts have names that a command takes."""
+    # A command can repeat the run's settings only where model and cluster were given by name.
     if options.model is None or options.cluster is None:
         return "terrace plan"
     sizes = f"--batch {config.train.batch} --seq {config.train.sequence} --compute {config.plan.compute}"
@@ -108,7 +108,7 @@ def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:
 def _links(
     options: argparse.Namespace, rest: Sequence[str], machine: Machine, found: list[Finding]
 ) -> "list[Link] | None":
-    """Return the measured links; None on all ranks of a launcher but the first. What blocks, is added to `found`."""
+    # None on all ranks of a launcher but the first; blocking findings are appended to `found`.
     if not _has_torch(machine):
         words = "measuring needs torch, which is not there or does not work"
         found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))

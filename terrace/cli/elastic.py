@@ -1,9 +1,8 @@
-"""A run that goes on by itself, on as many ranks as there are.
+"""Elastic runs: the command's cluster fitted to the number of ranks that were started.
 
-The cluster of the command is fitted to the ranks that were started: from the outermost tier inward, the first tier
-that can take a size so that all ranks are used gets it, and the tiers outside it get size 1. The plan is read anew
-for that cluster. The batch stays; where the ranks' share of it is no multiple of plan.micro_batch, that becomes the
-largest number below that fits.
+From the outermost tier inward, the first tier that can be resized so that all ranks are used gets the new size, and the
+tiers outside it get size 1. The plan is read again for that cluster. The batch stays; where a rank's share of it is no
+multiple of plan.micro_batch, the micro-batch becomes the largest smaller divisor.
 """
 
 import math
@@ -19,7 +18,7 @@ from terrace.train.config import RunConfig, parse_run, parse_sections
 
 
 def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
-    """Return the cluster with the sizes of its tiers fitted to a number of ranks."""
+    """`cluster` with its tiers resized to `num_ranks` ranks; unchanged where no tier can be resized to fit."""
     sizes = [tier.size for tier in cluster.tiers]
     for index in reversed(range(len(sizes))):
         inside = math.prod(sizes[:index])
@@ -31,9 +30,9 @@ def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
 
 
 def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str]:
-    """Return the run of a table on `num_ranks` ranks, and in words what was changed; nothing where they suit it.
+    """(the run of a table on `num_ranks` ranks, description of the changes); an empty description where the ranks fit.
 
-    Raises `PlanError` when its plan does not fit them.
+    Raises `PlanError` when the plan does not fit them.
     """
     run = parse_run(table)
     if run.cluster.world_size == num_ranks:
@@ -59,7 +58,7 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
 
 
 def _micro_batch(run: RunConfig) -> int:
-    """Return the largest micro-batch up to the plan's that divides what each data rank has of the batch."""
+    # The largest size up to the plan's that divides a data rank's share of the batch.
     share, rest = divmod(run.train.batch, Layout.of(run.cluster, run.plan).data_degree)
     if rest:
         return run.plan.micro_batch  # no size fits: the check of the plan says so

@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print what was found and return 0."""
+    """Print loss, perplexity and bits per byte; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace eval --help")
     for name in ("context", "documents"):
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _progress() -> "Callable[[Evaluation], None]":
-    """Return what tells a terminal, once a second, how far it is."""
+    # A list, since the callback below assigns to it.
     last = [time.monotonic()]
 
     def tell(found: "Evaluation") -> None:

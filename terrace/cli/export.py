@@ -10,7 +10,7 @@ from terrace.base.schema import read_table
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.folder import BYTES, SOURCE
 
-_SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
+_SHARD_BYTES = 5_000_000_000  # default file size in transformers
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write the folder and return 0."""
+    """Write the folder; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace export --help")
     _check_together(options)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _check_together(options: argparse.Namespace) -> None:
-    """Raise `ConfigError` for an option that has no effect beside the others."""
+    # No option is ignored silently.
     for name in ("dtype", "shard_bytes"):
         if options.adapter and getattr(options, name) is not None:
             raise ConfigError(
@@ -95,7 +95,6 @@ def _check_together(options: argparse.Namespace) -> None:
 
 
 def _chosen(folder: Path, step: int | None) -> Path:
-    """Return the checkpoint after a step, or else the newest."""
     from terrace.checkpoint.layout import complete, latest, step_of
 
     found = complete(folder / "checkpoints")
@@ -112,7 +111,7 @@ def _chosen(folder: Path, step: int | None) -> Path:
 
 
 def _end_of_text(config: RunConfig, source: Path) -> int | None:
-    """Return the token that ended a document in training."""
+    # The run's own tokenizer knows which token ended a document in training.
     from terrace.data.tokenizer import load_tokenizer
 
     if config.data.tokenizer == BYTES:

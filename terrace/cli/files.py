@@ -1,4 +1,4 @@
-"""Files that a user asks for by an option: refused before any work is done, so that no result is lost at its end."""
+"""Output files named by options: checked before any work is done, so that no result is lost at the end."""
 
 import os
 from collections.abc import Mapping
@@ -10,12 +10,13 @@ from terrace.base.files import write_atomic
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise `ConfigError` unless a file can be written at `path`, which `option` named."""
+    """Raise `ConfigError` unless a file can be written at `path`; `option` is named in the error."""
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         if path.exists() and not path.is_file():
             raise OSError(0, "it is no regular file")
+        # Only creating a file tells: modes say nothing of quotas and read-only mounts.
         folder = next(parent for parent in path.resolve().parents if parent.exists())
         with TemporaryFile(dir=folder):
             pass
@@ -24,7 +25,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` where `path`, which `option` named, is a file that is read: `inputs`, by option."""
+    """Raise `ConfigError` where `path` is one of the command's `inputs` (option -> path);
+
+    `option` is named in the error.
+    """
     for name, given in inputs.items():
         if given is None:
             continue
@@ -34,7 +38,7 @@ def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) ->
 
 
 def write_file(option: str, path: Path, content: str) -> None:
-    """Write the file that `option` named; raises `ConfigError` where that fails."""
+    """Write the file named by `option`; raises `ConfigError` where that fails."""
     try:
         write_atomic(path, content)
     except OSError as error:

@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which trained model to load, and how."""
+    """Add the options that choose a trained model and how it is loaded."""
     parser.add_argument(
         "folder",
         metavar="FOLDER",
@@ -76,7 +76,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print each prompt with its continuation and return 0."""
+    """Print each prompt with its continuation; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace generate --help")
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
@@ -100,13 +100,14 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def load_model_of(options: argparse.Namespace) -> Any:
-    """Return the `Trained` model that the options name."""
+    """The `Trained` model chosen by the options."""
     import torch
 
     from terrace.train.trained import load_trained
 
     try:
         device = torch.device(options.device)
+        # A device may be known by name and still unusable: allocate on it.
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

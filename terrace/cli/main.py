@@ -1,7 +1,7 @@
-"""The command line: `terrace COMMAND`. One file a command; an error is one line on stderr.
+"""The command line: `terrace COMMAND`. One module per command; an error is one line on stderr.
 
-Exit codes: 0, 1 for a run that failed, 2 for input that cannot work, and as shells have it 130 after
-Ctrl-C, 141 when nobody reads the output any more, 143 after SIGTERM.
+Exit codes: 0, 1 for a run that failed, 2 for input that cannot work, and as in shells 130 after Ctrl-C, 141 when the
+reader of the output is gone, 143 after SIGTERM.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     replace_unprintable()
     try:
-        # Commands are imported here, since that takes a moment in which Ctrl-C must be one line too.
+        # Commands are imported inside the try: importing takes a moment, and Ctrl-C then must print one line, too.
         words, command = import_module("terrace.cli.rehearse").split_command(
             sys.argv[1:] if arguments is None else arguments
         )
@@ -60,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` in place of printing its usage, and takes no abbreviations."""
-
+    # Errors go the way of all others: one line, exit code 2. Abbreviations would break with every new option.
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
 

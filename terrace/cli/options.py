@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 import argparse
 import os
@@ -43,12 +43,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
-    """Return the checked configuration of the options and the dotted overrides in `rest`."""
+    """The checked configuration of the options and the dotted overrides in `rest`."""
     return parse_run(run_table(options, rest))
 
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """Return the table of the options and the dotted overrides in `rest`, not checked yet."""
+    """The table of the options and the dotted overrides in `rest`, not checked yet."""
     flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
     for name, value in flags.items():
         if value is not None:
@@ -57,10 +57,8 @@ def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any
 
 
 def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise `ConfigError` where a plan's file is all there is and does not say what it was made for.
-
-    A run has defaults, since whoever trains says what; to look at a step of a model that nobody named helps no one.
-    """
+    """Raise `ConfigError` where a plan file, the only description of the run, does not say what it was made for."""
+    # `train` has defaults for all of these, but a report on a model that the user did not choose would mislead.
     if options.config is not None or options.plan is None or not os.path.isfile(options.plan):
         return
     given = parse_overrides(rest)
@@ -74,7 +72,7 @@ def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
-    """Return the cluster `name` with the dotted overrides in `rest`; `instead` says where keys of others belong."""
+    """The cluster `name` with the dotted overrides in `rest`; `instead` says where other keys belong."""
     overrides = parse_overrides(rest)
     for section in overrides:
         if section != "cluster":
@@ -83,7 +81,7 @@ def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
 
 
 def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
-    """Turn `--a.b VALUE` and `--a.b=VALUE` into nested tables; anything else is refused."""
+    """Nested tables from `--a.b VALUE` and `--a.b=VALUE`. Raises `ConfigError` for any other word."""
     table: dict[str, Any] = {}
     words = list(rest)
     while words:
@@ -102,9 +100,9 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
 
 
 def take_word(rest: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the first of the words that are no options, if there is one, and the others.
+    """(the first positional word in `rest` or None, the remaining words).
 
-    A bare word is taken unless it is the value of the `--section.key` before it.
+    A bare word is positional unless it is the value of the `--section.key` before it.
     """
     words = list(rest)
     index = 0

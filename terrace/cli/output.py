@@ -1,4 +1,4 @@
-"""Standard output that may be closed, narrow or of another encoding, and the signal that ends a run."""
+"""Standard output that may be closed, narrow or in another encoding, and the signal that ends a run."""
 
 import os
 import signal
@@ -11,17 +11,17 @@ from typing import NoReturn
 
 from rich.console import Console
 
-_PLAIN_WIDTH = 120  # of a file or a pipe, where nobody says how wide a line may be
+_PLAIN_WIDTH = 120  # of a file or a pipe, which have no width
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived, or the signal that it names. Not an `Exception`: nothing on the way out may swallow it."""
+    """SIGTERM arrived, or the signal in the message. Not an `Exception`: no handler on the way out may swallow it."""
 
 
 class Terminal(Console):
-    """A console that raises `BrokenPipeError` when nobody reads any more, where rich would exit.
+    """A console that raises `BrokenPipeError` when its reader is gone, where rich would exit.
 
-    Names come from files, so that brackets and colons in them are text and no markup.
+    Markup is off: names come from files, and may hold brackets and colons.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Terminal(Console):
 
 
 def drop_stdout() -> None:
-    """Send what is still to be written to standard output nowhere, so that exiting does not fail on it."""
+    """Redirect standard output to nowhere, so that flushing at exit does not fail."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -41,7 +41,7 @@ def drop_stdout() -> None:
 
 
 def replace_unprintable() -> None:
-    """Let characters that the terminal's encoding lacks come out as `?` instead of ending the run."""
+    """Print `?` for characters that the terminal's encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

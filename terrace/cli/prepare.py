@@ -1,4 +1,4 @@
-"""Everything that can be known before the ranks start: data, checkpoint, run folder, disk."""
+"""Preparation of a run before its ranks start: data, checkpoint, run folder, disk."""
 
 import shutil
 from collections.abc import Sequence
@@ -34,26 +34,26 @@ _RUNS = Path("runs")
 
 
 class CompleteError(CheckpointError):
-    """A run has made all its steps."""
+    """The run has made all its steps."""
 
 
 def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool = False) -> Job:
-    """Verify the program, tokenise the data, check what will be written and read; return the job of the ranks.
+    """Verify the program, tokenise the data, check everything that will be read and written; the job of the ranks.
 
-    A run that is `going_on` by itself takes up what `folder` holds, or begins there. Raises `CompleteError` where
-    nothing is left to train, and the `TerraceError` of whatever cannot work; no run folder is made then.
+    With `going_on` the run continues from `folder`'s checkpoint, or begins there. Raises `CompleteError` where nothing
+    is left to train, and the `TerraceError` of anything that cannot work; no run folder is made then.
     """
     if going_on and folder is not None and complete(folder / "checkpoints"):
         resume = folder
     if resume is not None:
-        with folder_lock(resume):  # whether another run writes there; rank 0 holds it from its start to its end
+        with folder_lock(resume):  # fails if another run writes there: its rank 0 holds the lock to the end
             pass
     check_installed(config.train.metrics)
     programs = checked_programs(config)
     if config.train.compile:
         check_compiles(programs)
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    config = replace(config, data=config.data.absolute())  # so that the run's own file holds everywhere
+    config = replace(config, data=config.data.absolute())  # so that config.toml works from any directory
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_tokenizer(tokenizer, config)
     if resume is None:
@@ -61,6 +61,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     sources = prepare_sources(config.data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
     for source in sources:
         source.tokens.check_vocab(config.model.vocab_size)
+    # Raises where the data is too short for a batch.
     Batches(sources, config.train.sequence, config.train.batch, config.train.seed, config.data.holdout)
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer.fingerprint)
     if checkpoint is not None and checkpoint.step >= config.train.steps:
@@ -94,6 +95,7 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
     if wrong:
         print(f"going on from {folder}, since {'; '.join(wrong)}", flush=True)
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
+    # Every fact that decides the sequence of batches or the model must be the same.
     stored = dict(checkpoint.facts.get("model", {}))
     here: dict[str, Any] = {
         "tokenizer": fingerprint,
@@ -117,7 +119,6 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
 
 
 def _check_disk(folder: Path, config: RunConfig) -> None:
-    """Raise `ConfigError` when the checkpoints that exist at once do not fit where `folder` is or will be."""
     train = config.train
     each = checkpoint_bytes(
         config.blocks(),
@@ -141,10 +142,8 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
 
 
 def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
-    """Make the run folder; its config.toml is made at once, so that no two runs take the same one.
-
-    A run that goes on by itself also takes the folder of one that ended before its first checkpoint.
-    """
+    # An empty config.toml claims the folder at once, so that no two runs take the same one. A run that is going on also
+    # takes the folder of a run that ended before its first checkpoint.
     if going_on and folder is not None and (folder / "config.toml").is_file():
         return folder
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -1,4 +1,4 @@
-"""`terrace probe`: measure this machine, or the ranks of this job, and write a cluster file with what it reaches.
+"""`terrace probe`: measure this machine, or the ranks of this job, and write a cluster file with the results.
 
 Without a launcher the ranks are local processes, as in `terrace train`; under torchrun this process is one of them.
 """
@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Probe; returns 0, or raises what went wrong."""
+    """Probe and write the file; returns 0."""
     cluster = read_cluster(options.cluster, rest, "a probe takes only --cluster.key VALUE")
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def check_out(path: Path, force: bool) -> None:
-    """Raise `ConfigError` unless a file can be written there, or if one is there and `force` is not given."""
+    """Raise `ConfigError` unless a file can be written there, or if it exists and `force` is not given."""
     check_writable("--out", path)
     if path.suffix != ".toml":
         raise ConfigError(f"--out {path} must end in .toml: a cluster is found by that")

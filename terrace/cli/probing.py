@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples | None:
-    """Measure with local processes, or as one rank of a launcher's world; returns None on all ranks but the first.
+    """Measure with local processes, or as one rank of a launcher's world; None on all ranks but the first.
 
-    `check` raises what is wrong with the output: once, before anything is started or measured.
+    `check` raises for an unusable output file: once, before anything is started or measured.
     """
     return _on_all_ranks(cluster, run_rank, (cluster, seconds), check, print)
 
 
 def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[Link] | None:
-    """Measure the links alone, in the same way; `quiet` says nothing meanwhile."""
+    """Measure only the links, in the same way; prints no progress if `quiet`."""
     say = _nothing if quiet else print
     return _on_all_ranks(cluster, run_links_rank, (cluster, seconds, quiet), lambda: None, say)
 
@@ -38,7 +38,7 @@ def _on_all_ranks(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> T | None:
-    pace()  # refuses a bad value before anything is started
+    pace()  # refuses a bad TERRACE_PACE before anything is started
     if not detect():
         check_local(cluster)
         check()
@@ -59,7 +59,7 @@ def _on_all_ranks(
 
 
 def run_rank(world: World, cluster: Cluster, seconds: float) -> Samples:
-    """One rank; rank 0 says what is measured. Top-level, so that a child process can import it."""
+    """One rank; rank 0 prints progress. Top-level, so that a child process can import it."""
     replace_unprintable()
     return measure(world, cluster, seconds, _say if world.rank == 0 else _nothing)
 
@@ -71,7 +71,7 @@ def run_links_rank(world: World, cluster: Cluster, seconds: float, quiet: bool) 
 
 
 def _nothing(what: str) -> None:
-    """Say nothing."""
+    pass
 
 
 def _say(what: str) -> None:

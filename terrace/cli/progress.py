@@ -1,7 +1,7 @@
 """The line of a step, and on a terminal the bar before it.
 
-The bar is drawn into an ordinary line that the next one overwrites. It hides no cursor and starts no thread, so a run
-that is killed leaves a usable terminal behind.
+The bar is part of an ordinary line that the next one overwrites. No cursor is hidden and no thread started, so a killed
+run leaves a usable terminal behind.
 """
 
 import sys
@@ -18,7 +18,7 @@ _BAR, _LEAST_WIDTH = 24, 60  # characters
 
 
 class ProgressLine:
-    """Shows steps: on a terminal in place, with a line that stays now and then; elsewhere those lines alone."""
+    """Shows steps: on a terminal in place, with a permanent line now and then; elsewhere only those lines."""
 
     def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
         self._console, self._num_steps, self._log_every = console, num_steps, log_every
@@ -36,7 +36,7 @@ class ProgressLine:
             print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
 
     def above(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         print(f"{self._erase()}{text}", flush=True)
 
     def _erase(self) -> str:
@@ -52,7 +52,7 @@ class ProgressLine:
 
 
 def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
-    """Return a step in a line."""
+    """A step in one line."""
     parts = [
         f"step {record.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {record.loss:.3f}",
@@ -71,14 +71,14 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
 
 
 def clock(seconds_left: float) -> str:
-    """Return seconds as h:mm:ss or m:ss."""
+    """Seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds_left), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def utilisation_words(used: Utilisation) -> str:
-    """Return what MFU and HFU of a run are counted from."""
+    """The figures from which MFU and HFU of a run are computed."""
     flops, peak = used.flops, quantity(used.peak_flops_per_s, "FLOP/s")
     return (
         f"MFU = {quantity(flops.model, 'FLOP')} / (seconds of a step x {used.num_devices} x {peak}): "

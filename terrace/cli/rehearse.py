@@ -1,6 +1,6 @@
-"""`terrace rehearse run|check|clean`: a described cluster on this one machine, and programs run inside it.
+"""`terrace rehearse run|check|clean`: an emulated cluster on this one machine, and programs run inside it.
 
-What a rehearsal itself says goes to stderr, so that stdout is the program's.
+Messages of the rehearsal itself go to stderr; stdout belongs to the program.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def add_parser(commands: Any) -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of ours and, after `--`, those of the command to run."""
+    """(our own words, the words of the command after `--`)."""
     if "--" not in words or list(words[:1]) != ["rehearse"]:
         return list(words), []
     where = list(words).index("--")
@@ -153,7 +153,7 @@ def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _run_paced(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> int:
-    """Start `terrace` once, told to keep the rates of its own cluster."""
+    # The command emulates its own cluster: no network is built, so options that describe one have no effect.
     given = [f"--{name}" for name in ("cluster", "counters") if getattr(options, name) is not None] + list(rest[:1])
     if given:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _cluster(name: str | None, rest: Sequence[str]) -> Cluster:
 
 
 def _checked_command(words: Sequence[str]) -> list[str]:
-    """Return the command with this very Terrace for `terrace`, whatever the path has under that name."""
+    # `terrace` means this very installation, whatever PATH has under that name.
     if not words:
         raise ConfigError(
             "no command given: write it after --, as in terrace rehearse run --cluster lab -- terrace train"
@@ -214,14 +214,13 @@ def _mention_leftovers() -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Leave the block by an exception on SIGTERM, and when the terminal is closed."""
-
+    # SIGTERM and the end of the terminal leave the block by an exception, so that the network is removed.
     def end(*_: object) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         raise Terminated
 
     before = signal.getsignal(signal.SIGHUP)
-    if before != signal.SIG_IGN:  # nohup
+    if before != signal.SIG_IGN:  # ignored under nohup: keep it so
         signal.signal(signal.SIGHUP, end)
     try:
         with sigterm_raises():

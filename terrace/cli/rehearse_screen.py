@@ -1,4 +1,4 @@
-"""What the user of `terrace rehearse` sees."""
+"""Tables and notes that `terrace rehearse` prints."""
 
 from rich import box
 from rich.table import Table
@@ -18,7 +18,7 @@ _WAYS = {
 
 
 def counts_table(wiring: Wiring, carried: Counts) -> Table:
-    """Return what every tier carried: over all ranks, by rank, and over shared uplinks."""
+    """Bytes sent over every tier: over all ranks, by rank, and over shared uplinks."""
     title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
     table = _table(title, "tier", "all ranks", "mean of a rank", "most of a rank", "uplinks", last_left=True)
     for tier in carried.tiers:
@@ -30,7 +30,7 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
 
 
 def findings_table(wiring: Wiring, found: list[Finding]) -> Table:
-    """Return what `terrace rehearse check` measured beside what was configured."""
+    """Configured and measured figures of `terrace rehearse check`."""
     title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured beside measured"
     table = _table(title, "tier", "measured is", "configured", "measured", "deviation")
     table.columns[1].justify = "left"
@@ -46,7 +46,7 @@ def findings_table(wiring: Wiring, found: list[Finding]) -> Table:
 
 
 def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
-    """Return a line for each tier whose latency is not what it should be, and why."""
+    """One line for each tier that does not get its latency, with the reason."""
     lines = []
     for net in wiring.nets:
         wanted = seconds(net.tier.latency_s)

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Write the page; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
-    from terrace.cli.run_folder import is_run_folder, run_view
+    from terrace.report.run_folder import is_run_folder, run_view
     from terrace.report.run_page import run_page
 
     folder: Path = options.folder

@@ -1,4 +1,4 @@
-"""What the user of `terrace train` sees, and the files that say the same."""
+"""Terminal output of `terrace train`, and the result files of the run folder."""
 
 import json
 import os
@@ -48,7 +48,7 @@ from terrace.train.recorder import plain
 
 
 def show_plan(job: Job) -> None:
-    """Print the plan and what it will cost, before any process is started."""
+    """Print the plan and its predicted cost, before any process is started."""
     console = Terminal()
     run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
@@ -72,7 +72,6 @@ def show_plan(job: Job) -> None:
 
 
 def _show_rank(job: Job, console: Terminal) -> None:
-    """Print what a rank keeps and sends."""
     run, num_micros = job.run, job.run.num_micros()
     held, sequence = slice_blocks(run.blocks(), Mesh.of(run.cluster, run.plan)), run.train.sequence
     memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
@@ -82,7 +81,6 @@ def _show_rank(job: Job, console: Terminal) -> None:
 
 
 def _show_stages(job: Job, console: Terminal) -> None:
-    """Print what the stages run, and what a rank of each keeps and sends."""
     run, tiers = job.run, [tier.name for tier in job.run.cluster.tiers]
     programs = checked_programs(run)
     console.print(stages_table(programs, run.blocks()))
@@ -109,7 +107,7 @@ class Screen:
         told = self._job.run.cluster.tiers
         links = ", ".join(
             f"{tier.name} {quantity(tier.bandwidth_bytes_per_s, 'B/s')} after {seconds(tier.latency_s)}"
-            + " (by its file)" * (tier in told and cluster is not self._job.run.cluster)  # nobody talks over it
+            + " (by its file)" * (tier in told and cluster is not self._job.run.cluster)  # no message crosses it
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"

@@ -1,7 +1,7 @@
-"""`terrace train`: check everything, show the plan, start the ranks, show predicted beside measured.
+"""`terrace train`: check everything, show the plan, start the ranks, compare prediction and measurement.
 
-Without a launcher the ranks are local processes; under torchrun (srun, mpirun) this process is one rank.
-What can be checked is checked before the first process starts, and before torch is loaded.
+Without a launcher the ranks are local processes; under torchrun (srun, mpirun) this process is one rank. Everything
+that can be checked is checked before the first process starts and before torch is loaded.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Train; returns 0, or raises what went wrong."""
+    """Train; returns 0."""
     table = _table(options, rest)
     config = parse_run(table)
     going_on = options.resume == AUTO

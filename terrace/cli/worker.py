@@ -30,20 +30,20 @@ from terrace.train.metrics import Silent
 
 JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
 _PREPARE_TIMEOUT = timedelta(days=1)  # a large corpus takes hours to tokenise; a rank that dies ends the job
-_HEARD_S = 10.0  # for ranks that only read a key
-_MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely not meant
+_HEARD_S = 10.0  # enough for ranks that only read a key
+_MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely a mistake
 
 T = TypeVar("T")
-Fit = Callable[[int], tuple[RunConfig, str]]  # number of ranks -> the run fitted to them, and in words what changed
+Fit = Callable[[int], tuple[RunConfig, str]]  # number of ranks -> (run fitted to them, description of the changes)
 
 
 def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on: bool = False, fit: Fit) -> None:
     """Train with local processes, or as one rank of a launcher's world.
 
-    `going_on` takes up the run in `folder` where there is one, as does a launcher that starts its ranks again. Then,
-    and with `resume`, the run is fitted to the ranks that were started.
+    With `going_on`, and when a launcher restarts its ranks, the run in `folder` is continued if there is one. Then, and
+    with `resume`, the run is fitted to the number of started ranks.
     """
-    pace()  # refuses a bad value before anything is made
+    pace()  # refuses a bad TERRACE_PACE before anything is made
     going_on = going_on or (folder is not None and resume is None and is_restarted())
     num_ranks = world_size()
     if num_ranks is not None:
@@ -64,7 +64,7 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
 
 
 def check_local(cluster: Cluster) -> None:
-    """Raise `ConfigError` for a cluster of more ranks than are started on one machine."""
+    """Raise `ConfigError` for a cluster with more ranks than one machine may start."""
     if cluster.world_size > _MAX_LOCAL_RANKS:
         raise ConfigError(
             f"cluster {cluster.name!r} has {cluster.world_size} ranks, and one machine starts at most "
@@ -84,7 +84,7 @@ def check_world(world: World, cluster: Cluster) -> None:
 
 
 def run_rank(world: World, job: Job) -> str | None:
-    """One rank; rank 0 prints. Returns the signal that ended the run, if one did.
+    """One rank; rank 0 prints. Name of the signal that ended the run, or None.
 
     Top-level, so that a child process can import it.
     """
@@ -101,7 +101,7 @@ def run_rank(world: World, job: Job) -> str | None:
 
 
 def _say_complete(complete: CompleteError, going_on: bool) -> None:
-    """A run that goes on by itself may be started once too often; anybody else is told what to do."""
+    # A launcher may restart a complete run once too often; a user gets an error with the fix.
     if not going_on:
         raise complete
     print(complete, flush=True)
@@ -134,7 +134,6 @@ def _run_joined(make: Callable[[], Job], cluster: Cluster, going_on: bool, chang
 
 
 def _end(signal_name: str | None) -> None:
-    """Raise what ends the command after a signal."""
     if signal_name == "SIGINT":
         raise KeyboardInterrupt
     if signal_name is not None:
@@ -142,7 +141,10 @@ def _end(signal_name: str | None) -> None:
 
 
 def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
-    """Return what the rank whose turn it is makes; when it cannot, it alone says why, and the others end."""
+    """Result of `make`, called on one rank (`mine`) and sent to the others through the store.
+
+    Where it raises, only that rank reports the error; the other `num_others` exit.
+    """
     if not mine:
         world.store.wait([key], _PREPARE_TIMEOUT)
         made: T | None = pickle.loads(world.store.get(key))
@@ -164,7 +166,7 @@ def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callabl
 
 
 def _sources_here(job: Job) -> tuple[Source, ...]:
-    """Return the data of this machine, having checked that it sees the run folder of rank 0."""
+    # Once per machine: its run folder and its data must be rank 0's.
     if not (job.folder / "config.toml").is_file():
         raise CheckpointError(
             f"{socket.gethostname()} does not see the run folder {job.folder} that rank 0 made: name a --folder on a "

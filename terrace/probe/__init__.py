@@ -1,5 +1,4 @@
-"""The probe: what this machine or job reaches, measured on all its ranks at once, as a cluster.
+"""The probe: measures this machine or job on all its ranks at once and writes the result as a cluster.
 
-Fitting (`fit`), the choice of shapes and sizes (`grid`) and the assembly of a cluster (`assemble`) are pure; the rest
-measures with torch.
+`fit`, `grid` (shapes and sizes) and `assemble` are pure; the other modules measure with torch.
 """

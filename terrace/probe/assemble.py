@@ -1,8 +1,7 @@
-"""From samples to a cluster: every constant with its mark, and beside the one it replaces.
+"""From samples to a cluster: every constant with its mark and the value it replaces.
 
-On a CPU nothing states a peak, so the best product and the best pass over memory are the peaks. On a device the
-starting cluster's peaks stay, unless something measured went faster: then they belong to another device.
-Constants are fitted in an order in which each needs only those before: memory, products, attention, layers, optimizer.
+Constants are fitted in an order in which each needs only those before it: memory, products, attention, layers,
+optimizer.
 """
 
 from collections.abc import Mapping
@@ -28,10 +27,10 @@ _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Ada
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One constant: what the starting cluster says and what the probe found.
+    """One constant: the value in the starting cluster and the value the probe found.
 
-    `unit` is that of both values, empty for a share. `error` is the mean relative error of the times that were
-    measured, given this constant and those before it; None where nothing was fitted.
+    `unit` belongs to both values, empty for a share. `error` is the mean relative error of the measured times under
+    this constant and the ones before it; None where nothing was fitted.
     """
 
     name: str
@@ -48,11 +47,14 @@ class Probed:
 
     cluster: Cluster
     rows: tuple[Row, ...]
-    optimizer_bytes_per_s: float  # that a step on the largest shards reached, 44 bytes a parameter
+    optimizer_bytes_per_s: float  # of a step on the largest shards, at 44 bytes per parameter
 
 
 def assemble(start: Cluster, samples: Samples) -> Probed:
-    """Return `start` with the constants that the samples show. Raises `ProbeError` where they show none."""
+    """The cluster `start` with every constant that the samples determine.
+
+    Raises `ProbeError` where a fit has no solution.
+    """
     device, rows = _device(start.device, samples)
     found = {each.tier: each for each in samples.tiers}
     tiers = []
@@ -87,12 +89,12 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
 
     on_cpu = samples.device == "cpu"
     tiles, num_cores = ((), 0) if on_cpu else (before.tiles, samples.num_cores)
-    # Codecs are not measured, so what is said of them stays.
+    # Codecs are not measured, so their constants stay.
     blank = Kernels(tiles=tiles, num_cores=num_cores, source=_SOURCE, launch_s=samples.launch_s, codec=before.codec)
     device = replace(device, kernels=blank, backend="cpu" if on_cpu else "cuda")
     memory, _ = fit_memory(device, [*samples.norms, *(() if on_cpu else samples.copies)])
     device = replace(device, kernels=replace(blank, memory=memory))
-    if on_cpu:  # where a norm computes as long as it reads
+    if on_cpu:  # a CPU's norm is bound by compute as much as by reading: streams get a constant of their own
         stream, error = fit_memory(device, samples.copies)
         learn(error, "fitted", stream=stream)
         fresh, error = fit_fresh(device, samples.fresh)
@@ -102,6 +104,7 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
     share, error = fit_attention(device, samples.attention)
     learn(error, "fitted", attention=share)
     learn(None, "measured", host_layer_s=samples.host_layer_s)
+    # Last, because whole layers correct two constants that single kernels gave: memory and launch.
     memory, launch_s, error = fit_layers(device, samples.layers)
     learn(error, "fitted", memory=memory, launch_s=launch_s)
     constant_s, error = fit_optimizer(device, samples.optimizer)
@@ -112,7 +115,8 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
 
 
 def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
-    """Return the device with the peaks to which shares refer."""
+    # A CPU has no stated peak, so the fastest product and the fastest pass over memory become the peaks. A GPU keeps
+    # the peaks of the starting cluster unless a measurement beat them: then they belong to another device.
     rows, peaks = [], dict(start.peak_flops_per_s)
     for dtype in sorted({sample.dtype for sample in samples.gemms}):
         best = max(sample.flops_per_s for sample in samples.gemms if sample.dtype == dtype)
@@ -130,8 +134,9 @@ def _peak(name: str, unit: str, before: float | None, best: float, kind: str) ->
 
 
 def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Row]]:
-    """Return the tier; its latency is that of a message in a step, which waits for neighbours or for a core."""
     fit, beside = fit_link(samples.messages), samples.overlap
+    # In a step a message waits for neighbours that compute longer, or for a core: the larger of the two belongs to the
+    # latency.
     latency_s = fit.latency_s + max(samples.skew_s, beside.late_s)
     penalty = overlap_penalty(beside.compute_s, beside.message_s, beside.together_s)
     was = before if start.overlap_penalty is None else start.overlap_penalty
@@ -162,8 +167,8 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
         bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s,
         half_bytes=fit.half_bytes,
         overlap_penalty=penalty,
-        efficiency=1.0,  # the bandwidth is what messages reach
-        direct=False,  # and that of all members together, however they are wired
+        efficiency=1.0,  # the fitted bandwidth is already the one messages reach
+        direct=False,  # and it covers all members together, however they are wired
         source=_SOURCE,
     )
     return replace(tier, marks=_tier_marks(start.marks, marks | {"efficiency": "fitted"})), rows
@@ -178,5 +183,6 @@ def _device_marks(device: Device, before: Mapping[str, Mark], found: Mapping[str
 
 def _tier_marks(before: Mapping[str, Mark], found: Mapping[str, Mark]) -> dict[str, Mark]:
     names = ["bandwidth_bytes_per_s", "latency_s", "efficiency", "half_bytes"]
+    # A tier's penalty is optional: without one, the device's applies and carries the mark.
     names += ["overlap_penalty"] if "overlap_penalty" in found or "overlap_penalty" in before else []
     return {name: found.get(name, before.get(name, "preset")) for name in names}

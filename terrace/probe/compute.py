@@ -1,6 +1,6 @@
-"""What a rank computes: products, passes over memory, attention, whole layers, the optimizer.
+"""Compute of one rank: matrix products, passes over memory, attention, whole layers, the optimizer.
 
-Shape legend: B batch, S sequence, H hidden, N heads, D head_dim.
+Shape legend: B batch, S sequence, N heads, D head_dim.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ COMPUTE = ("fp32", "bf16")  # the dtypes that training computes in
 # The dtype of layers and attention: flash kernels on CUDA have no fp32.
 TRAINS_IN: dict[str, Literal["fp32", "bf16"]] = {"cpu": "fp32", "cuda": "bf16"}
 
-_FIRST_CUBE, _LAST_CUBE = 256, 8192  # grown until it takes a while: its speed says how large the shapes may be
-_QUICK = 1 / 8  # of what the largest shape may take: a cube so quick is mostly launch
-_CALLS_A_LOOP = 8  # the largest shape is so large that a loop holds about so many
+_FIRST_CUBE, _LAST_CUBE = 256, 8192  # grown until one takes long enough to tell how large the shapes may be
+_QUICK = 1 / 8  # of the largest shape's time: a quicker cube is mostly launch
+_CALLS_A_LOOP = 8  # of the largest shape
 _NUM_SHAPES = 8  # of each dtype, in three orientations
 _LARGE_BYTES = {"cpu": (8 << 20, 32 << 20), "cuda": (256 << 20, 1 << 30)}  # beyond the caches
 _NORM_ROWS = {"cpu": (256, 1024, 4096), "cuda": (4096, 16384, 65536)}
@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 
 def measure_gemms(watch: Stopwatch, budget_s: float, say: Say) -> list[GemmSample]:
-    """Time matrix products of layers' shapes in every dtype and orientation, as large as the device's speed allows."""
+    """Time the matrix products of layers in every dtype and orientation, sized by the device's speed."""
     each_s = budget_s / (len(COMPUTE) * 3 * _NUM_SHAPES + len(COMPUTE))
     samples = []
     for dtype in COMPUTE:
@@ -56,6 +56,7 @@ def measure_gemms(watch: Stopwatch, budget_s: float, say: Say) -> list[GemmSampl
         limit_s = each_s / _CALLS_A_LOOP
         cube = _FIRST_CUBE
         first = _gemm(watch, dtype, (cube, cube, cube), 0, each_s)
+        # Double the cube until it runs long enough for its FLOP/s to be trusted.
         while first.seconds < _QUICK * limit_s and cube < _LAST_CUBE:
             cube *= 2
             first = _gemm(watch, dtype, (cube, cube, cube), 0, each_s)
@@ -67,7 +68,7 @@ def measure_gemms(watch: Stopwatch, budget_s: float, say: Say) -> list[GemmSampl
 
 
 def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[PassSample], list[PassSample], float]:
-    """Time copies and additions beyond the caches; norms; and the smallest operation there is."""
+    """Time memory: (copies and additions beyond the caches, norms, seconds of the smallest operation)."""
     say("memory")
     kind, device = watch.device.type, watch.device
     each_s = budget_s / (2 * len(_LARGE_BYTES[kind]) + len(_NORM_ROWS[kind]) + 1)
@@ -86,10 +87,8 @@ def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[Pa
 
 
 def measure_fresh(watch: Stopwatch, budget_s: float) -> list[PassSample]:
-    """Time what new memory costs a CPU beyond writing it: pages come from the system, zeroed, at their first touch.
-
-    A device's allocator keeps what was freed, so there it is nothing.
-    """
+    """Time the first write to new memory on a CPU, beyond a write to old memory; empty on a GPU."""
+    # A CPU's pages come from the system, zeroed, at their first touch; a GPU's allocator keeps freed blocks.
     if watch.device.type != "cpu":
         return []
     samples = []
@@ -129,7 +128,7 @@ def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say
 
 
 def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: Say) -> tuple[list[LayerSample], float]:
-    """Time whole decoder layers both ways, and the host launching the smallest one."""
+    """Time whole decoder layers, forward and backward, and the host launching the smallest one."""
     say("layers")
     shapes = layer_shapes(flops_per_s * budget_s / (6 * 3 * _CALLS_A_LOOP))
     each_s = budget_s / (2 * len(shapes))
@@ -169,7 +168,7 @@ def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[Optim
 
 
 def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
-    """Return a call that runs one layer forward and backward."""
+    """A call that runs one layer forward and backward."""
     layer, x = _layer(watch.device, shape)
 
     def both() -> None:
@@ -180,10 +179,8 @@ def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
 
 
 def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) -> GemmSample:
-    """Time one product; `way` tells whether it is a forward, or the gradient of the input or of the weight.
-
-    Operands lie as autograd hands them over: a weight is (out, in), and each gradient reads one of them transposed.
-    """
+    # `way`: 0 forward, 1 gradient of the input, 2 gradient of the weight. Operands lie as autograd hands them over: a
+    # weight is (out, in), and each gradient reads one of them transposed.
     m, k, n = shape
     sizes: tuple[tuple[int, int], tuple[int, int]] = (((m, k), (n, k)), ((m, k), (k, n)), ((k, m), (k, n)))[way]
     a, b = (torch.randn(size, device=watch.device, dtype=DTYPES[name]) for size in sizes)
@@ -193,7 +190,7 @@ def _gemm(watch: Stopwatch, name: str, shape: Shape, way: int, budget_s: float) 
 
 
 def _both_ways(watch: Stopwatch, forward: Callable[[], Tensor], budget_s: float) -> tuple[float, float]:
-    """Return (forward, backward) seconds: of a forward, and of both less that."""
+    # Backward cannot run alone: it is timed with its forward, which is then subtracted.
     gradient = torch.ones_like(forward())
 
     def both() -> None:

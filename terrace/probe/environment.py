@@ -1,4 +1,4 @@
-"""The environment variables that decide how ranks start and talk, as they stand; read here and set nowhere."""
+"""Environment variables that decide how ranks start and communicate; read here, set nowhere."""
 
 import os
 
@@ -22,6 +22,6 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 
 def launcher_variables() -> dict[str, str]:
-    """Return the variables of launchers and of the communication libraries that are set."""
+    """The set variables of launchers and communication libraries."""
     found = {name: os.environ[name] for name in _NAMES if name in os.environ}
     return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}

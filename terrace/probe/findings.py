@@ -1,4 +1,4 @@
-"""What follows from what a machine has: what will be used and why, what is worth knowing, what stands in the way."""
+"""Conclusions from a `Machine`: which parts will be used and why, warnings, and obstacles with their fixes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from terrace.probe.machine import NEEDED, PACKAGES, Machine
 Level = Literal["fine", "absent", "note", "blocks"]
 
 _OLDEST_PYTHON = (3, 11)
-_TORCH = ((2, 11), (2, 14))  # from, and below: those of pyproject.toml
-_FEW_FILES = 1024  # a rank of many holds some sockets for every other one
+_TORCH = ((2, 11), (2, 14))  # from, and below: as in pyproject.toml
+_FEW_FILES = 1024  # each rank holds several sockets for every other rank
 _LITTLE_DISK_BYTES = 1_000_000_000
-_LITTLE_MEMORY_BYTES = 400_000_000  # what a rank takes after importing torch, with a little to compute
+_LITTLE_MEMORY_BYTES = 400_000_000  # of a rank that imported torch and holds a little work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A check: what it is about, what was found, and where something is to be done, what."""
+    """One check: its subject, the result, and the fix where one is needed."""
 
     level: Level
     about: str
@@ -26,7 +26,7 @@ class Finding:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """Return what is to be said about a machine, in the order in which one would look."""
+    """All findings about a machine, in the order in which one would look."""
     return [
         *_software(machine),
         *_backend(machine),
@@ -67,6 +67,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
 
 
 def _backend(machine: Machine) -> Iterator[Finding]:
+    # Without a working torch the software findings already say all there is.
     if machine.packages.get("torch") is None or machine.torch_error:
         return
     if machine.gpus and machine.has_nccl:
@@ -124,6 +125,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _launcher(machine: Machine) -> Iterator[Finding]:
+    # Under srun and mpirun a size of 1 is an ordinary shell inside an allocation, not a launched job.
     known = {
         "torchrun": ("RANK", "WORLD_SIZE"),
         "srun": ("SLURM_PROCID", "SLURM_NTASKS"),

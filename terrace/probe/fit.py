@@ -1,9 +1,9 @@
 """Constants from measurements: pure fitting, no torch.
 
-Every fit is relative: an error of 10 % counts alike for a message of a kilobyte and one of a gigabyte. Large
-deviations count by their size rather than by its square, so that one disturbed measurement bends no constant.
-Constants have hard bounds: a fit that would be better outside them shows as a larger error, and nothing else.
-Kernels and layers are priced by the simulator's own functions (`terrace.simulate`), so what is fitted is what predicts.
+Every fit is relative: an error of 10 % counts alike for a message of a kilobyte and one of a gigabyte. Large deviations
+count linearly, not by their square, so that one disturbed measurement does not bend a constant. Constants have hard
+bounds: where a fit would be better outside them, only its error grows. Kernels and layers are priced by the simulator's
+own functions (`terrace.simulate`), so the fitted model is the predicting one.
 """
 
 import math
@@ -17,12 +17,12 @@ from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
 
 _TOLERATED = 0.2  # relative deviations beyond this count by their size, not by its square
-_NOTHING = 1e-3  # an intercept of so little of the shortest time is none
-_NO_RISE = 0.05  # a line that rises by less than that part of its intercept is noise
+_NOTHING = 1e-3  # smallest intercept, as a share of the shortest time: as good as none
+_NO_RISE = 0.05  # a line that rises by less than this share of its intercept is noise
 _SMALLEST_SHARE = 1e-3
 _DEEPEST = 4.0  # largest half depth, in the largest inner size measured: beyond, it cannot be told from the share
-_MOST_LAUNCH = 100.0  # a kernel of a layer may take so many times what the smallest operation took to launch
-_PRIOR = 0.005  # weight of the measured value in the fit of layers, beside that of one measured layer
+_MOST_LAUNCH = 100.0  # largest launch cost of a layer's kernel, in launches of the smallest operation
+_PRIOR = 0.005  # weight of the measured value in the fit of layers; one measured layer has weight 1
 _GRID, _FINEST = 13, 5e-5
 
 Loss = Callable[[float, float], float]
@@ -40,7 +40,6 @@ class GemmSample:
 
     @property
     def flops_per_s(self) -> float:
-        """What it reached."""
         return 2.0 * self.m * self.k * self.n / self.seconds
 
 
@@ -104,10 +103,10 @@ class LinkFit:
 
 
 def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, float, float]:
-    """Return (share of the peak, half depth, mean relative error) of the products' seconds.
+    """(share of the peak, half depth, mean relative error) of matrix products.
 
-    All else is the device's: peaks, memory, launch, tiles. The share lies in (0, 1], the half depth between 0 and
-    four times the largest inner size. Raises `ProbeError` when the inner size does not vary.
+    Everything else is the device's: peaks, memory, launch, tiles. The share lies in (0, 1], the half depth between 0
+    and four times the largest inner size. Raises `ProbeError` when the inner size does not vary.
     """
     _check([sample.seconds for sample in samples], "matrix products")
     depths = {sample.k for sample in samples}
@@ -120,7 +119,7 @@ def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, floa
 
     measured = [sample.seconds for sample in samples]
     deepest = _DEEPEST * max(depths)
-    # The half depth is searched as its share of itself and the deepest, which spreads small ones out.
+    # The half depth is searched as the cube root of its share of the deepest, which spreads small ones out.
     share, spread = _minimise(
         lambda share, spread: _loss(priced(share, _depth(spread, deepest)), measured),
         (_SMALLEST_SHARE, 1.0),
@@ -130,7 +129,7 @@ def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, floa
 
 
 def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
-    """Return (share of the memory bandwidth, mean relative error) of passes over memory."""
+    """(share of the memory bandwidth, mean relative error) of passes over memory."""
     measured = [sample.seconds for sample in samples]
     _check(measured, "passes over memory")
 
@@ -143,7 +142,7 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
 
 
 def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
-    """Return (share of the memory bandwidth at which new memory is made, mean relative error)."""
+    """(share of the memory bandwidth at which new memory is first written, mean relative error)."""
     measured = [sample.seconds for sample in samples]
     _check(measured, "buffers of new memory")
 
@@ -155,7 +154,7 @@ def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, flo
 
 
 def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float]:
-    """Return (share of the peak that attention reaches, mean relative error), both directions counted."""
+    """(share of the peak that attention reaches, mean relative error), forward and backward counted."""
     measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
     _check(measured, "attention")
 
@@ -180,11 +179,11 @@ def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[f
 
 
 def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:
-    """Return (share of the memory bandwidth, launch seconds, mean relative error) that whole layers show.
+    """(share of the memory bandwidth, launch seconds, mean relative error) of whole layers.
 
-    A layer runs more kernels than the model counts, and what they hand on may stay in a cache: its two constants of
-    the kernels between the products are those that match layers best, bound by (0, 1] and by 1 to 100 times the
-    launch measured alone, and drawn a little towards the values the device has.
+    A layer runs more kernels than the model counts, and their results may stay in a cache. So the two constants of the
+    kernels between the products are fitted to layers, the share within (0, 1], the launch within 1 to 100 times the
+    launch measured alone, with a weak pull towards the device's values.
     """
     measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
     _check(measured, "layers")
@@ -205,7 +204,7 @@ def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, f
 
 
 def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[float, float]:
-    """Return (seconds of an optimizer step beyond its bytes, mean relative error)."""
+    """(seconds of an optimizer step beyond its memory traffic, mean relative error)."""
     measured = [sample.seconds for sample in samples]
     _check(measured, "optimizer steps")
 
@@ -220,18 +219,17 @@ def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[f
 
 
 def price_layers(device: Device, samples: Sequence[LayerSample]) -> list[float]:
-    """Return the seconds the cost model gives these layers: forward and backward of each, in turn."""
+    """Modelled seconds of these layers: forward and backward of each, in turn."""
     seconds = (block_seconds(device, sample.work, 1, accumulate=True) for sample in samples)
     return [way for each in seconds for way in (each.forward_s, each.backward_s)]
 
 
 def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
-    """Return latency, bandwidth and half size of a tier from its collectives.
+    """Latency, bandwidth and half size of a tier from its collectives.
 
-    The cost of sending B bytes among n is (n - 1) latency + (B + half (n - 1) / n) / bandwidth: a line in B, of
-    which a fit sees the rise and the intercept. The part of the intercept that the smallest message shows is
-    latency; what larger ones lose beyond it is the half size.
-    Raises `ProbeError` when sizes do not vary, or times do not grow with them.
+    B bytes among n ranks cost (n - 1) latency + (B + half (n - 1) / n) / bandwidth: a line in B, given by its slope and
+    intercept. The part of the intercept already visible in the smallest message is latency; the rest, which larger ones
+    lose, is the half size. Raises `ProbeError` when sizes do not vary, or times do not grow with them.
     """
     _check([sample.seconds for sample in samples], "messages")
     degree = samples[0].degree
@@ -256,16 +254,17 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
 
 
 def overlap_penalty(compute_s: float, message_s: float, together_s: float) -> float:
-    """Return by which part of the messages' time computing slowed while they travelled, between 0 and 1.
+    """Share of the messages' time by which they slow computation, between 0 and 1.
 
-    From T = max(C (1 + penalty min(1, N / C)), N): the part of the shorter of C and N that was not hidden.
+    From T = max(C (1 + penalty min(1, N / C)), N), with C seconds of compute, N of messages, T of both together: the
+    unhidden part of the shorter of C and N.
     """
     _check([compute_s, message_s, together_s], "computing and messages")
     return min(1.0, max(0.0, (together_s - max(compute_s, message_s)) / min(compute_s, message_s)))
 
 
 def mean_error(priced: Sequence[float], measured: Sequence[float]) -> float:
-    """Return the mean of |priced - measured| / measured."""
+    """Mean of |priced - measured| / measured."""
     return sum(abs(a - b) / b for a, b in zip(priced, measured, strict=True)) / len(measured)
 
 
@@ -289,11 +288,12 @@ def _layered(device: Device, share: float, launches: float) -> Device:
 
 
 def _depth(spread: float, deepest: float) -> float:
+    # Inverse of the search variable: see `fit_gemm`.
     return deepest * spread**3
 
 
 def _loss(priced: Sequence[float], measured: Sequence[float]) -> float:
-    """Sum of squared log ratios, of which those beyond the tolerated deviation grow linearly (Huber)."""
+    # Huber: squared log ratios, linear beyond the tolerated deviation.
     total = 0.0
     for a, b in zip(priced, measured, strict=True):
         off = abs(math.log(a / b))
@@ -302,10 +302,10 @@ def _loss(priced: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
-    """Return (intercept, rise) of the line in what is sent that matches the seconds of samples by their ratio."""
+    # A line a + b x fitted by ratio. Both are searched as logarithms: the intercept down to a thousandth of the
+    # shortest time, the slope as the time that it adds to the largest message.
     measured = [sample.seconds for sample in samples]
     largest = max(sample.sent_bytes for sample in samples)
-    # Logarithms: of the intercept, down to a nothing beside the shortest time, and of what the largest adds to it.
     bounds = math.log(_NOTHING * min(measured)), math.log(2 * max(measured))
 
     def priced(intercept: float, rise: float) -> list[float]:
@@ -316,7 +316,7 @@ def _line(samples: Sequence[LinkSample]) -> tuple[float, float]:
 
 
 def _minimise(loss: Loss, first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
-    """Return where `loss` is least inside the bounds: the best point of a grid, then ever smaller steps from it."""
+    # The losses are smooth but not convex: the best point of a grid, then ever smaller steps from it.
     grids = [[low + (high - low) * step / (_GRID - 1) for step in range(_GRID)] for low, high in (first, second)]
     best = min((loss(a, b), a, b) for a in grids[0] for b in grids[1])
     step = 1.0 / (_GRID - 1)

@@ -1,4 +1,4 @@
-"""Which shapes and sizes are measured: as large as the time for one of them allows, and spread evenly in size."""
+"""Shapes and sizes to measure: as large as the time for one allows, spread evenly in log size."""
 
 import math
 from typing import TypeVar
@@ -8,8 +8,8 @@ from terrace.model.config import ModelConfig, forward_flops, parse_model
 _TOKENS = (64, 256, 1024, 4096, 8192)
 _WIDTHS = (64, 160, 256, 512, 1024, 2048, 4096, 8192)
 _WIDENINGS = (1, 3, 4)  # of a width: an output, query-key-value, an MLP
-_FLOPS_RANGE = 256.0  # the smallest shape has so many times fewer FLOPs than the largest
-_DEEPEST_TO_WIDEST = 64  # shapes flatter than that are of no layer
+_FLOPS_RANGE = 256.0  # FLOPs of the largest shape over the smallest
+_DEEPEST_TO_WIDEST = 64  # no layer has flatter shapes
 _MESSAGE_ALIGNMENT = 64
 
 T = TypeVar("T")
@@ -18,9 +18,9 @@ LayerShape = tuple[ModelConfig, int, int]  # one layer, sequence, micro-batch
 
 
 def gemm_shapes(largest_flops: float, count: int) -> list[Shape]:
-    """Return up to `count` shapes (m, k, n) of layers' products, of at most `largest_flops` each.
+    """Up to `count` shapes (m, k, n) of layers' products, of at most `largest_flops` each.
 
-    Never empty: the smallest shape is there whatever the limit.
+    Never empty: the smallest shape is kept whatever the limit.
     """
     shapes = {
         shape
@@ -36,13 +36,13 @@ def gemm_shapes(largest_flops: float, count: int) -> list[Shape]:
 
 
 def orientations(shape: Shape) -> list[Shape]:
-    """Return the products of a linear layer of this forward shape: forward, gradient of the input, of the weight."""
+    """The three products of a linear layer with this forward shape: output, input gradient, weight gradient."""
     m, k, n = shape
     return [(m, k, n), (m, n, k), (k, m, n)]
 
 
 def attention_sequences(largest_flops: float, batch: int, heads: int, head_dim: int) -> list[int]:
-    """Return the sequence lengths measured, at least two: 128, and its doubles while the limit allows."""
+    """Sequence lengths to measure: 128, 256, and doubles while the limit allows."""
     lengths = [128, 256]
     while lengths[-1] < 8192 and 4.0 * batch * heads * head_dim * (2 * lengths[-1]) ** 2 / 2 <= largest_flops:
         lengths.append(2 * lengths[-1])
@@ -50,7 +50,7 @@ def attention_sequences(largest_flops: float, batch: int, heads: int, head_dim: 
 
 
 def layer_shapes(largest_flops: float) -> list[LayerShape]:
-    """Return the decoder layers measured: widths from 128 on while the limit allows, with two lengths each."""
+    """Decoder layers to measure: widths from 128 on while the limit allows."""
     found: list[LayerShape] = []
     for hidden in (128, 256, 512, 1024, 2048, 4096):
         config = _layer(hidden)
@@ -62,19 +62,19 @@ def layer_shapes(largest_flops: float) -> list[LayerShape]:
 
 
 def smallest_layer() -> LayerShape:
-    """Return a layer whose work is next to nothing: its time is what launching its kernels takes."""
+    """A layer with next to no work: its time is the launch of its kernels."""
     return _layer(16), 8, 1
 
 
 def overlap_layer(device: str) -> LayerShape:
-    """Return the layer that computes while messages travel: milliseconds of work on such a device."""
+    """The layer that computes while messages travel: milliseconds of work on this kind of device."""
     return (_layer(128), 128, 1) if device == "cpu" else (_layer(2048), 2048, 2)
 
 
 def message_sizes(largest_bytes: float, degree: int, count: int) -> list[int]:
-    """Return `count` sizes that a whole group holds, evenly spread from 4 KiB a rank to `largest_bytes`, ascending.
+    """`count` sizes in bytes held by a whole group, from 4 KiB per rank to `largest_bytes`, ascending.
 
-    Each is a multiple of what `degree` ranks can share evenly, and the largest at least 1 MiB a rank.
+    Evenly spread in log size. Each divides evenly among `degree` ranks; the largest is at least 1 MiB per rank.
     """
     unit = degree * _MESSAGE_ALIGNMENT
     smallest, largest = 4096.0 * degree, max(largest_bytes, float(degree << 20))
@@ -105,7 +105,7 @@ def _flops(shape: Shape) -> float:
 
 
 def _spread(items: list[T], count: int) -> list[T]:
-    """Return up to `count` items, the first and the last among them."""
     if len(items) <= count:
         return items
+    # First and last are always kept.
     return [items[round(step * (len(items) - 1) / (count - 1))] for step in range(count)]

@@ -1,7 +1,7 @@
 """Collectives of each tier, through the runtime's own groups, lanes and collectives.
 
-For each tier a layout of its own, in which only that tier has data ranks: a gather and a reduction then cross this
-tier and no other, while all groups of the tier work at once, as in a step.
+Each tier gets a layout in which only that tier has data ranks: a gather or reduction then crosses this tier and no
+other, while all groups of the tier work at once, as in a step.
 """
 
 import statistics
@@ -21,22 +21,23 @@ from terrace.probe.samples import Overlap, TierSamples
 from terrace.probe.timing import Stopwatch, Work
 
 _NUM_SIZES = 7
-_FIRST_BYTES = 256 << 10  # of a group; its time says how large the other messages may be
+_FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
 _LARGEST_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _CALLS_A_LOOP = 2  # of the largest message
-_ROUNDS = 5  # of computing, messages and both
+_ROUNDS = 5  # each of compute, messages and both
 _SKEW_BYTES = 64 << 10  # of a group, around the messages of a small model
 _ELEMENT_BYTES = 4
 _KINDS = ("gather", "reduce")
 
 
 class TierLinks:
-    """One rank's collectives over one tier, on a lane of its own. Every rank makes it at the same point."""
+    """One rank's collectives over one tier, on a lane of its own. Every rank constructs it at the same point."""
 
     def __init__(
         self, cluster: Cluster, tier: int, rank: int, device: torch.device, timeout: timedelta, pacer: Pacer | None
     ) -> None:
         name = cluster.tiers[tier].name
+        # All other tiers hold pipeline ranks, so no data collective crosses them.
         alone = {each.name: {"pipeline": each.size} for each in cluster.tiers if each.name != name}
         plan = Plan(params=name, grads=name, optimizer=name, mapping=alone)
         self.name, self.degree, self._tier = name, cluster.tiers[tier].size, tier
@@ -49,14 +50,14 @@ class TierLinks:
         self._lane = make_lane(device)
 
     def call(self, kind: str, whole_bytes: int) -> Work:
-        """Return a call that gathers or reduces `whole_bytes` of the group, and waits until it is done."""
+        """A call that gathers or reduces `whole_bytes` of the group and waits for the result."""
         submit = self.start(kind, whole_bytes)
         return lambda: submit()()
 
     def start(self, kind: str, whole_bytes: int) -> Callable[[], Callable[[], None]]:
-        """Return a call that submits such a collective to the lane, and returns what waits for it.
+        """A call that submits the collective to the lane and returns its wait.
 
-        The result of a reduction is added to what is there, as in a step.
+        The result of a reduction is added to the shard, as in a step.
         """
         full = torch.zeros(whole_bytes // _ELEMENT_BYTES, device=self._device)
 
@@ -75,12 +76,12 @@ class TierLinks:
         return lambda: self._lane.submit(work).wait
 
     def sent_bytes(self, whole_bytes: int) -> float:
-        """Return what one rank sends of `whole_bytes`."""
+        """Bytes that one rank sends of `whole_bytes`."""
         return whole_bytes * (self.degree - 1) / self.degree
 
     @property
     def counted_bytes(self) -> int:
-        """Return what this rank has sent so far."""
+        """Bytes that this rank has sent so far."""
         return sum(self._ledger.total().values())
 
     def close(self) -> None:
@@ -91,12 +92,13 @@ class TierLinks:
 def measure_tier(
     watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float, overlap_budget_s: float
 ) -> TierSamples:
-    """Time gathers and reductions of a tier over growing sizes, a small gather between computation, and some beside it.
+    """Time gathers and reductions over growing sizes, a small gather between compute, and gathers during compute.
 
-    Computing beside messages gets a budget of its own.
+    Gathers during compute have a budget of their own, `overlap_budget_s`.
     """
     each_s = budget_s / (len(_KINDS) * _NUM_SIZES + 4)
     first_s = watch.seconds(links.call("gather", _aligned(_FIRST_BYTES, links.degree)), each_s, agreed=True)
+    # Sized by the first gather's speed so that the largest message still repeats within its budget.
     largest = min(_FIRST_BYTES * each_s / _CALLS_A_LOOP / 4 / first_s, _LARGEST_BYTES[watch.device.type])
     messages = []
     for size in message_sizes(largest, links.degree, _NUM_SIZES):
@@ -114,11 +116,11 @@ def measure_tier(
 
 
 def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s: float) -> Overlap:
-    """Time computing alone, messages alone that take about half as long, and both side by side."""
+    """Time compute alone, messages alone that take about half as long, and both at once."""
     one = links.call("gather", _aligned(_FIRST_BYTES, links.degree))
     each_s = budget_s / 5
     message_s, compute_s = watch.seconds(one, each_s, agreed=True), watch.seconds(compute, each_s, agreed=True)
-    # Several of the shorter beside one of the longer, so that the messages take half as long as the computation.
+    # Several of the shorter during one of the longer, so that the messages take half as long as the compute.
     num_messages = max(1, round(compute_s / message_s / 2))
     num_passes = max(1, round(2 * message_s / compute_s))
     start = links.start("gather", _aligned(_FIRST_BYTES, links.degree))
@@ -140,7 +142,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
         for wait in waits:
             wait()
 
-    # In turns, so that a disturbance that lasts is in all three.
+    # In turns, so that a lasting disturbance is in all three.
     rounds = [
         [watch.seconds(work, each_s / _ROUNDS, agreed=True) for work in (only_compute, only_messages, both)]
         for _ in range(_ROUNDS)
@@ -156,7 +158,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
 
 
 def _skew_s(watch: Stopwatch, links: TierLinks, compute: Work, each_s: float) -> float:
-    """Return what a small gather between computation costs beyond one back to back, per neighbour."""
+    # A small gather between compute costs more than one back to back: ranks arrive at different moments.
     gather = links.call("gather", _aligned(_SKEW_BYTES, links.degree))
 
     def alternating() -> None:

@@ -1,4 +1,4 @@
-"""What this machine has: looked up, not measured, in about the time that importing torch takes."""
+"""Facts about this machine: looked up, not measured, in about the time that importing torch takes."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from terrace.probe.environment import launcher_variables
 
-# package -> (what installs it, what it is for); the first three are what training needs
+# package -> (argument of pip install, purpose); the first three are needed for training
 PACKAGES = {
     "torch": ("'terrace[train]'", "training"),
     "numpy": ("'terrace[train]'", "training"),
@@ -42,10 +42,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was found. `packages` maps a name to its version, None where it is absent; `torch_error` is why it fails.
+    """Facts about one machine.
 
-    `memory_bytes` is the machine's or the control group's, whichever is less; limits are those of this process, -1 for
-    none.
+    `packages` maps a name to its version, None where absent; `torch_error` says why importing torch fails.
+    `memory_bytes` is the smaller of the machine's memory and the control group's limit. Limits are this process', -1
+    for none.
     """
 
     python: tuple[int, int, int]
@@ -69,7 +70,7 @@ class Machine:
 
 
 def look(folder: Path) -> Machine:
-    """Look at this machine; disk space is that of `folder`. Imports torch, if it is there."""
+    """Look at this machine and the disk of `folder`. Imports torch where installed."""
     packages = {name: _version(name) for name in PACKAGES}
     error, cuda, nccl, gloo, gpus = _torch() if packages["torch"] else ("", None, False, False, ())
     page = os.sysconf("SC_PAGE_SIZE")
@@ -96,7 +97,6 @@ def look(folder: Path) -> Machine:
 
 
 def _torch() -> tuple[str, str | None, bool, bool, tuple[Gpu, ...]]:
-    """Return (why torch fails, its CUDA version, whether it has nccl and gloo, the devices it sees)."""
     try:
         import torch
         import torch.distributed as dist
@@ -112,8 +112,8 @@ def _torch() -> tuple[str, str | None, bool, bool, tuple[Gpu, ...]]:
 
 
 def _version(name: str) -> str | None:
-    """Return the version of a package that can be imported, or None."""
     try:
+        # Metadata alone would count a package whose files are gone.
         if importlib.util.find_spec(name) is None:
             return None
         return metadata.version(name)
@@ -124,7 +124,7 @@ def _version(name: str) -> str | None:
 
 
 def _group_limit() -> int:
-    """Return the memory limit of the control group, or more than any machine has."""
+    # Both versions of cgroups; without a limit, more than any machine has.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text().strip()
@@ -137,6 +137,7 @@ def _group_limit() -> int:
 
 def _free_memory(page_bytes: int) -> int:
     try:
+        # MemAvailable counts reclaimable caches; the sysconf figure of other systems does not.
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):

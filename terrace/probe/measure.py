@@ -29,7 +29,7 @@ from terrace.probe.samples import Samples, TierSamples
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.heap import return_large_buffers
 
-_TIMEOUT_S = 120.0  # a rank that does not move for so long stopped the probe
+_TIMEOUT_S = 120.0  # without progress of a rank: the probe has stopped
 # Shares of the budget; they sum to one.
 _PARTS = {
     "gemms": 0.2,
@@ -45,9 +45,10 @@ Say = Callable[[str], None]
 
 
 def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples:
-    """Measure on all ranks of `cluster` for about `seconds`. Every rank calls this, and gets the same values.
+    """Measure on all ranks of `cluster` for about `seconds`. A collective: every rank gets the same values.
 
-    `say` is told what is measured next. Raises `HangError` when another rank stopped.
+    `say` is called with a description of each measurement before it starts. Raises `HangError` when another rank
+    stopped, `ConfigError` when `TERRACE_PACE` is set on GPUs.
     """
     device, rate = device_here(), pace()
     if device.type == "cpu":
@@ -61,7 +62,7 @@ def measure(world: World, cluster: Cluster, seconds: float, say: Say) -> Samples
 
 @contextmanager
 def watched(world: World, say: Say) -> Iterator[Say]:
-    """Watch over measurements of all ranks; yields what to tell of each, which `say` is told, too."""
+    """Watchdog over measurements on all ranks; yields a callback that reports each to the watchdog and to `say`."""
     everyone, counter = tuple(range(world.world_size)), 0
     with watchdog(world, timeout_s=_TIMEOUT_S) as dog, dog.guard():
 
@@ -82,6 +83,7 @@ def _measure(
     copies, norms, launch_s = measure_passes(stopwatch, 0.7 * budget["passes"], say)
     fresh = measure_fresh(stopwatch, 0.3 * budget["passes"])
     gemms = measure_gemms(stopwatch, budget["gemms"], say)
+    # Attention and layers are sized by the speed that the products reached.
     peak = max(sample.flops_per_s for sample in gemms if sample.dtype == TRAINS_IN[device.type])
     attention = measure_attention(stopwatch, peak, budget["attention"], say)
     layers, host_layer_s = measure_layers(stopwatch, peak, budget["layers"], say)
@@ -118,7 +120,7 @@ def _links(
 
 
 def device_here() -> torch.device:
-    """Return the device of this rank: its GPU where ranks talk over nccl, else the CPU."""
+    """This rank's device: its GPU where ranks communicate over nccl, else the CPU."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined

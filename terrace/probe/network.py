@@ -1,7 +1,7 @@
 """A quick look at the links: latency and bandwidth of every tier, from a small and a large all-gather.
 
-All groups of a tier talk at once, as in a step, through the runtime's own groups and lanes. `terrace probe` fits more
-constants from more sizes and takes longer.
+All groups of a tier communicate at once, as in a step, through the runtime's own groups and lanes. `terrace probe` fits
+more constants from more sizes and takes longer.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from terrace.probe.links import TierLinks
 from terrace.probe.measure import device_here, watched
 from terrace.probe.timing import Stopwatch
 
-_SMALL_BYTES, _LARGE_BYTES = 4_096, 1 << 20  # of a rank
+_SMALL_BYTES, _LARGE_BYTES = 4_096, 1 << 20  # per rank
 _TIMEOUT = timedelta(seconds=240)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What messages of a tier reach: latency a neighbour, and bytes a second that a rank sends; and what was told."""
+    """Measured latency per neighbour and sent bytes per second of a tier, and the cluster file's figures (`told_`)."""
 
     tier: str
     latency_s: float
@@ -32,12 +32,12 @@ class Link:
 
     @property
     def share(self) -> float:
-        """What part of the bandwidth in the cluster's file is reached."""
+        """Measured bandwidth over the cluster file's."""
         return self.bandwidth_bytes_per_s / self.told_bandwidth_bytes_per_s
 
 
 def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[[str], None]) -> list[Link]:
-    """Measure all tiers with more than one member in about `seconds`. Every rank calls this, and gets the same.
+    """Measure all tiers with more than one member in about `seconds`. A collective: every rank gets the same result.
 
     Raises `HangError` when another rank stopped.
     """
@@ -70,7 +70,7 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
 
 
 def fitted(small_s: float, large_s: float) -> tuple[float, float]:
-    """Return latency and bandwidth from the seconds of a small and of a large message to one neighbour."""
+    """(latency in seconds, bandwidth in bytes/s) from the seconds of a small and a large message to one neighbour."""
     if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
         return 0.0, _LARGE_BYTES / large_s
     bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)

@@ -1,4 +1,4 @@
-"""What the ranks measured, as plain values: means over all ranks, the same on each."""
+"""Measurements as plain values: means over all ranks, the same on each rank."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSamp
 
 @dataclass(frozen=True, kw_only=True)
 class TierSamples:
-    """Collectives of one tier, back to back; and what one takes longer when ranks compute before each.
+    """Collectives of one tier back to back, and the extra seconds of one when ranks compute before each.
 
     `skew_s` is per neighbour: ranks that compute reach a message at slightly different moments.
     """
@@ -20,7 +20,7 @@ class TierSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Seconds of computing alone, of `num_messages` messages among `degree` ranks alone, and of both side by side."""
+    """Seconds of compute alone, of `num_messages` messages among `degree` ranks alone, and of both at once."""
 
     compute_s: float
     message_s: float
@@ -30,7 +30,7 @@ class Overlap:
 
     @property
     def late_s(self) -> float:
-        """What a message beside computing takes longer than both in turn, per neighbour: it waits for a core."""
+        """Extra seconds per neighbour of a message during compute, beyond both in turn: it waits for a core."""
         return max(0.0, self.together_s - self.compute_s - self.message_s) / self.num_messages / (self.degree - 1)
 
 
@@ -39,14 +39,14 @@ class Samples:
     """Everything that one probe measured."""
 
     device: str  # "cpu" or "cuda"
-    num_cores: int  # that take tiles; 0 on a CPU
+    num_cores: int  # streaming multiprocessors; 0 on a CPU
     gemms: tuple[GemmSample, ...]
     copies: tuple[PassSample, ...]
     norms: tuple[PassSample, ...]
-    fresh: tuple[PassSample, ...]  # what first writing new memory takes beyond writing; none on a device
+    fresh: tuple[PassSample, ...]  # first write to new memory, beyond writing to old; empty on a GPU
     attention: tuple[AttentionSample, ...]
     layers: tuple[LayerSample, ...]
     launch_s: float
     host_layer_s: float
     optimizer: tuple[OptimizerSample, ...]
-    tiers: tuple[TierSamples, ...]  # those with more than one member, innermost first
+    tiers: tuple[TierSamples, ...]  # tiers with more than one member, innermost first

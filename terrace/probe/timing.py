@@ -1,9 +1,9 @@
 """Seconds of work that all ranks do at once.
 
-Where ranks share cores, one call takes its own time or that of the ranks beside it, as the scheduler pleases; so a
-figure is the mean of a loop, the median of such loops, and then the mean over ranks. Ranks start each loop
-together. A collective needs the same number of calls on every member, so all agree on one; of computation every
-rank does as many calls as the time allows, so that none falls silent while others still measure.
+Where ranks share cores, the scheduler decides how long a single call takes. So each figure is the mean of a loop, the
+median of several loops, and then the mean over ranks, which start each loop together. A collective needs the same
+number of calls on every member, so all agree on one. Compute has no such need: each rank makes as many calls as the
+time allows, so that none falls silent while others still measure.
 """
 
 import statistics
@@ -21,16 +21,16 @@ _MOST_CALLS = 2000
 
 
 class Stopwatch:
-    """Measures on every rank of the world at once; every rank makes the same calls in the same order."""
+    """Timer across all ranks of the world; every rank makes the same calls in the same order."""
 
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
         self.device = device
 
     def seconds(self, work: Work, budget_s: float, *, agreed: bool = False) -> float:
-        """Return the seconds of one call, in about `budget_s`, warm-up included; the same value on every rank.
+        """Seconds of one call, measured in about `budget_s`, warm-up included; the same value on every rank.
 
-        `agreed`: every rank makes the same number of calls, as a collective must. At least one call a loop is made,
+        `agreed`: every rank makes the same number of calls, as collectives require. Makes at least one call per loop,
         however long it takes.
         """
         loop_s = budget_s / (_REPEATS + 1)
@@ -39,6 +39,7 @@ class Stopwatch:
             work()
         self._finish()
         once_s = (time.perf_counter() - begin_s) / _WARM_UP
+        # On a GPU the host only enqueues: the number of calls must be fixed before the loop.
         calls = None
         if agreed or self.device.type == "cuda":
             once_s = self.largest(once_s)
@@ -46,7 +47,7 @@ class Stopwatch:
         return self.mean(statistics.median(self._loop(work, loop_s, calls) for _ in range(_REPEATS)))
 
     def host_seconds(self, work: Work, num_calls: int = 20) -> float:
-        """Return the seconds that the host is busy with one call, without waiting for a device."""
+        """Seconds that one call keeps the host busy, without waiting for the device."""
         work()
         self._together()
         begin_s = time.perf_counter()
@@ -57,11 +58,11 @@ class Stopwatch:
         return self.mean(taken_s / num_calls)
 
     def largest(self, value: float) -> float:
-        """Return the largest value of all ranks."""
+        """Maximum over all ranks."""
         return self._over_ranks(value, dist.ReduceOp.MAX)
 
     def mean(self, value: float) -> float:
-        """Return the mean over all ranks."""
+        """Mean over all ranks."""
         return self._over_ranks(value, dist.ReduceOp.SUM) / self.world_size
 
     def _loop(self, work: Work, loop_s: float, calls: int | None) -> float:

@@ -1,4 +1,4 @@
-"""A way out that a second Ctrl-C does not interrupt."""
+"""Clean-up that a second Ctrl-C does not interrupt."""
 
 import signal
 import threading
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back the signals that end a program until the block has ended; does nothing outside the main thread.
+    """Block SIGINT, SIGTERM and SIGHUP within the block; does nothing outside the main thread.
 
-    Children started inside are born with these signals blocked, unless they see to it.
+    Children started inside inherit the blocked signals unless they unblock them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,7 @@
-"""Bytes per tier: for a rank about itself, and for a rehearsal about all links.
+"""Bytes per tier: of the calling rank, and of all links of a rehearsal.
 
-An interface counts frames: payload, headers of 0.7 % (more for small messages), and answers to what came
-in. What a program handed over but the kernel holds back at a limited link is not counted yet, so let a
-barrier go by before reading.
+An interface counts frames: payload, 0.7 % headers (more for small messages), and acknowledgements. Bytes that the
+kernel still holds back at a limited link are not counted yet, so pass a barrier before reading.
 """
 
 import re
@@ -13,15 +12,14 @@ from typing import Any
 
 from terrace.rehearse.wiring import Wiring
 
-_OWN = Path("/proc/self/net/dev")  # always of the namespace of the process that reads it
-_SENT_FIELD = 8  # of the numbers after `name:`; the first eight are of what was received
+_OWN = Path("/proc/self/net/dev")  # shows the namespace of the reading process
+_SENT_FIELD = 8  # of the numbers after `name:`; the first eight count received frames
 
 
 def read(path: Path = _OWN) -> dict[int, int]:
-    """Return the bytes that the calling rank has sent so far over each tier, by the tier's index.
+    """Bytes that the calling rank has sent so far, by tier index.
 
-    Index 0 is the innermost tier; tiers of size 1 have no network and no entry. Outside a rehearsal the
-    result is empty.
+    Index 0 is the innermost tier; tiers of size 1 have no network and no entry. Empty outside a rehearsal.
     """
     sent = {}
     for line in path.read_text(encoding="ascii", errors="replace").splitlines():
@@ -34,7 +32,7 @@ def read(path: Path = _OWN) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
-    """What crossed one link: `sent_bytes` from a rank (or a group) outward, `received_bytes` toward it."""
+    """Bytes over one link: `sent_bytes` from a rank (or a group) outward, `received_bytes` toward it."""
 
     sent_bytes: int
     received_bytes: int
@@ -48,7 +46,7 @@ class Carried:
 
 @dataclass(frozen=True, kw_only=True)
 class TierCounts:
-    """What the links of one tier carried: by rank, and by sharing group where the tier has any."""
+    """Bytes over the links of one tier, by rank and, where links are shared, by group."""
 
     name: str
     index: int
@@ -57,21 +55,22 @@ class TierCounts:
 
     @property
     def sent_bytes(self) -> int:
-        """Over all ranks."""
+        """Sum over ranks."""
         return sum(rank.sent_bytes for rank in self.ranks)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What all links carried, tier by tier, innermost first."""
+    """Bytes over all links, by tier, innermost first."""
 
     tiers: tuple[TierCounts, ...]
 
     @classmethod
     def of(cls, links: Mapping[str, tuple[int, int]], wiring: Wiring) -> "Counts":
-        """Read the fabric's interfaces: name -> (bytes it received, bytes it sent)."""
+        """Counts from the fabric's interfaces: name -> (bytes it received, bytes it sent)."""
 
         def carried(name: str) -> Carried:
+            # The fabric's end of a link receives what the rank's end sent.
             received, sent = links[name]
             return Carried(sent_bytes=received, received_bytes=sent)
 
@@ -101,7 +100,7 @@ class Counts:
         )
 
     def table(self) -> dict[str, Any]:
-        """Return plain values for JSON, by tier name."""
+        """Plain values for JSON, by tier name."""
         return {
             tier.name: {
                 "interface": f"t{tier.index}",

@@ -1,7 +1,7 @@
-"""Ends the ranks when the rehearsal itself is killed: a program of its own, that waits for a pipe to close.
+"""Kills the ranks when the rehearsal itself is killed: a separate program that waits for its pipe to close.
 
-It is told `+PID` and `-PID` of process groups on its input. When that ends without `done`, the rehearsal
-died without ending its ranks, and every group still named is killed. Run as a file, by any Python.
+Its input names process groups: `PID` adds one, `-PID` removes it. If the input ends without `done`, the rehearsal died
+without ending its ranks, and the guard kills every group still named. Runs as a file, by any Python.
 """
 
 import os
@@ -12,12 +12,12 @@ from contextlib import suppress
 
 
 def groups_left(lines: Iterable[str]) -> set[int]:
-    """Return the process groups to kill after the last line."""
+    """Process groups to kill after the last line."""
     groups: set[int] = set()
     for line in lines:
         if line.strip() == "done":
             return set()
-        with suppress(ValueError):  # a line cut short by the death of its writer
+        with suppress(ValueError):  # the last line may be cut short by the death of its writer
             number = int(line)
             if number > 0:
                 groups.add(number)
@@ -27,7 +27,6 @@ def groups_left(lines: Iterable[str]) -> set[int]:
 
 
 def main() -> None:
-    """Wait, then kill what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the rehearsal, which ends us
     for group in groups_left(sys.stdin):

@@ -1,8 +1,8 @@
-"""One process a rank, each in its namespace, watched to the end.
+"""One process per rank, each in its namespace, watched to the end.
 
-A module that reads the environment: children get ours, with a launcher's variables set as torchrun sets
-them. Rank 0 writes where we write; what other ranks write comes out on stderr, line by line, as
-`[rank 5] ...`. Each rank leads a session of its own, and what it started ends with it.
+This module reads the environment: children inherit it, with a launcher's variables set as torchrun sets them. Rank 0
+writes to our own stdout and stderr; lines of other ranks go to stderr as `[rank 5] ...`. Each rank leads a session of
+its own, so that its descendants end with it.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from terrace.rehearse.network import Network
 from terrace.rehearse.script import HOME
 from terrace.rehearse.wiring import Wiring
 
-_PORT = "29500"  # torchrun's; free for certain, as the namespace is ours
-_GRACE_S = 5.0  # for the others to leave by themselves after one failed: they may know more about the reason
+_PORT = "29500"  # torchrun's; certainly free, since the namespace is ours
+_GRACE_S = 5.0  # for other ranks to exit by themselves after one failed: they may print more about the reason
 _END_S = 3.0  # between SIGTERM and SIGKILL
 _LONGEST_LINE_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -34,19 +34,17 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How the ranks ended; `rank` is the first that failed, None when none did."""
+    """Outcome of all ranks; `rank` is the first that failed, None when all succeeded."""
 
     rank: int | None
-    code: int  # 0, or as shells have it: an exit code, 128 + the number of a signal
+    code: int  # as in shells: 0, an exit code, or 128 + the number of a signal
     words: str
 
 
 def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a rank: ours (or `given`), with where it stands and how to reach the others.
-
-    All ranks see one file system, so they are local ranks of one machine: what is prepared once a machine is
-    prepared once. Devices are hidden unless the user says which to use: nccl would talk past the network.
-    """
+    """Environment variables of a rank: `given` (default: ours), plus its rank and how to reach the others."""
+    # All ranks see one file system, so they are local ranks of one machine: work done once per machine is done once.
+    # Devices are hidden unless the user names some: nccl would bypass the emulated network.
     base = dict(os.environ if given is None else given)
     kept = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     num_ranks, num_cores = wiring.cluster.world_size, os.cpu_count() or 1
@@ -66,9 +64,9 @@ def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None 
 
 
 def run_paced(command: Sequence[str], scale: float) -> NoReturn:
-    """Become `command`, with its communication held to `scale` times its cluster's rates; does not return.
+    """Replace this process by `command`, its communication held to `scale` times its cluster's rates.
 
-    Its signals and its exit code are so its own. It gets no CUDA device: only messages of CPU ranks can be paced.
+    Signals and exit code are then the command's own. It gets no CUDA device: only messages of CPU ranks can be paced.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -76,17 +74,16 @@ def run_paced(command: Sequence[str], scale: float) -> NoReturn:
 
 
 def run_ranks(network: Network, command: Sequence[str]) -> Ended:
-    """Run `command` as every rank and return how it ended; on the way out, however that is, no rank is left."""
+    """Run `command` as every rank. No rank is left running on return or on an exception."""
     with _guarded() as told, _Ranks(told) as ranks:
         for rank in network.wiring.ranks:
-            with undisturbed():  # a process that was started is also one that is watched
+            with undisturbed():  # no signal between the start of a process and its registration
                 ranks.start(rank, network.inside(rank, command), rank_environment(network.wiring, rank))
         return ranks.wait()
 
 
 class _Ranks:
-    """The processes. The main thread watches them all: for their end, and for what they write."""
-
+    # The main thread watches all processes: for their end, and for their output.
     def __init__(self, told: IO[str]) -> None:
         self._told = told
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -124,7 +121,7 @@ class _Ranks:
             self._selector.register(process.stdout, selectors.EVENT_READ, (rank, process.stdout))
 
     def wait(self) -> Ended:
-        """Return when all have ended, or some time after one failed."""
+        # Until all have ended, or for a while after the first failure.
         deadline_s = float("inf")
         while self._running and time.monotonic() < deadline_s:
             self._step(None if self._failed is None else max(deadline_s - time.monotonic(), 0))
@@ -141,7 +138,7 @@ class _Ranks:
 
     def _step(self, timeout_s: float | None) -> None:
         events = [key for key, _ in self._selector.select(timeout_s)]
-        for key in sorted(events, key=lambda key: key.data[1] is None):  # last words first
+        for key in sorted(events, key=lambda key: key.data[1] is None):  # output before exits: keeps last words
             rank, pipe = key.data
             if pipe is not None:
                 self._pass_on(rank, pipe)
@@ -150,7 +147,7 @@ class _Ranks:
 
     def _reap(self, rank: int, pidfd: int) -> None:
         process = self._running.pop(rank)
-        with suppress(ProcessLookupError):  # before its number is free for others
+        with suppress(ProcessLookupError):  # its descendants, before wait() frees the process id
             os.killpg(process.pid, signal.SIGKILL)
         self._tell(-process.pid)
         code = process.wait()
@@ -162,13 +159,13 @@ class _Ranks:
             self._pass_on(rank, process.stdout, last=True)
 
     def _pass_on(self, rank: int, pipe: IO[bytes], *, last: bool = False) -> None:
-        """Print the whole lines that a rank has written; with `last`, or at the end of its pipe, the rest too."""
+        # Print the whole lines that a rank has written; with `last`, or at the end of its pipe, the rest too.
         lines = self._written[rank]
         read: bytes | None = pipe.read()
         while read:
             lines += read
             read = pipe.read()
-        last = last or read is not None  # None says: nothing now, but more may come
+        last = last or read is not None  # b"" is the end of the pipe; None means more may come
         if last:
             with suppress(KeyError):
                 self._selector.unregister(pipe)
@@ -178,12 +175,12 @@ class _Ranks:
         self._written[rank] = bytearray(rest)
         if newline:
             text = b"".join(b"[rank %d] %s\n" % (rank, line) for line in whole.split(b"\n"))
-            with suppress(OSError):  # nobody reads us any more: the ranks need not end for that
+            with suppress(OSError):  # our stderr is closed: no reason to end the ranks
                 sys.stderr.flush()
                 os.write(2, text)
 
     def _end(self) -> None:
-        """End what still runs, kindly first."""
+        # Kindly first.
         for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 60.0)):
             for process in self._running.values():
                 with suppress(ProcessLookupError):
@@ -193,27 +190,26 @@ class _Ranks:
                 self._step(max(deadline_s - time.monotonic(), 0))
 
     def _tell(self, group: int) -> None:
-        with suppress(OSError):  # a guard that died guards nothing; the run need not end for that
+        with suppress(OSError):  # the guard died: no reason to end the ranks
             self._told.write(f"{group}\n")
             self._told.flush()
 
 
 class _DieWith:
-    """Runs in the child before its program: ask the kernel to kill it when the rehearsal dies, and let signals in."""
-
+    # Runs in the child before its program: the kernel kills it when the rehearsal dies, and it gets its signals back.
     def __init__(self, parent: int) -> None:
         self._parent, self._libc = parent, ctypes.CDLL(None)  # loaded here: a forked child should not
 
     def __call__(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._parent:  # it died before we asked
+        if os.getppid() != self._parent:  # the parent died before prctl took effect
             os._exit(1)
 
 
 @contextmanager
 def _guarded() -> Iterator[IO[str]]:
-    """Start the guard and yield the pipe it listens to; it leaves when the block does."""
+    # Yields the guard's pipe; closing it after "done" lets the guard exit without killing.
     program = [sys.executable, "-E", "-S", str(Path(guard.__file__))]
     process = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdin is not None

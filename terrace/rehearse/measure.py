@@ -1,8 +1,7 @@
-"""What `terrace rehearse check` measures, and what it finds: configured beside measured.
+"""Measurements of `terrace rehearse check`, and the configured figure of each.
 
-Each tier is measured in up to four ways: a small message to and fro; one pair of ranks alone; on shared
-tiers all ranks of one group at once, which is their uplink; and an all-reduce in all groups of the tier at
-once, which is what training does and where each rank has its own share.
+A tier is measured in up to four ways: the round trip of a small message; one pair of ranks alone; on shared tiers all
+ranks of one group at once, which is their uplink; and an all-reduce in all groups of the tier at once, as in training.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from terrace.rehearse.wiring import TierNet, Wiring
 
-_AIM_S = 0.5  # per transfer: long enough that what a link lets through at once does not count
+_AIM_S = 0.5  # per transfer: long enough that the burst of a limited link does not matter
 _SMALLEST_BYTES, _LARGEST_BYTES = 64 * 1024, 32 * 1024 * 1024
 _NUM_ROUND_TRIPS = 20
 _ELEMENT_BYTES = 8
@@ -39,7 +38,7 @@ class Experiment:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def table(self) -> dict[str, Any]:
-        """Return plain values for the probe."""
+        """Plain values for the probe."""
         return {
             "num_bytes": self.num_bytes,
             "num_times": self.num_times,
@@ -50,7 +49,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One tier's figures of one way: seconds for `LATENCY`, otherwise bytes per second."""
+    """One figure of one tier: seconds for `LATENCY`, otherwise bytes per second."""
 
     tier: str
     way: Way
@@ -59,17 +58,17 @@ class Finding:
 
     @property
     def deviation(self) -> float | None:
-        """Of the measured from the configured, relative to it."""
+        """(measured - configured) / configured."""
         return None if self.configured is None else (self.measured - self.configured) / self.configured
 
 
 def experiments(wiring: Wiring) -> list[Experiment]:
-    """Return what to measure, tier by tier."""
+    """All experiments, tier by tier."""
     return [experiment for net in wiring.nets for experiment in _of_tier(wiring, net)]
 
 
 def findings(wiring: Wiring, seconds: Sequence[float]) -> list[Finding]:
-    """Turn the seconds of each experiment, in the order of `experiments`, into figures."""
+    """Figures from the seconds of each experiment, in the order of `experiments`."""
     return [
         _finding(wiring.net(experiment.index), experiment, taken_s)
         for experiment, taken_s in zip(experiments(wiring), seconds, strict=True)
@@ -103,8 +102,10 @@ def _finding(net: TierNet, experiment: Experiment, taken_s: float) -> Finding:
     link = net.rate_bytes_per_s
     if experiment.way == Way.LATENCY:
         configured: float | None = net.ports[0].delay_s or None
+        # Half a round trip: the delay of one direction.
         measured = taken_s / experiment.num_times / 2
     elif experiment.way == Way.ALL_REDUCE:
+        # A ring all-reduce sends 2 (n - 1) / n of the tensor from every rank.
         configured = None if link is None else net.tier.bandwidth_bytes_per_s
         size = net.tier.size
         measured = 2 * (size - 1) / size * experiment.num_bytes / taken_s

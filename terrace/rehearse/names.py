@@ -1,7 +1,7 @@
-"""The names of a rehearsal's namespaces, and which of them a dead rehearsal left behind.
+"""Names of a rehearsal's namespaces, and which of them a dead rehearsal left behind.
 
-A name carries the process that made it and when that process started, because process ids come round
-again: `terrace-<pid>-<start>-fabric`, `terrace-<pid>-<start>-r<rank>`.
+A name carries the process id and start time of its rehearsal, because process ids are reused:
+`terrace-<pid>-<start>-fabric`, `terrace-<pid>-<start>-r<rank>`.
 """
 
 import os
@@ -17,35 +17,34 @@ _START_FIELD = 22  # of /proc/PID/stat, counted from 1: ticks since boot at whic
 
 @dataclass(frozen=True, order=True)
 class Owner:
-    """The process that a rehearsal runs in."""
+    """The process that runs a rehearsal."""
 
     pid: int
     start: int
 
     @property
     def fabric(self) -> str:
-        """The namespace of bridges and links."""
+        """Namespace of bridges and links."""
         return f"terrace-{self.pid}-{self.start}-fabric"
 
     def rank(self, rank: int) -> str:
-        """Return the namespace of a rank."""
+        """Namespace of a rank."""
         return f"terrace-{self.pid}-{self.start}-r{rank}"
 
 
 def owner_of(name: str) -> Owner | None:
-    """Return whose namespace this is, or None when no rehearsal named it."""
+    """The rehearsal that made this namespace, or None when none did."""
     found = _NAME.fullmatch(name)
     return Owner(int(found[1]), int(found[2])) if found else None
 
 
 def this_process() -> Owner:
-    """Return the owner that this process is."""
     pid = os.getpid()
     return Owner(pid, start_of(pid) or 0)
 
 
 def start_of(pid: int) -> int | None:
-    """Return when a process started, in the kernel's ticks, or None when there is none of this id."""
+    """Start time of a process in the kernel's ticks, or None when no process has this id."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -55,12 +54,12 @@ def start_of(pid: int) -> int | None:
 
 
 def existing() -> list[str]:
-    """Return the names of all namespaces of this machine that have one."""
+    """All named namespaces of this machine."""
     return sorted(os.listdir(FOLDER)) if FOLDER.is_dir() else []
 
 
 def leftovers(names: Iterable[str], start: Callable[[int], int | None] = start_of) -> dict[Owner, list[str]]:
-    """Return the namespaces whose rehearsal is no longer alive, by rehearsal; of all others say nothing."""
+    """Namespaces of rehearsals that are no longer alive, by rehearsal; foreign names are left out."""
     found: dict[Owner, list[str]] = {}
     for name in names:
         owner = owner_of(name)
@@ -70,5 +69,4 @@ def leftovers(names: Iterable[str], start: Callable[[int], int | None] = start_o
 
 
 def of_owner(names: Iterable[str], owner: Owner) -> list[str]:
-    """Return those of `names` that belong to one rehearsal."""
     return [name for name in names if owner_of(name) == owner]

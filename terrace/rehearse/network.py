@@ -1,7 +1,7 @@
-"""Building the networks of a `Wiring` on this machine, reading their counters, and taking them down again.
+"""Builds the networks of a `Wiring` on this machine, reads their counters, and removes them.
 
-Everything lives in namespaces of its own, named after this process: one for bridges and links, one a rank.
-Nothing is put into the machine's own network.
+Everything lives in namespaces named after this process: one for bridges and links, one per rank. The machine's own
+network is not touched.
 """
 
 import json
@@ -21,27 +21,26 @@ from terrace.rehearse.wiring import Wiring
 
 @dataclass(frozen=True)
 class Network:
-    """A network that stands. Not to be made by hand: see `network`."""
+    """A network that is up. Made by `network` only."""
 
     wiring: Wiring  # as built: without delays when the kernel cannot add any
     owner: Owner
-    lost_delays: tuple[str, ...]  # the tiers whose latency was to be added, and could not be
+    lost_delays: tuple[str, ...]  # tiers whose latency the kernel could not add
 
     def inside(self, rank: int, command: Sequence[str]) -> list[str]:
-        """Return the command that runs `command` in a rank's namespace, in the process that calls it."""
+        """The command line that runs `command` in a rank's namespace."""
         return [find("ip"), "netns", "exec", self.owner.rank(rank), *command]
 
     def counts(self) -> Counts:
-        """Return what every link has carried so far."""
+        """Bytes over every link so far."""
         shown = call(["ip", "-json", "-stats", "-netns", self.owner.fabric, "link", "show"])
         links: list[dict[str, Any]] = json.loads(shown)
-        # The fabric's end receives what the rank's end sent: the kernel keeps one number for both.
         return Counts.of({link["ifname"]: (_bytes(link, "rx"), _bytes(link, "tx")) for link in links}, self.wiring)
 
 
 @contextmanager
 def network(wiring: Wiring) -> Iterator[Network]:
-    """Build, yield, and take down whatever happens. Raises `ClusterError` with the kernel's reason."""
+    """Build the network, yield it, and remove it in any case. Raises `ClusterError` with the kernel's reason."""
     owner = this_process()
     if of_owner(existing(), owner):
         raise ClusterError("this process already has a rehearsal: end it before the next")
@@ -56,7 +55,7 @@ def network(wiring: Wiring) -> Iterator[Network]:
 
 
 def remove(namespaces: Sequence[str]) -> None:
-    """Remove namespaces by name; with the last process in them the kernel takes down the links."""
+    """Remove namespaces by name; the kernel removes their links with the last process in them."""
     if namespaces:
         call(["ip", "-force", "-batch", "-"], "".join(f"netns delete {name}\n" for name in namespaces))
 
@@ -76,7 +75,7 @@ def _delayed(wiring: Wiring) -> tuple[str, ...]:
 
 
 def _has_netem(owner: Owner) -> bool:
-    """Try it where nothing depends on it."""
+    # Tried on the fabric's loopback, on which nothing depends.
     words = ["tc", "-netns", owner.fabric, "qdisc"]
     try:
         call([*words, "add", "dev", "lo", "root", "netem", "delay", "1ms"])

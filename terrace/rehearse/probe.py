@@ -1,9 +1,9 @@
-"""The program that `terrace rehearse check` runs as every rank: times experiments with torch and gloo.
+"""The program of `terrace rehearse check`, run as every rank: times experiments with torch and gloo.
 
     python -m terrace.rehearse.probe EXPERIMENTS.json RESULT.json
 
-The first file holds tables of `Experiment`; the second gets, from rank 0, the seconds of each, from the first
-rank that began to the last that ended. The only module of this room that imports torch.
+The first file holds tables of `Experiment`; rank 0 writes the seconds of each to the second, from the first rank's
+begin to the last rank's end. The only module of this room that imports torch.
 """
 
 import json
@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from terrace.base.files import write_atomic
 
-_LEAD_S = 0.1  # enough for all ranks to hear of it
+_LEAD_S = 0.1  # enough for the start time to reach all ranks
 
 
 def main(experiments: Path, result: Path) -> None:
-    """Run all experiments as one rank."""
     dist.init_process_group("gloo")
     seconds = []
     for experiment in json.loads(experiments.read_text(encoding="utf-8")):
@@ -37,7 +36,7 @@ def main(experiments: Path, result: Path) -> None:
 
 
 def _send(experiment: dict[str, Any]) -> tuple[float, float]:
-    """Send along this rank's route and wait for an answer of one number; the first time is not counted."""
+    # Messages along this rank's route, each answered by one number; the first, small one warms up.
     rank, number, small = dist.get_rank(), torch.zeros(1), torch.zeros(1)
     message = torch.zeros(experiment["num_bytes"] // 4)
     to, sources = dict(experiment["routes"]).get(rank), [a for a, b in experiment["routes"] if b == rank]
@@ -56,7 +55,7 @@ def _send(experiment: dict[str, Any]) -> tuple[float, float]:
 
 
 def _reduce(experiment: dict[str, Any]) -> tuple[float, float]:
-    """All-reduce in this rank's group, once to warm up and once that counts."""
+    # Once to warm up, once timed.
     mine = None
     for ranks in experiment["groups"]:
         group = dist.new_group(ranks)
@@ -70,7 +69,7 @@ def _reduce(experiment: dict[str, Any]) -> tuple[float, float]:
 
 
 def _together() -> float:
-    """Wait for a moment that rank 0 names, and return when it was; a barrier lets ranks go one after the other."""
+    # A barrier releases ranks one after the other, so rank 0 names a moment for all to start.
     dist.barrier()
     start = torch.tensor([time.monotonic() + _LEAD_S], dtype=torch.float64)
     dist.broadcast(start, 0)

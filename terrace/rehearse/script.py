@@ -1,58 +1,58 @@
-"""The `ip` and `tc` commands that build a `Wiring`, one batch a namespace: text in, nothing run.
+"""The `ip` and `tc` commands that build a `Wiring`, one batch per namespace. Pure text: nothing is run here.
 
-Frames are large (jumbo), so that headers are below 1 % of what an interface counts. Each rank knows every
-other rank's hardware address, so nobody asks for one and no interface counts a question. IPv6 makes up no
-addresses of its own, so that interfaces are silent until a rank sends.
+Frames are jumbo, so that headers are below 1 % of an interface's count. Each rank has a static neighbour entry for
+every other rank, so that no ARP is counted. IPv6 makes up no addresses, so that interfaces are silent until a rank
+sends.
 """
 
 from collections.abc import Iterator
 
 from terrace.rehearse.wiring import FASTEST_BYTES_PER_S, TierNet, Wiring
 
-HOME = "terrace0"  # holds a rank's address; a bridge without ports, as not every kernel has dummy devices
+HOME = "terrace0"  # holds a rank's address; a bridge without ports, since some kernels lack dummy devices
 
 MTU_BYTES = 9000
-# The bytes one connection may have on the way. Without this bound senders fill the queue of a slow link, which
-# delays every small message behind it and in the end drops frames; with it nothing is lost, as on a fabric
-# that gives credits. A delay needs more on the way, to fill the time of a round trip.
+# Bytes in flight on one connection. Without this bound senders fill the queue of a slow link, which delays every
+# small message behind it and in the end drops frames; with it nothing is lost, as on a fabric with credits.
+# A delayed link gets more, to fill the time of a round trip.
 _WINDOW_BYTES = 256 * 1024
 _CONGESTION = "cubic"  # the same on every machine, whatever its default
-# What a limited link lets through at once: enough to bridge a late timer, and at least a few frames.
+# Burst of a limited link: enough to bridge a late timer, and at least a few frames.
 _BURST_S = 5e-4
 _SMALLEST_BURST_BYTES = 32 * 1024
 _LARGEST_BURST_BYTES = 1024 * 1024
-# What may wait at a limited link: the windows of more connections than there are, so that nothing is dropped.
+# Queue at a limited link: the windows of more connections than exist, so that nothing is dropped.
 _QUEUE_BYTES = 64 * 1024 * 1024
 _QUEUE_FRAMES = 100_000
 
 
 def fabric_links(wiring: Wiring, namespaces: dict[int, str]) -> str:
-    """Return the `ip` batch of the fabric: bridges, uplinks, ports with the other end in a rank's namespace."""
+    """`ip` batch of the fabric: bridges, uplinks, and ports with their other end in a rank's namespace."""
     return _batch(_fabric_links(wiring, namespaces))
 
 
 def fabric_limits(wiring: Wiring) -> str:
-    """Return the `tc` batch of the fabric: uplinks in both directions, and what goes down to each rank."""
+    """`tc` batch of the fabric: uplinks in both directions, and traffic towards each rank."""
     return _batch(_fabric_limits(wiring))
 
 
 def rank_links(wiring: Wiring, rank: int) -> str:
-    """Return the `ip` batch of a rank's namespace: its address, its interfaces, a route to every other rank."""
+    """`ip` batch of a rank's namespace: its address, its interfaces, a route to every other rank."""
     return _batch(_rank_links(wiring, rank))
 
 
 def rank_limits(wiring: Wiring, rank: int) -> str:
-    """Return the `tc` batch of a rank's namespace: what goes out of it."""
+    """`tc` batch of a rank's namespace: its outgoing traffic."""
     return _batch(_rank_limits(wiring, rank))
 
 
 def burst_bytes(rate_bytes_per_s: float) -> int:
-    """Return how much a link limited to this rate lets through at once."""
+    """Burst of a link limited to this rate."""
     return int(min(max(rate_bytes_per_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
 
 
 def window_bytes(net: TierNet) -> int:
-    """Return how much one connection over this tier may have on the way."""
+    """Bytes in flight allowed on one connection over this tier."""
     rate, delay_s = net.rate_bytes_per_s or FASTEST_BYTES_PER_S, net.ports[0].delay_s
     return _WINDOW_BYTES + int(2 * delay_s * rate)
 
@@ -111,7 +111,8 @@ def _rank_limits(wiring: Wiring, rank: int) -> Iterator[str]:
         if port.delay_s:
             rate = "" if port.rate_bytes_per_s is None else f" rate {_bits(port.rate_bytes_per_s)}"
             delay = f"delay {port.delay_s * 1e6:.0f}us"
-            # One discipline for both: on some kernels tbf below netem stalls, having cut frames netem counts whole.
+            # netem limits the rate too: on some kernels a tbf below netem stalls, since it splits frames that netem
+            # counts whole.
             yield f"qdisc add dev {port.interface} root netem {delay}{rate} limit {_QUEUE_FRAMES}"
         elif port.rate_bytes_per_s is not None:
             yield _limited(port.interface, port.rate_bytes_per_s)

@@ -1,4 +1,4 @@
-"""Calling `ip` and `tc`, and what must be true of a machine before they can help."""
+"""Calls of `ip` and `tc`, and the checks that a machine can run them."""
 
 import os
 import shutil
@@ -18,12 +18,10 @@ _PACED = "or add --paced, which needs no root and holds `terrace` itself to the 
 
 
 def call(words: Sequence[str], batch: str = "") -> str:
-    """Run one tool with `batch` as its input and return what it printed; the kernel's refusal is a `ClusterError`.
-
-    It runs in a session of its own, so that Ctrl-C reaches it through us or not at all.
-    """
+    """Output of one tool run with `batch` as its input. Raises `ClusterError` with the kernel's reason when refused."""
     tool = find(words[0])
     try:
+        # A session of its own: Ctrl-C reaches the tool through us or not at all.
         done = subprocess.run(
             [tool, *words[1:]],
             input=batch,
@@ -41,7 +39,7 @@ def call(words: Sequence[str], batch: str = "") -> str:
 
 
 def check_machine(wiring: Wiring) -> None:
-    """Raise `ClusterError` when this machine cannot emulate it: no rights, no tools, too little memory."""
+    """Raise `ClusterError` when this machine lacks the rights, tools or memory to emulate `wiring`."""
     check_rights(capabilities())
     for tool in ("ip", "tc"):
         find(tool)
@@ -64,7 +62,7 @@ def check_memory(num_ranks: int, free_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Return the memory that programs can still get."""
+    """Memory available to programs. Raises `ClusterError` where Linux does not say."""
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -72,7 +70,7 @@ def available_bytes() -> int:
 
 
 def capabilities() -> int:
-    """Return the bits of what this process may do beyond a user's rights."""
+    """Effective capability bits of this process. Raises `ClusterError` outside Linux."""
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -82,7 +80,7 @@ def capabilities() -> int:
 
 
 def find(tool: str) -> str:
-    """Return the path of `ip` or `tc`, whatever the PATH says; raises `ClusterError` when it is not installed."""
+    """Path of `ip` or `tc`, independent of PATH. Raises `ClusterError` when not installed."""
     path = shutil.which(tool, path=_PATH)
     if path is None:
         raise ClusterError(f"no program {tool!r} in {_PATH}: install the package iproute2, {_PACED}")
@@ -90,7 +88,7 @@ def find(tool: str) -> str:
 
 
 def _culprit(words: Sequence[str], batch: str, said: str) -> str:
-    """Return the line of the batch that a tool stopped at; it says `Command failed -:LINE` at the end."""
+    # After a refusal the tools print `Command failed -:LINE`.
     number = said.rstrip().rpartition(":")[2]
     lines = batch.splitlines()
     if "Command failed" in said and number.isdecimal() and 0 < int(number) <= len(lines):

@@ -1,8 +1,8 @@
-"""Who connects to what in an emulated cluster: bridges, links, rates and routes, as plain values.
+"""Topology of an emulated cluster: bridges, links, rates and routes, as plain values.
 
-Every tier of size above 1 is a network of its own, as on machines whose adapters are not the links between
-devices: a rank has one interface `t<k>` a tier, and two ranks talk over the outermost tier on which they
-differ. So what an interface counts is what its rank sends over that tier, and nothing else.
+Every tier of size above 1 is a network of its own, as on machines with separate adapters for separate links: a rank has
+one interface `t<k>` per tier, and two ranks communicate over the outermost tier on which they differ. So the counter of
+an interface is exactly its rank's traffic on that tier.
 
     not shared                         shared
 
@@ -12,8 +12,8 @@ differ. So what an interface counts is what its rank sends over that tier, and n
       |       |       |  (limited)       |       |               |       |
      t<k>    t<k>    t<k>               t<k>    t<k>            t<k>    t<k>
 
-An island is one group of tier k; a group below it is one group of tier k-1. The bridges of a tier form
-trees, so nothing can circle. Nothing here touches the machine: see `terrace/rehearse/network.py`.
+An island is one group of tier k; the groups in it are groups of tier k-1. The bridges of a tier form trees, so no frame
+can circle. This module touches no machine: see `terrace/rehearse/network.py`.
 """
 
 import math
@@ -24,9 +24,9 @@ from terrace.cluster import Cluster, Tier
 
 # A software network of one machine moves 1 to 2 GB/s per stream; a limit above that would only cost time.
 FASTEST_BYTES_PER_S = 1.5e9
-# Below this a frame takes longer than TCP waits before it sends the frame again.
+# Below this a frame takes longer than TCP's retransmission timeout.
 SLOWEST_BYTES_PER_S = 2e4
-# A virtual link takes some 50 us by itself, and on busy cores far more: a shorter delay would drown.
+# A virtual link takes some 50 us by itself, and far more on busy cores: a shorter delay would not be visible.
 SHORTEST_DELAY_S = 5e-4
 
 MAX_RANKS = 64
@@ -35,7 +35,7 @@ _ADDRESSES_A_BYTE = 250
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """The link of one rank into a tier: `t<k>` in the rank's namespace, `name` in the fabric."""
+    """The link of one rank into a tier: `t<k>` in the rank's namespace, `name` in the fabric's."""
 
     rank: int
     interface: str
@@ -70,18 +70,18 @@ class TierNet:
 
     @property
     def interface(self) -> str:
-        """The name that this tier has in every rank's namespace."""
+        """Name of this tier's interface in every rank's namespace."""
         return f"t{self.index}"
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """What one limited link carries in one direction: a rank's, or that of a sharing group."""
+        """Rate of one limited link in one direction: a rank's, or a sharing group's uplink. None: not limited."""
         return self.uplinks[0].rate_bytes_per_s if self.uplinks else self.ports[0].rate_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """All networks of a cluster at a scale, innermost first; tiers of size 1 have none."""
+    """Networks of all tiers at a scale, innermost first; tiers of size 1 have none."""
 
     cluster: Cluster  # as described
     scale: float
@@ -89,25 +89,24 @@ class Wiring:
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
         return range(self.cluster.world_size)
 
     def net(self, index: int) -> TierNet:
-        """Return the network of tier `index`, which must join more than one."""
+        """Network of tier `index`, which must have more than one member."""
         return next(net for net in self.nets if net.index == index)
 
     def address(self, rank: int) -> str:
-        """Return the one address of a rank, whichever interface it is reached by."""
+        """IP address of a rank, the same on every interface."""
         high, low = divmod(rank, _ADDRESSES_A_BYTE)
         return f"10.99.{high}.{low + 1}"
 
     def mac(self, rank: int, index: int) -> str:
-        """Return the hardware address of a rank's interface into tier `index`; the leading 02 says: locally given."""
+        """Hardware address of a rank's interface into tier `index`; the leading 02 marks it as locally administered."""
         high, low = divmod(rank, 256)
         return f"02:00:00:{index:02x}:{high:02x}:{low:02x}"
 
     def between(self, rank: int, other: int) -> int:
-        """Return the tier that two ranks talk over: the outermost on which they differ, -1 for a rank and itself."""
+        """Index of the outermost tier on which two ranks differ; -1 for a rank and itself."""
         here, there = self.cluster.coordinates(rank), self.cluster.coordinates(other)
         return max(
             (index for index, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]), default=-1
@@ -117,7 +116,8 @@ class Wiring:
 def wire(cluster: Cluster, scale: float) -> Wiring:
     """Lay out the networks of `cluster` with every bandwidth multiplied and every latency divided by `scale`.
 
-    Raises `ConfigError` for a scale that is none and `ClusterError` for a cluster this cannot emulate.
+    Raises `ConfigError` for a scale that is not a positive number and `ClusterError` for a cluster that cannot be
+    emulated.
     """
     if not (math.isfinite(scale) and scale > 0):
         raise ConfigError(f"--scale {scale} must be a number above 0: 0.1 makes every link ten times slower")
@@ -134,6 +134,7 @@ def _net(cluster: Cluster, index: int, scale: float) -> TierNet:
     tier = _scaled(cluster.tiers[index], scale)
     below, within = cluster.ranks_within(index - 1), cluster.ranks_within(index)
     shares = tier.shared and below > 1  # a group of one has its link to itself
+    # A tier's bandwidth is one rank's share; an uplink carries the shares of its whole group.
     limit = _limit(tier.bandwidth_bytes_per_s * (below if shares else 1))
     delay_s = tier.latency_s if tier.latency_s >= SHORTEST_DELAY_S else 0.0
     islands = tuple(f"b{index}n{island}" for island in range(cluster.world_size // within))

@@ -1,4 +1,4 @@
-"""What people look at: plans and step reports in the terminal, the loss curve as a picture."""
+"""Output for people: plans and step reports as tables and pages, loss curves as pictures."""
 
 from terrace.report.inside import ASSIGNED, attention_table, inside_table
 from terrace.report.plot import loss_svg

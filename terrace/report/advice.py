@@ -1,4 +1,4 @@
-"""The next change worth making, in a sentence, and a timeline for the terminal."""
+"""The best next change in a sentence, and a timeline for the terminal."""
 
 from collections.abc import Sequence
 
@@ -18,14 +18,15 @@ _LETTERS = {
     "control": "c",
 }
 _WAIT, _OTHER, _IDLE = ".", "?", " "
-_BUSY = 0.1  # part of a letter's time from which on a lane shows what it carried
+_BUSY = 0.1  # share of a letter's time from which a lane shows its message instead of a blank
 
 
 def advice_words(candidates: Sequence[Change], step_s: float) -> str:
-    """Return the best change of the plan and of the cluster, with the step each leads to."""
+    """The best change of the plan and of the cluster, with the step time each leads to."""
     found = {kind: best_change(list(candidates), step_s, kind) for kind in ("plan", "cluster")}
     if not any(found.values()):
         return "No change of one thing makes it shorter."
+    # The change with the shorter step comes first.
     parts = []
     for kind, best in sorted(found.items(), key=lambda item: item[1].step_s if item[1] else float("inf")):
         if best is not None:
@@ -37,7 +38,7 @@ def advice_words(candidates: Sequence[Change], step_s: float) -> str:
 
 
 def timeline_text(recording: Recording, width: int = 96) -> str:
-    """Return the step as a line of `width` letters a lane: what took most of each letter's time, and a legend.
+    """The step as one line of `width` letters per lane, each letter the category with most of its time, and a legend.
 
     Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it idles nine tenths of the time.
     """
@@ -71,7 +72,7 @@ def _letter(category: str) -> str:
 
 
 def _spread(columns: list[dict[str, float]], start: float, end: float, category: str) -> None:
-    """Add a span, given in parts of the step, to the columns it covers."""
+    # `start` and `end` are fractions of the step.
     width = len(columns)
     for index in range(max(0, int(start * width)), min(width, int(end * width) + 1)):
         covered = min(end, (index + 1) / width) - max(start, index / width)

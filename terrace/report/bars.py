@@ -1,7 +1,7 @@
-"""The bars of a timeline: spans by row, the smallest drawn together when there are many.
+"""The bars of a timeline: spans by row, short neighbours merged when there are many.
 
-Spans that are long enough stand alone. Shorter ones that lie close are one bar, whose height is shared out by
-the time of each category within it, idle time included: nothing is hidden, whatever the scale.
+Long spans stand alone. Short ones close to each other become one bar whose height is divided by the time of each
+category in it, idle time included: nothing is hidden at any scale.
 """
 
 from collections import defaultdict
@@ -12,14 +12,14 @@ from terrace.plan.stage import units
 from terrace.program import Op
 from terrace.simulate.recording import Recording, Span
 
-MAX_BARS = 1000  # of a timeline; two of them keep a page under 200 kB
-_MAX_NAMED = 3  # messages of one wait: a choice
+MAX_BARS = 1000  # per timeline; two timelines keep a page under 200 kB
+_MAX_NAMED = 3  # messages named for one wait: a choice
 
 Window = tuple[float, float]  # (start, end) in seconds of the step
 
 
 class Bar(NamedTuple):
-    """A bar from `start_s` to `end_s`; `shares` holds the part of its height of each category, at most 1 in all."""
+    """A bar from `start_s` to `end_s`; `shares` gives each category's fraction of its height, at most 1 in all."""
 
     start_s: float
     end_s: float
@@ -28,7 +28,7 @@ class Bar(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is drawn: a stretch of time of a category; `key` is for its words."""
+    """A stretch of time of one category; `key` finds its description."""
 
     start_s: float
     end_s: float
@@ -39,25 +39,26 @@ class Piece(NamedTuple):
 def join_bars(
     rows: Mapping[int, Sequence[Piece]], length_s: float, words: Callable[[int, int], str], max_bars: int
 ) -> tuple[dict[int, list[Bar]], float]:
-    """Return the bars of every row and below how many seconds pieces are joined; 0 where each has its own bar.
+    """(bars of every row, seconds below which pieces were merged); 0 s where each piece has its own bar.
 
-    `words(row, key)` says what a bar of one piece is. There are at most `max_bars`, unless there are more rows.
+    `words(row, key)` describes a bar of one piece. There are at most `max_bars`, unless there are more rows.
     """
     least_s = 0.0
     while True:
         bars = {row: _bars(row, pieces, least_s, words) for row, pieces in rows.items()}
         if sum(map(len, bars.values())) <= max(max_bars, len(rows)):
             return bars, least_s
+        # Start at 1/4096 of the picture, about a screen pixel at full zoom out, and coarsen by 30 %.
         least_s = 1.3 * least_s or length_s / 4096
 
 
 def bars_by_lane(
     recording: Recording, window: Window | None = None, max_bars: int = MAX_BARS
 ) -> tuple[dict[int, list[Bar]], float]:
-    """Return the bars of every lane, cut at the ends of the window, and below how many seconds they are joined.
+    """(bars of every lane, cut at the ends of the window, seconds below which spans were merged).
 
-    The window is the whole step if it is left out. 0 seconds says that every span has its own bar. There are at
-    most `max_bars`, unless there are more lanes.
+    The window defaults to the whole step. 0 seconds means that every span has its own bar. There are at most
+    `max_bars`, unless there are more lanes.
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
     lanes: dict[int, list[Piece]] = {lane: [] for lane in recording.lanes}
@@ -73,7 +74,7 @@ def bars_by_lane(
 
 
 def middle_unit(recording: Recording) -> Window | None:
-    """Return when the unit of micro-batches in the middle of the step passes the blocks; None where there is one."""
+    """Time in which the middle unit of micro-batches passes the blocks; None where the step has one unit."""
     program = recording.program
     parts = units(program.num_micros, program.plan.unit)
     if len(parts) == 1:
@@ -91,6 +92,7 @@ def _bars(row: int, pieces: Sequence[Piece], least_s: float, words: Callable[[in
     group: list[Piece] = []
     for piece in pieces:
         long = piece.end_s - piece.start_s >= least_s
+        # A group ends before a long piece, and is at most twice the threshold wide.
         if group and (long or piece.end_s - group[0].start_s > 2 * least_s):
             bars.append(_joined(row, group, words))
             group = []
@@ -102,7 +104,7 @@ def _bars(row: int, pieces: Sequence[Piece], least_s: float, words: Callable[[in
 
 
 def _words(recording: Recording, span: Span) -> str:
-    """Return what runs; for a wait, who waits and for which messages, the first of them being under way."""
+    # A wait names its messages, the first of which is on the wire.
     words = str(recording.program.instructions[span.position])
     if not span.category.startswith("wait "):
         return words

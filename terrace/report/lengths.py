@@ -1,4 +1,4 @@
-"""Lengths of documents: their histogram in words and as a picture, and what policies of balance cost a batch."""
+"""Lengths of documents: histogram as table and picture, and the cost of balance policies on a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Bin:
     num_documents: int
     documents: float
     tokens: float
-    attention: float  # of the squares of the lengths, which the pairs of queries and keys go with
+    attention: float  # of the squared lengths, to which (query, key) pairs are proportional
 
 
 def bins_of(lengths: Sequence[int]) -> list[Bin]:
-    """Return a bin for each power of two from the shortest document to the longest."""
+    """One bin per power of two, from the shortest document to the longest."""
     counts, tokens, squares = ([0] * (max(lengths).bit_length() + 1) for _ in range(3))
     for length in lengths:
         at = length.bit_length()
@@ -49,7 +49,7 @@ def bins_of(lengths: Sequence[int]) -> list[Bin]:
 
 
 def histogram_table(bins: Sequence[Bin]) -> Table:
-    """Return the bins, with a bar for the tokens of each."""
+    """The bins, with a bar for the tokens of each."""
     table = new_table("lengths of documents, in tokens")
     for name in ("from", "to", "documents", "of documents", "of tokens", "of attention"):
         table.add_column(name, justify="right")
@@ -67,7 +67,7 @@ def histogram_table(bins: Sequence[Bin]) -> Table:
 
 
 def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
-    """Return what each policy costs a layer, and what it sends over each tier, outermost first."""
+    """Seconds per layer of each policy, and its bytes over each tier, outermost first."""
     table = new_table("a layer, forward and backward, as modelled")
     for name in ("policy", "layer", "attention", "max / mean", "over the bound", *reversed(tiers)):
         table.add_column(name, justify="left" if name == "policy" else "right")
@@ -85,7 +85,7 @@ def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
 
 
 def lengths_svg(bins: Sequence[Bin], title: str) -> str:
-    """Return a picture of the shares of documents, tokens and attention by length."""
+    """A picture of the shares of documents, tokens and attention by length."""
     high = 105 * max(float(getattr(each, name)) for each in bins for name, _ in _SHARES)
     height = HEIGHT - _TOP - BOTTOM
     step = (WIDTH - LEFT - RIGHT) / len(bins)

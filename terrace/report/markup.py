@@ -1,4 +1,4 @@
-"""What the pages are built of: the document, tables, meters and legends. All text is escaped unless it is `Markup`."""
+"""Building blocks of the pages: the document, tables, meters and legends. Text is escaped unless it is `Markup`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +15,11 @@ _WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secon
 
 
 class Markup(str):
-    """Text that is HTML already; all other text is escaped."""
+    """Text that is HTML already."""
 
 
 def document(title: str, body: str, data: Mapping[str, object]) -> str:
-    """Return the whole page; `data` is what the script reads."""
+    """The whole page; `data` is read by the page's script."""
     files = resources.files(__package__)
     style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     light, dark = (f":root{{{_INK[is_dark]};{colour_variables(is_dark)}}}" for is_dark in (False, True))
@@ -34,23 +34,23 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
 
 
 def _script_json(data: Mapping[str, object]) -> str:
-    """JSON that cannot end the script element it stands in."""
+    # Without < and &, JSON cannot end the script element around it.
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
 def prose(words: str) -> str:
-    """Escape; a number stays on the line of its percent sign."""
+    """Escaped text in which a number stays on the line of its percent sign."""
     return escape(words).replace(" %", "&nbsp;%")
 
 
 def tools() -> str:
-    """Return the buttons that zoom."""
+    """Zoom buttons."""
     words = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
     return f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in words.items())}</div>"
 
 
 def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
-    """Entries are (name, colour property, what is said beside it)."""
+    """A legend; entries are (name, colour property, remark)."""
     items = [
         f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
         f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
@@ -62,7 +62,7 @@ def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> s
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:
-    """Return a table; columns whose heading is in `left` are words, `last` is a foot."""
+    """A table; columns with a heading in `left` are text, `last` is the foot."""
 
     def cells(row: Sequence[str], tag: str) -> str:
         kinds = (" class=words" if heading in left else "" for heading in headings)
@@ -83,7 +83,7 @@ def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
 
 
 def changes_table(candidates: Sequence[Change], step_s: float) -> str:
-    """Return the twelve best changes, or that there is none."""
+    """The twelve best changes, or a sentence that there is none."""
     if not candidates:
         return "<p>No change of one thing gives a valid plan that fits the device.</p>"
     shortest = candidates[:12]
@@ -101,7 +101,7 @@ def changes_table(candidates: Sequence[Change], step_s: float) -> str:
 
 
 def sent_html(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> str:
-    """Return what one rank sends in a step: messages and axes down, tiers across."""
+    """Bytes one rank sends per step: messages and axes down, tiers across."""
     rows = [
         [message, *(quantity(sent[message, tier], "B") if sent.get((message, tier)) else "-" for tier in tiers)]
         for message in dict.fromkeys(message for message, _ in sent)

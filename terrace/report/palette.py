@@ -1,7 +1,7 @@
 """Colours of categories, on light and on dark paper.
 
-What stands in one row differs from all else there for people with any of the common colour deficiencies
-too, and all but waiting stands out from the paper 3 to 1 (WCAG 2.2, 1.4.11); `tests/report/test_page.py` measures both.
+Colours that share a row stay distinguishable under the common colour deficiencies, and all but waiting have a contrast
+of at least 3 to 1 with the paper (WCAG 2.2, 1.4.11); `tests/report/test_page.py` measures both.
 """
 
 PAPER = ("#ffffff", "#14171c")  # (light, dark)
@@ -12,7 +12,7 @@ STREAM = {
     "update": ("#1f7a3d", "#4fd08a"),
     "wait": ("#d0d3da", "#454b58"),
 }
-PIPELINE = STREAM | {"weight": ("#e07b00", "#ffa64d")}  # of a stage: beside them the half of a split backward
+PIPELINE = STREAM | {"weight": ("#e07b00", "#ffa64d")}  # of a stage: plus the weight half of a split backward
 MESSAGES = {
     "gather": ("#e07b00", "#ffc078"),
     "gather_backward": ("#70370f", "#b5651d"),
@@ -21,7 +21,7 @@ MESSAGES = {
     "refresh": ("#0b4a46", "#35806f"),
     "control": ("#8b8e97", "#cfd2d8"),
 }
-MEMORY = {  # states are coloured as the messages that carry them
+MEMORY = {  # states have the colour of the messages that carry them
     "params": MESSAGES["gather"],
     "secondary": MESSAGES["control"],
     "grads": MESSAGES["reduce"],
@@ -40,14 +40,14 @@ _OTHER = ("#5b616e", "#a4abb8")
 
 
 def colour_key(category: str) -> str:
-    """Return the name of a category's colour: every wait has one, and so has everything unknown."""
+    """Name of a category's colour: all waits share one, and so do all unknown categories."""
     if category.startswith("wait "):
         return "wait"
     return category if category in PIPELINE or category in MESSAGES else "other"
 
 
 def colour_variables(dark: bool) -> str:
-    """Return the colours as CSS custom properties: `--c-forward`, `--m-params`, `--paper`, ..."""
+    """The colours as CSS custom properties: `--c-forward`, `--m-params`, `--paper`, ..."""
     lines = [f"--paper:{PAPER[dark]};--c-other:{_OTHER[dark]}"]
     lines += [f"--c-{name}:{pair[dark]}" for name, pair in (PIPELINE | MESSAGES).items()]
     lines += [f"--m-{name}:{pair[dark]}" for name, pair in MEMORY.items()]

@@ -1,4 +1,4 @@
-"""The loss curve as an SVG file, which every browser opens."""
+"""The loss curve as an SVG file."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -8,7 +8,7 @@ _TOP = 36
 
 
 def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, target: float | None = None) -> str:
-    """Return a picture of loss over steps: every step faint, their running mean strong, the target dashed."""
+    """A picture of loss over steps: every step faint, the running mean strong, the target dashed."""
     low = min([*losses, *([target] if target is not None else [])])
     high = max(losses)
     low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
@@ -38,9 +38,9 @@ def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, targe
 
 
 def frame(title: str, x_label: str, ticks: Mapping[float, float]) -> list[str]:
-    """Return the first parts of a picture: its title, the name of its x axis, and a line for each tick at its height.
+    """First parts of a picture: title, name of the x axis, and a line at the height of each tick.
 
-    What follows them ends with `</svg>`.
+    The caller closes `</svg>`.
     """
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -64,8 +64,9 @@ def _running_mean(values: Sequence[float], weight: float = 0.1) -> list[float]:
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers between `low` and `high`."""
+    """About five round numbers between `low` and `high`."""
     span = high - low
+    # The decade from the printed exponent: log10 could round an exact power down.
     step = 10.0 ** int(f"{span / 5:e}".split("e")[1])
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= span / 5)
     tick, ticks = -(-low // step) * step, []

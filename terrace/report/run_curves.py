@@ -8,8 +8,8 @@ from html import escape
 from terrace.report.plot import round_ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 350, 190, 48, 8, 10, 26
-_MOST_POINTS = 400  # of a line: more than a picture of this width can show
-_FEWEST_TO_SMOOTH = 40  # points: of fewer a running mean says nothing that the line does not
+_MOST_POINTS = 400  # per line: more than a picture of this width can show
+_FEWEST_TO_SMOOTH = 40  # points: with fewer a running mean adds nothing to the line
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 COLOURS = ("--c-forward", "--c-gather", "--c-update", "--c-sync", "--c-reduce")
 
@@ -29,12 +29,12 @@ class Curve:
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
-    """Return the points that can be drawn."""
+    """The points with a finite value."""
     return [(step, value) for step, value in points if math.isfinite(value)]
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most `_MOST_POINTS` points: of each stretch of steps the lowest and the highest, in order."""
+    """At most `_MOST_POINTS` points: the lowest and the highest of each stretch of steps, in order."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(len(points) / (_MOST_POINTS // 2))
@@ -46,7 +46,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
-    """Return the picture of a curve with at least one point that can be drawn; `marks` are steps of resumes."""
+    """The picture of a curve with at least one finite point; `marks` are steps of resumes."""
     lines = {name: finite(points) for name, points in curve.lines.items()}
     points = [point for line in lines.values() for point in line]
     values = [value for _, value in points] + ([curve.level[1]] if curve.level else [])
@@ -80,6 +80,7 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
         name, value = curve.level
         y = place(first, value)[1]
         parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        # Near the upper edge the name goes below its line.
         below = y + 15 if y < TOP + 20 else y - 5
         parts.append(f'<text x="{LEFT + 4}" y="{below:.1f}">{escape(name)}</text>')
     for index, line in enumerate(lines.values()):
@@ -92,7 +93,7 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
 
 
 def curve_data(curve: Curve) -> dict[str, object]:
-    """Return what the page's script needs to say the values at a step."""
+    """Data for the page's script, which shows the values at a step."""
     lines = {name: finite(points) for name, points in curve.lines.items()}
     first, last = _span([point for line in lines.values() for point in line])
     return {
@@ -108,8 +109,8 @@ def curve_data(curve: Curve) -> dict[str, object]:
 
 
 def _span(points: Sequence[Point]) -> tuple[int, int]:
-    """Return the first and the last step; around a single one its neighbours."""
     first, last = min(step for step, _ in points), max(step for step, _ in points)
+    # A single step is drawn between its neighbours.
     return (first, last) if last > first else (first - 1, last + 1)
 
 
@@ -122,7 +123,7 @@ def _line(places: Sequence[tuple[float, float]], colour: str, kind: str) -> str:
 
 
 def _running_mean(points: Sequence[Point], weight: float = 0.1) -> list[Point]:
-    """Return exponential means, the first ones without the pull of a beginning at zero."""
+    # Exponential means, corrected for the start at zero.
     means: list[Point] = []
     total = weights = 0.0
     for step, value in points:

@@ -1,14 +1,14 @@
-"""A run as one self-contained HTML page, also of a run that never came to its end: no network, nothing from elsewhere.
+"""A run as one self-contained HTML page, also for a run that did not finish: no network, no external files.
 
-What a run has left behind is handed over as plain values (`RunView`); what it has not left is said in words. All text
-that comes from files is escaped, in the markup and in the script's data.
+The data comes as plain values (`RunView`); missing parts are named on the page. Text from files is escaped, in the
+markup and in the script's data.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from terrace.report.markup import Markup, document, html_table, legend, meter, prose
+from terrace.report.markup import Markup, document, html_table, legend, meter, prose, tools
 from terrace.report.palette import colour_key
 from terrace.report.run_curves import COLOURS, Curve, curve_data, curve_svg, finite
 from terrace.report.run_timeline import StepPicture
@@ -20,10 +20,10 @@ Amounts = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """What is known of a run. Mappings of amounts are of rank 0's step: `predicted_*` and `measured_*` by category.
+    """Data of a run. Mappings of amounts are of rank 0's step: `predicted_*` and `measured_*` by category.
 
-    `plan` is (headings, rows) of the plan's table, `events` are (when, what, details), `checkpoints` (name, bytes,
-    state), `resumed` the steps after which the run went on, `picture_words` says what the timeline shows.
+    `plan` is (headings, rows) of the plan's table, `events` are (when, event, details), `checkpoints` (name, bytes,
+    state), `resumed` the steps after which the run resumed, `picture_words` the caption of the timeline.
     """
 
     title: str
@@ -51,7 +51,7 @@ class RunView:
 
 
 def run_page(view: RunView) -> str:
-    """Return the page."""
+    """The page as HTML."""
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
     sections = [
         f"<h1>{escape(view.title)}</h1><p class=quiet>{escape(view.subtitle)}</p>",
@@ -101,8 +101,6 @@ def _curve(curve: Curve, resumed: Sequence[int]) -> str:
 def _timeline(view: RunView) -> str:
     if view.picture is None:
         return ""
-    buttons = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
-    tools = "".join(f"<button data-act={act}>{word}</button>" for act, word in buttons.items())
     words = view.picture_words
     if view.picture.least_s:
         words += (
@@ -110,7 +108,7 @@ def _timeline(view: RunView) -> str:
             "shared out by category."
         )
     return (
-        f"<h2>Timeline of a step</h2><div class=tools>{tools}</div>"
+        f"<h2>Timeline of a step</h2>{tools()}"
         f"<figure><div class=scroll>{view.picture.svg}</div>"
         f"{legend([(name, f'--c-{name}', '') for name in view.picture.keys])}"
         f"<figcaption>{prose(words)}</figcaption></figure>"
@@ -144,7 +142,6 @@ def _amounts_table(predicted: Amounts, measured: Amounts, heading: str) -> str:
 
 
 def _three(predicted: Amounts, measured: Amounts, name: str, words: object) -> list[str]:
-    """Return what was predicted, what was measured, and by how much the one misses the other."""
     assert callable(words), "a function of a number"
     expected, found = predicted.get(name), measured.get(name)
     cells = ["-" if value is None else words(value) if value else "0" for value in (expected, found)]
@@ -165,7 +162,7 @@ def _total(predicted: Amounts, measured: Amounts, words: object) -> str:
 
 
 def _pair(colour: str, expected: float, found: float, longest: float) -> Markup:
-    """Two bars, what was predicted above what was measured."""
+    # Predicted above measured.
     return Markup(f"<div class=pair>{meter([(colour, expected)], longest)}{meter([(colour, found)], longest)}</div>")
 
 

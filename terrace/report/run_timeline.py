@@ -1,4 +1,4 @@
-"""The timeline of one step from trace events: what was predicted above what was measured, over one axis of time."""
+"""The timeline of one step from trace events: predicted above measured, on one time axis."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPicture:
-    """A picture of a step, what the page's script needs of it, the colours in it, and below which seconds it joins."""
+    """A picture of a step, the data for its script, its colours, and the seconds below which spans are merged."""
 
     svg: str
     data: Mapping[str, object]
@@ -34,9 +34,9 @@ class StepPicture:
 
 
 def step_picture(events: Sequence[Event], headings: Mapping[int, str]) -> StepPicture | None:
-    """Return the picture of the complete events of a trace, or None without any.
+    """The picture of the complete events of a trace, or None without any.
 
-    `headings` says what stands above the rows of each process, in this order.
+    `headings` gives the heading above the rows of each process, in this order.
     """
     words: list[str] = []
     rows = [row for process in headings for row in _rows(events, process, words)]
@@ -71,7 +71,7 @@ def step_picture(events: Sequence[Event], headings: Mapping[int, str]) -> StepPi
 
 
 def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]:
-    """Return the rows of a process, the compute stream first; appends what each of their pieces is to `words`."""
+    # The compute stream first. Appends the description of each piece to `words`.
     names = {
         event["tid"]: str(event["args"]["name"])
         for event in events
@@ -94,7 +94,7 @@ def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]
 def _boxes(
     rows: Sequence[_Row], headings: Mapping[int, str]
 ) -> tuple[list[tuple[int, int]], list[tuple[str, int]], int]:
-    """Return (top, height) of every row, (heading, baseline) of every process, and the whole height."""
+    # (top, height) of every row, (heading, baseline) of every process, and the whole height.
     boxes, titles, top, process = [], [], 0, None
     for row in rows:
         if row.process != process:

@@ -1,7 +1,7 @@
-"""The pictures of the page: timeline and memory, drawn over the same time axis.
+"""The pictures of the page: timeline and memory, on the same time axis.
 
-Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an <svg> within, whose
-view box the page's script narrows to zoom; names and ticks stay outside it. Colours are CSS custom properties.
+Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an inner <svg> whose view box the
+page's script narrows to zoom; names and ticks stay outside it. Colours are CSS custom properties.
 """
 
 import math
@@ -21,15 +21,15 @@ from terrace.simulate.recording import COMPUTE, Recording
 WIDTH, GUTTER, PLOT = 1080, 130, 930
 _COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP, AXIS = 36, 26, 14, 26
 _MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
-_GLYPH = 7.2  # units that a character of 12 takes at most, on average over a name
-SEPARATED = 4  # units from which on a bar has a hairline around it, which would hide a narrower one
-_COLUMNS = 300  # of the memory curve: each shows its highest moment
+_GLYPH = 7.2  # widest average width of a character at font size 12, in units
+SEPARATED = 4  # units: narrower bars have no hairline, which would hide them
+_COLUMNS = 300  # of the memory curve: each shows its peak
 
 
 def timeline_svg(
     recording: Recording, bars: Mapping[int, Sequence[Bar]], path: CriticalPath, window: Window, least_s: float
 ) -> str:
-    """Return a timeline: the compute stream, then a row a lane; what is on the critical path is underlined."""
+    """A timeline: the compute stream, then one row per lane; the critical path is underlined."""
     first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     rows = _rows(recording.lanes)
     height = max(top + size for top, size in rows.values()) + _GAP + AXIS
@@ -61,12 +61,12 @@ def timeline_svg(
 
 
 def row_boxes(lanes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (top, height) of the timeline's rows, for the page's script."""
+    """(top, height) of the timeline's rows, for the page's script."""
     return list(_rows(lanes).values())
 
 
 def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
-    """Return memory over the step, states held throughout below; the device's capacity where it is near."""
+    """Memory over the step, constant states at the bottom; the device's capacity where the peak comes near it."""
     step_s = step_s or 1.0
     highest = curve.peak[0] or 1.0
     near = capacity_bytes <= 1.25 * highest
@@ -103,7 +103,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
 
 
 def shortened(name: str, room: float) -> str:
-    """Return a name that fits into `room` units, with an ellipsis where it was cut."""
+    """A name cut to `room` units, with an ellipsis where it was cut."""
     fits = int(room / _GLYPH)
     return name if len(name) <= fits else name[: fits - 1] + "\u2026"
 
@@ -118,7 +118,7 @@ def _rows(lanes: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def open_chart(height: float, label: str) -> str:
-    """Open a chart of this height; `label` says what it shows."""
+    """Opening tag of a chart; `label` is read to screen-reader users."""
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
         'xmlns="http://www.w3.org/2000/svg">'
@@ -126,7 +126,7 @@ def open_chart(height: float, label: str) -> str:
 
 
 def open_plot(height: float) -> str:
-    """Open the plot within a chart, which the script zooms."""
+    """Opening tag of the plot in a chart, which the script zooms."""
     return (
         f'<svg class="plot" x="{GUTTER}" y="0" width="{PLOT}" height="{height:g}" viewBox="0 0 {PLOT} {height:g}" '
         'preserveAspectRatio="none">'
@@ -134,19 +134,19 @@ def open_plot(height: float) -> str:
 
 
 def name_at(name: str, y: float) -> str:
-    """Return a row's name in the gutter, shortened to it."""
+    """A row's name in the gutter, shortened to fit."""
     words = escape(shortened(name, GUTTER - 12))
     return f'<text x="{GUTTER - 8}" y="{y:g}" text-anchor="end">{words}<title>{escape(name)}</title></text>'
 
 
 def box(start: float, end: float, top: float, height: float) -> str:
-    """A rectangle from `start` to `end`, parts of the plot's width."""
+    """Path of a rectangle; `start` and `end` are fractions of the plot's width."""
     left, right, upper, lower = (round(at, 2) for at in (start * PLOT, end * PLOT, top, top + height))
     return f"M{left:g} {upper:g}H{right:g}V{lower:g}H{left:g}z"
 
 
 def time_axis(window: Window, height: float) -> str:
-    """Return the ticks of a window below a chart of this height."""
+    """Ticks of a window below a chart of this height."""
     first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     ticks = []
     for tick, words in time_ticks(first_s, first_s + length_s):
@@ -160,7 +160,7 @@ def time_axis(window: Window, height: float) -> str:
 
 
 def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
-    """Return round moments of a window and their words: all in one unit, with the decimals that tell them apart."""
+    """Round moments of a window and their labels: one unit for all, with just enough decimals to tell them apart."""
     factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if last_s * f >= 1), (1e6, "us"))
     ticks = round_ticks(first_s * factor, last_s * factor)
     step = min((after - before for before, after in pairwise(ticks)), default=1.0)
@@ -169,7 +169,7 @@ def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
 
 
 def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[tuple[int, tuple[float, float]]]:
-    """Return (lane, (start, end)) of the critical path's pieces; those with less than `gap_s` between are one."""
+    # Pieces of the critical path on one lane less than `gap_s` apart are drawn as one.
     newest: dict[int, list[float]] = {}
     found: list[tuple[int, list[float]]] = []
     for piece in path.pieces:
@@ -184,7 +184,7 @@ def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[
 
 
 def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict[str, list[float]]]:
-    """Thin the curve out: of every column the highest moment, what was there when it began included."""
+    """The curve in `_COLUMNS` columns, each with the parts at its peak."""
     totals = curve.total_bytes
     times_s: list[float] = []
     values: dict[str, list[float]] = {name: [] for name in curve.varying_bytes}
@@ -201,7 +201,7 @@ def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict
 
 
 def staircase(times_s: Sequence[float], heights: Sequence[float], step_s: float, bottom: float) -> str:
-    """Return the outline of what is as high as `heights` from each of `times_s` on."""
+    """Path of a step curve: `heights[i]` holds from `times_s[i]` on."""
     d, before = f"M0 {bottom:g}", float("nan")
     for moment_s, height in zip(times_s, heights, strict=True):
         if height != before:

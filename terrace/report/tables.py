@@ -1,4 +1,4 @@
-"""Tables for the terminal: a plan as tiers x axes, and step reports, predicted beside measured."""
+"""Tables for the terminal: a plan as tiers x axes, and step reports, predicted and measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,28 +15,28 @@ from terrace.program import StepReport
 
 STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")
-# How far a prediction may lie from what is measured; bytes must be equal.
+# Largest relative error of a prediction; bytes must be equal.
 STEP_BAND, MEMORY_BAND = 0.20, 0.10
 
 
 def quantity(value: float, unit: str) -> str:
-    """Return a number with a metric prefix: 1234567 B -> 1.23 MB."""
+    """A number with a metric prefix: 1234567 B -> 1.23 MB."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 0.9995 * factor:  # what three digits round up to the next prefix
+        if abs(value) >= 0.9995 * factor:  # three digits round up to the next prefix
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value:.0f} {unit}" if value == int(value) else f"{value:.3g} {unit}"
 
 
 def seconds(value: float) -> str:
-    """Return a duration in the unit that suits it."""
+    """A duration in s, ms or us."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
 def plan_table(cluster: Cluster, plan: Plan) -> Table:
-    """Return the plan: tiers down (outermost first), axes across, and the states placed on each tier.
+    """The plan: tiers down (outermost first), axes across, and the states placed on each tier.
 
-    `params /2` on a tier reads: parameters are sharded over the 2 ranks inside one group of that tier, those of the
-    data and of the context axis, which holds the same parameters.
+    `params /2` on a tier: parameters are sharded over the 2 ranks of the data and context axes within one group of that
+    tier.
     """
     table = new_table(plan_title(cluster, plan))
     headings, rows = plan_rows(cluster, plan)
@@ -48,12 +48,12 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
 
 
 def plan_title(cluster: Cluster, plan: Plan) -> str:
-    """Return what a plan's table shows."""
+    """Title of a plan's table."""
     return f"plan {plan.name} on cluster {cluster.name}: {cluster.world_size} ranks"
 
 
 def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the rows of a plan's table."""
+    """(headings, rows) of a plan's table."""
     layout = Layout.of(cluster, plan)
     mesh = Mesh.of(cluster, plan)
     axes = [axis for axis in AXES if axis == "data" or mesh.total(axis) > 1]
@@ -72,7 +72,6 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
 
 
 def _degree_words(mesh: Mesh, tier: int, axis: str) -> str:
-    """Return the degree of an axis on a tier, of the context axis in its forms."""
     degree = mesh.group(axis)[tier]
     if axis != "context" or degree == 1:
         return str(degree)
@@ -81,13 +80,13 @@ def _degree_words(mesh: Mesh, tier: int, axis: str) -> str:
 
 
 def wire_words(plan: Plan) -> str:
-    """Return in which formats messages travel, in one line."""
+    """Wire formats of all messages in one line."""
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
     return f"messages travel in {plan.compute}" + (f", but {', '.join(named)}" if named else "") + "\n"
 
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
-    """Return what one rank sends in a step: message classes down, tiers across."""
+    """Bytes one rank sends per step: message classes down, tiers across."""
     table = new_table("bytes one rank sends in a step")
     table.add_column("message")
     for tier in tiers:
@@ -103,7 +102,7 @@ def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequen
 
 
 def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
-    """Return the model state of one rank at its peak, by category."""
+    """Model state of one rank at its peak, by category."""
     table = new_table(
         f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})"
     )
@@ -118,7 +117,7 @@ def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
 
 
 def time_table(predicted: StepReport) -> Table:
-    """Return the predicted seconds of a step by category."""
+    """Predicted seconds of a step by category."""
     table = new_table("seconds of a step, predicted from the cluster's own figures")
     table.add_column("category")
     table.add_column("predicted", justify="right")
@@ -130,7 +129,7 @@ def time_table(predicted: StepReport) -> Table:
 
 
 def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table]:
-    """Return predicted beside measured: bytes (which must be equal), memory and time."""
+    """Predicted and measured bytes (which must be equal), memory and time."""
     return [
         _compare_bytes(predicted, measured),
         _compare(
@@ -145,12 +144,12 @@ def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table
 
 
 def band_words(predicted: StepReport, measured: StepReport) -> str:
-    """Say in a sentence for step time and memory whether the prediction kept to its band, relative to the measured."""
+    """A sentence on step time and memory: relative error of the prediction, and whether it kept to its band."""
     return stage_band_words([(predicted, measured)])
 
 
 def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
-    """Say the same of (predicted, measured) of all stages, by the one that misses most, and of their bytes."""
+    """`band_words` for (predicted, measured) of all stages, by the worst one, plus a clause on their bytes."""
     sentences = []
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
     parts = any(found is not measured for (_, measured), (_, found) in zip(stages, told, strict=True))
@@ -174,7 +173,7 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
 
 
 def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
-    """Tell whether what was sent is what was predicted, per message class and tier."""
+    """Whether measured bytes equal the predicted ones, per message class and tier."""
     keys = predicted.sent_bytes.keys() | measured.sent_bytes.keys()
     by_batch = _by_batch(predicted)
     return all(
@@ -183,12 +182,12 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    """Return the classes whose bytes only a batch tells (balance = "cost"); its run has held them against that."""
+    # With balance = "cost" the bytes of CONTEXT depend on the batch; the run itself checks them against each batch.
     return {MessageClass.CONTEXT} - {message for message, _ in predicted.sent_bytes}
 
 
 def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:
-    """Return what was measured without the waits for messages that only a batch tells, which are not predicted."""
+    # Waits for messages that are not predicted are taken out of the measured step, too.
     waits = {f"wait {message.value}" for message in _by_batch(predicted)} & measured.time_s.keys()
     if not waits:
         return measured
@@ -241,19 +240,19 @@ def _compare(
 
 
 def _error(expected: float, found: float) -> str:
-    """Relative to what was measured; nothing where one side has no such category."""
+    # Empty where one side lacks the category.
     return f"{100 * (expected - found) / found:+.0f} %" if expected and found else ""
 
 
 def time_categories(values: Mapping[str, float]) -> list[str]:
-    """Compute first, then waits, then the rest; other kinds of values keep their order."""
+    """Names in the order of display: compute, then waits, then the rest as they come."""
     known = [name for name in _CATEGORY_ORDER if name in values]
     waits = sorted(name for name in values if name.startswith("wait "))
     return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
 
 
 def new_table(title: str) -> Table:
-    """Return an empty table in the style of all of them."""
+    """An empty table in the house style."""
     width = len(title) + 2  # a narrower table would break its title into lines
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width

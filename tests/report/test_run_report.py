@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.run_folder import run_view
 from terrace.report.run_curves import Curve, curve_data, curve_svg, thinned
+from terrace.report.run_folder import run_view
 from terrace.report.run_page import RunView, run_page
 from tests.report.test_page import checked
 from tests.support import chromium

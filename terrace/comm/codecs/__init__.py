@@ -1,39 +1,39 @@
-"""Block codecs: messages of 8 or 4 bits an element, with a scale for every block.
+"""Block codecs: messages of 8 or 4 bits per element, with a scale for every block.
 
-A message of n elements in blocks of B is `wire.message_bytes(n)` bytes: the ceil(n / B) scales as bf16 in the
-machine's byte order, then the codes, then zeros. The last block may be short.
+A message of n elements in blocks of B is `wire.message_bytes(n)` bytes: the ceil(n / B) scales as bf16 in the machine's
+byte order, then the codes, then zeros. The last block may be short.
 
-    int8   a signed byte an element, -127 .. 127
-    fp8    a byte an element, e4m3 (no inf; largest 448)
-    int4   two elements -7 .. 7 a signed byte, low + 16 high: with m elements in a block and h = ceil(m / 2),
+    int8   one signed byte per element, -127 .. 127
+    fp8    one byte per element, e4m3 (no inf; largest 448)
+    int4   two elements -7 .. 7 per signed byte, low + 16 high: with m elements in a block and h = ceil(m / 2),
            byte i holds elements i (low) and h + i (high; 0 where there is none)
 
-Every implementation does the same fp32 arithmetic and agrees bit for bit, whatever the number of rows, the
-strides and the device. For a block with the largest magnitude a, on a grid up to q (127, 7 or 448):
+Every implementation does the same fp32 arithmetic and agrees bit for bit, whatever the number of rows, the strides and
+the device. For a block with largest magnitude a, on a grid up to q (127, 7 or 448):
 
     scale s = bf16(a * r), rounded up, with r the largest fp32 not above 1 / q;
               at least 2^-126, and at most the largest for which s q is a finite bf16
     code    = round half even(x * fp32(1 / s)), at most q in magnitude
-    decoded = code * s (exact in fp32), rounded to the dtype asked for
+    decoded = code * s (exact in fp32), rounded to the output's dtype
 
-so with a / q (1 - 2^-22) <= s <= max(2^-126, a / q (1 + 2^-7 + 2^-22)) unless s is capped, an element loses
+so with a / q (1 - 2^-22) <= s <= max(2^-126, a / q (1 + 2^-7 + 2^-22)) unless s is capped, the error of an element is
 
     int8, int4   |x - x^| <= s / 2 + |x| 2^-22
     fp8          |x - x^| <= max(|x| / 16, s 2^-10) + |x| 2^-22
 
-and for a > 2^127 in int8, where s is capped at 2^121, at most s. Inputs in fp64 are rounded to fp32 first.
-What decode gave is encoded to the same bytes again: always in fp8 and int4, in int8 if every block holds a code
-of 127 (a scale that was rounded up can leave 126 as the largest).
+and for a > 2^127 in int8, where s is capped at 2^121, at most s. Inputs in fp64 are rounded to fp32 first. Decoded
+values encode to the same bytes again: always in fp8 and int4, in int8 if every block holds a code of 127 (a scale that
+was rounded up can leave 126 as the largest).
 
-With feedback, a message carries values + residual (their fp32 sum v), and what it lost stays: residual =
-v - v^. So what k messages delivered differs from what k inputs asked for by the last residual, one
-rounding step, and fp32 rounding of the sums v.
+With error feedback, a message carries values + residual (their fp32 sum v), and the residual becomes v - v^. So the sum
+of k decoded messages differs from the sum of k inputs by the last residual, one rounding step, and the fp32 rounding of
+the sums v.
 
-A block codec cannot carry inf or nan. On a CPU `encode` raises `TrainingError`; on CUDA nothing may wait for
-the device, so the block's scale becomes NaN and all of it decodes to NaN.
+A block codec cannot carry inf or nan. On a CPU `encode` raises `TrainingError`; on CUDA nothing may wait for the
+device, so the block's scale becomes NaN and all of it decodes to NaN.
 
-`reference.py` is the definition, `cpu.py` what runs on a CPU; `kernels.py`, launched by `cuda.py`, is what runs
-on CUDA if Triton is installed (else the reference does). Only the reference allocates in proportion to a message.
+`reference.py` is the definition and `cpu.py` the CPU implementation. On CUDA `cuda.py` launches the kernels of
+`kernels.py` if Triton is installed, else the reference runs. Only the reference allocates in proportion to a message.
 """
 
 from functools import lru_cache
@@ -48,7 +48,7 @@ from terrace.plan.wire import WireFormat
 
 __all__ = ["MAX_SAMPLE", "backend", "decode", "decode_add", "encode", "encode_with_feedback", "error_sums"]
 
-MAX_SAMPLE = 1 << 16  # elements of a sample of which the error is measured: a choice, about 0.2 ms on a CPU core
+MAX_SAMPLE = 1 << 16  # elements of a sample for measuring the error: a choice, about 0.2 ms on a CPU core
 _ELEMENTS = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -56,9 +56,8 @@ _ELEMENTS = (torch.float64, torch.float32, torch.bfloat16)
 def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str) -> None:
     """Write the message of every row of `values` [rows, n] into `out` [rows, wire.message_bytes(n)], uint8.
 
-    `values` is fp64, fp32 or bf16; both may be views with a stride between rows, and rows of `out` begin at
-    even bytes. `name` says what is sent, for the error. Raises `TrainingError` on a CPU for inf or nan;
-    `out` is then partly written.
+    `values` is fp64, fp32 or bf16; both may have a stride between rows, and rows of `out` begin at even bytes. `name`
+    describes the values in the error. Raises `TrainingError` on a CPU for inf or nan; `out` is then partly written.
     """
     _check(values, wire, out)
     _encode(values, wire, out, name, None)
@@ -66,9 +65,9 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str) -> None:
 
 @torch.no_grad()
 def encode_with_feedback(values: Tensor, wire: WireFormat, residual: Tensor, out: Tensor, name: str) -> None:
-    """Write the messages of `values + residual` and leave in `residual` [rows, n], fp32, what they lost.
+    """Write the messages of `values + residual` and leave their rounding errors in `residual` [rows, n], fp32.
 
-    Otherwise as `encode`. After a `TrainingError` the residual is partly updated, so it cannot be used again.
+    Otherwise as `encode`. After a `TrainingError` the residual is partly updated and must not be used again.
     """
     _check(values, wire, out)
     assert residual.dtype == torch.float32, f"a residual of {residual.dtype}; it is fp32"
@@ -108,7 +107,7 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 @torch.no_grad()
 def error_sums(values: Tensor, wire: WireFormat, name: str) -> Tensor:
-    """Return [sum of (x - x^)^2, sum of x^2], fp64, of a sample `values` [m] that begins where a block begins.
+    """[sum of (x - x^)^2, sum of x^2], fp64, for a sample `values` [m] that begins at the start of a block.
 
     m is at most `MAX_SAMPLE`. The result stays on the device of the sample. Raises as `encode` does.
     """
@@ -123,7 +122,7 @@ def error_sums(values: Tensor, wire: WireFormat, name: str) -> Tensor:
 
 
 def backend(device: torch.device) -> str:
-    """Say in words what encodes and decodes on a device."""
+    """Implementation used on a device, in words."""
     if device.type == "cpu":
         return f"torch {torch.__version__} on the CPU"
     if not _has_triton():
@@ -132,7 +131,6 @@ def backend(device: torch.device) -> str:
 
 
 def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None) -> None:
-    """Encode where the values are."""
     if not values.numel():
         return
     if values.device.type == "cpu":
@@ -140,11 +138,11 @@ def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: 
     elif not _has_triton():
         reference.encode(values, wire, out, residual)
     else:
+        # Imported only here: the module needs Triton at import time.
         import_module("terrace.comm.codecs.cuda").encode(values, wire, out, residual)
 
 
 def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:
-    """Assert what every function asks of its arguments."""
     assert wire.block, f"{wire.name} is a dtype, not a block codec"
     assert values.dtype in _ELEMENTS, f"elements of {values.dtype}; a codec takes {_ELEMENTS}"
     assert messages.dtype == torch.uint8, f"messages of {messages.dtype}; they are uint8"
@@ -157,5 +155,4 @@ def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:
 
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
-    """Return whether Triton is installed."""
     return find_spec("triton") is not None

@@ -1,21 +1,20 @@
 """The codecs on a CPU: eager torch over chunks that stay in the second-level cache.
 
-Eager torch runs one loop an operation, so what costs is the number of passes, and for small chunks the
-number of operations. An int8 encode of bf16 takes six passes: clear signs, largest, widen, scale, round,
-narrow.
+Eager torch runs one loop per operation, so the cost is the number of passes and, for small chunks, the number of
+operations. An int8 encode of bf16 takes six passes: clear signs, maximum, widen, scale, round, narrow.
 
-    largest    of the bits without their sign, as integers: several times faster than any maximum of
-               absolute values that torch has; it orders inf and nan above everything
-    views      made once a call and split into chunks by `Tensor.split`: one made by slicing costs as much as
+    maximum    of the bits without their sign, as integers: several times faster than any maximum of
+               absolute values in torch; it orders inf and nan above everything
+    views      made once per call and split into chunks by `Tensor.split`: a view made by slicing costs as much as
                a pass over a tenth of a chunk
-    scratch    allocated once a thread and written with `out=`: two buffers of `CHUNK` fp32
-    int4       a byte is low + 16 high, so packing is an addition and unpacking two, of whole bytes
-    e4m3       decodes through fp16, whose conversion to fp32 the processor has and which holds e4m3
+    scratch    allocated once per thread and written with `out=`: two buffers of `CHUNK` fp32
+    int4       a byte is low + 16 high, so packing is one addition and unpacking two, of whole bytes
+    e4m3       decodes through fp16, which the processor converts to fp32 and which holds e4m3
                times 2^-8 exactly, subnormals included
 
-A product of a code and a scale is exact in fp32 (at most 7 bits times 8), so it does not matter whether
-torch contracts `addcmul` to a fused multiply-add. The product of an element and 1 / scale is not exact:
-nothing is fused there.
+The product of a code and a scale is exact in fp32 (at most 7 bits times 8), so it does not matter whether torch
+contracts `addcmul` to a fused multiply-add. The product of an element and 1 / scale is not exact: nothing is fused
+there.
 """
 
 import threading
@@ -31,7 +30,7 @@ from terrace.plan.wire import WireFormat
 
 CHUNK = 1 << 17  # elements; two fp32 buffers, the input and the codes are 1.4 MB: measured best with 2 MB of cache
 _INTEGER = {torch.bfloat16: (torch.int16, 0x7FFF), torch.float32: (torch.int32, 0x7FFFFFFF)}
-_SATURATING = 2.0**125  # from this magnitude on a scale may have been capped, and a code lie outside the grid
+_SATURATING = 2.0**125  # from this magnitude on a scale may have been capped, and a code may lie outside the grid
 
 _local = threading.local()
 
@@ -104,7 +103,6 @@ class _Scratch:
 
 
 def _scratch(shape: torch.Size) -> _Scratch:
-    """Return this thread's scratch for a chunk."""
     scratch: _Scratch | None = getattr(_local, "scratch", None)
     if scratch is None or scratch.shape != shape:
         if not hasattr(_local, "buffers"):
@@ -119,33 +117,31 @@ def _scratch(shape: torch.Size) -> _Scratch:
 
 
 def _split(view: Tensor, part: Section) -> Iterator[Tensor]:
-    """Cut a view [rows, blocks, ...] of a section into chunks: some whole rows, or some blocks of one row."""
+    # Chunks are some whole rows, or some blocks of one row.
     rows = max(1, CHUNK // (part.num_blocks * part.width))
     for band in torch.split(view, rows, 0):
         yield from torch.split(band, CHUNK // part.width, 1)
 
 
 def _elements(tensor: Tensor, part: Section) -> Tensor:
-    """Return the section's elements of a tensor [rows, n] as a view [rows, blocks, width]."""
+    # [rows, n] -> [rows, blocks, width]
     return tensor[:, part.start : part.stop].view(-1, part.num_blocks, part.width)
 
 
 def _scales(messages: Tensor, part: Section) -> Tensor:
-    """Return where the section's scales lie: a view [rows, blocks, 1], bf16."""
+    # -> [rows, blocks, 1], bf16
     return messages.view(torch.bfloat16)[:, part.block : part.block + part.num_blocks].unsqueeze(2)
 
 
 def _codes(messages: Tensor, part: Section) -> Tensor:
-    """Return where the section's codes lie: a view [rows, blocks, bytes of a block], int8."""
+    # -> [rows, blocks, bytes of a block], int8
     return messages[:, part.code : part.code_stop].view(torch.int8).view(-1, part.num_blocks, part.code_width)
 
 
 def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> tuple[Tensor, float]:
-    """Return the scales [rows, blocks, 1], fp32, and the largest magnitude of a chunk; uses `scratch.second`.
-
-    Raises `TrainingError` for inf and nan.
-    """
+    # -> scales [rows, blocks, 1], fp32, and the largest magnitude of the chunk. Overwrites `scratch.second`.
     integer, mask = _INTEGER[x.dtype]
+    # The integer view orders inf and nan above every finite magnitude, so one maximum finds them too.
     magnitudes = torch.bitwise_and(x.view(integer), mask, out=scratch.integers[integer])
     amax = magnitudes.amax(dim=-1, keepdim=True).view(x.dtype).to(torch.float32)
     largest = float(amax.max())
@@ -156,12 +152,13 @@ def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> 
         )
     grid = GRIDS[wire.codec]
     bits = amax.mul_(grid.reciprocal).view(torch.int32)
+    # Round the scale up to bf16, so that no code exceeds the grid.
     bits.add_(0xFFFF).bitwise_and_(~0xFFFF).clamp_(MIN_SCALE_BITS, grid.max_scale_bits)
     return bits.view(torch.float32), largest
 
 
 def _round(scaled: Tensor, wire: WireFormat, codes: Tensor, largest: float) -> None:
-    """Round scaled elements [rows, blocks, width] in place and write their codes."""
+    # In place, [rows, blocks, width].
     if wire.codec == "fp8":
         codes.view(torch.float8_e4m3fn).copy_(scaled)  # a capped scale leaves at most 453, which rounds to 448
         return
@@ -178,7 +175,7 @@ def _round(scaled: Tensor, wire: WireFormat, codes: Tensor, largest: float) -> N
 
 
 def _points(codes: Tensor, scale: Tensor, wire: WireFormat, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Write what codes stand for into `points` [rows, blocks, width] and return it with the factor it takes."""
+    # Grid points in `points` [rows, blocks, width]; times the returned factor they are the elements.
     if wire.codec == "int8":
         return points.copy_(codes), scale
     if wire.codec == "int4":

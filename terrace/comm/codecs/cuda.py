@@ -1,15 +1,15 @@
-"""The codecs on CUDA: how the Triton kernels of `kernels.py` are launched. Import it only if Triton is there.
+"""The codecs on CUDA: launches of the Triton kernels in `kernels.py`. Import it only if Triton is installed.
 
-A program works on a few whole blocks of one row, `TILE` elements, so every block's largest magnitude stays in
-it and memory is touched once: an encode reads an element and writes its code. Programs whose blocks are all
-full run without masks, so that loads and stores can be vectorised; a second launch takes what is left at the
-end of every row, a short last block included.
+A program works on a few whole blocks of one row, `TILE` elements, so every block's largest magnitude stays in it and
+memory is touched once: an encode reads an element and writes its code. Programs with full blocks only run without
+masks, so that loads and stores can be vectorised; a second launch takes the rest of every row, a short last block
+included.
 
-What keeps the kernels equal to `reference.py`:
+The kernels equal `reference.py` bit for bit because of
 
-    largest      of the bits without their sign, as integers: inf and nan lie above every finite magnitude
+    maximum      of the bits without their sign, as integers: inf and nan lie above every finite magnitude
     1 / scale    `tl.div_rn`, the correctly rounded quotient
-    rounding     half even by adding 1.5 * 2^23 and looking at the bits; e4m3 by integer arithmetic, as older
+    rounding     half even by adding 1.5 * 2^23 and reading the bits; e4m3 by integer arithmetic, as older
                  devices have no conversion
     no fusing    `enable_fp_fusion=False`: a fused x * inverse + 1.5 * 2^23 would round once instead of twice
 
@@ -23,7 +23,7 @@ from terrace.comm.codecs.kernels import decode_kernel, encode_kernel
 from terrace.comm.codecs.layout import GRIDS, INF_BITS, MIN_SCALE_BITS, NAN_SCALE_BITS, message_parts
 from terrace.plan.wire import WireFormat
 
-TILE = 4096  # elements of a program, 32 a thread with Triton's 4 warps: a guess, `bench/gpu.py` judges it
+TILE = 4096  # elements per program, 32 per thread with Triton's 4 warps: a guess, see `bench/gpu.py`
 _KINDS = {"int8": 0, "fp8": 1, "int4": 2}
 
 
@@ -71,7 +71,6 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 
 def _decode(messages: Tensor, wire: WireFormat, out: Tensor, *, summed: int, add: bool) -> None:
-    """Decode into every row of `out`, or add `summed` messages to its only one."""
     rows, numel = out.shape
     for full, first, programs in _launches(numel, wire.block):
         decode_kernel[(programs, rows)](
@@ -94,12 +93,11 @@ def _decode(messages: Tensor, wire: WireFormat, out: Tensor, *, summed: int, add
 
 
 def _blocks(block: int) -> int:
-    """Return how many blocks a program works on."""
     return max(1, TILE // block)
 
 
 def _launches(numel: int, block: int) -> list[tuple[bool, int, int]]:
-    """Return the launches over a row of `numel` elements: (all blocks full, first block, programs)."""
+    # (all blocks full, first block, programs)
     programs = numel // block // _blocks(block)
     done = programs * _blocks(block)
     launches = [(True, 0, programs)] if programs else []

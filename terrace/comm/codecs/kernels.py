@@ -1,15 +1,15 @@
-"""Triton kernels of the block codecs; `cuda.py` launches them and says how they are cut.
+"""Triton kernels of the block codecs; `cuda.py` launches them and describes how rows are divided.
 
-Every tile is two halves of its blocks, [blocks, half] each, because a byte of int4 holds one element of
-either; the other codecs do not mind. Element pointers point to a row of n elements, `codes` and `scales` to
-the same message as int8 and as int16.
+A tile is two halves of its blocks, [blocks, half] each, because a byte of int4 holds one element of either; the other
+codecs work with any split. Element pointers point to a row of n elements, `codes` and `scales` to the same message as
+int8 and as int16.
 
-KIND is 0 for int8, 1 for fp8 and 2 for int4: a kernel sees constants, not strings.
+KIND is 0 for int8, 1 for fp8 and 2 for int4: a kernel takes constants, not strings.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False
-# ruff: noqa: N803, SIM300  (constants of a kernel are capitals)
+# ruff: noqa: N803, SIM300  (constexpr arguments are in capitals)
 
 import triton
 import triton.language as tl
@@ -54,10 +54,12 @@ def encode_kernel(
         x_low += _load(residual + low, has_low, FULL)
         x_high += _load(residual + high, has_high, FULL)
 
+    # As integers, inf and nan are the largest magnitudes.
     amax = tl.maximum(_magnitude_bits(x_low), _magnitude_bits(x_high))
     amax = tl.max(amax, axis=1, keep_dims=True)  # [blocks, 1], int32
     poisoned = amax >= INF
     bits = (amax.to(tl.float32, bitcast=True) * reciprocal).to(tl.int32, bitcast=True)
+    # Adding 0xFFFF before truncation rounds the bf16 scale up.
     bits = tl.minimum(tl.maximum((bits + 0xFFFF) & -0x10000, MIN_SCALE), MAX_SCALE)
     bits = tl.where(poisoned, NAN_SCALE, bits)
     scale = bits.to(tl.float32, bitcast=True)
@@ -87,7 +89,7 @@ def decode_kernel(
     message_stride,  # bytes
     codes_at,  # bytes before the codes
     first,  # block of the first program
-    summed,  # messages added up in each row of out: those that follow one another
+    summed,  # consecutive messages added into each row of out
     FULL: tl.constexpr,
     ADD: tl.constexpr,
     KIND: tl.constexpr,
@@ -132,7 +134,6 @@ def _decode(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the elements of the halves of blocks, fp32."""
     scale = tl.load(scales + block, mask=block * BLOCK < numel, other=0).to(tl.int32) << 16
     scale = scale.to(tl.float32, bitcast=True)
     if KIND == 2:
@@ -147,7 +148,7 @@ def _decode(
 
 @triton.jit
 def _elements(block, numel, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the elements of the lower and the upper half of blocks [blocks, 1], and which of them exist."""
+    # Elements of the lower and the upper half of blocks [blocks, 1], and masks of the existing ones.
     lane = tl.arange(0, BLOCK // 2)[None, :]
     start = block * BLOCK
     if FULL:
@@ -162,13 +163,11 @@ def _elements(block, numel, FULL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(pointers, exists, FULL: tl.constexpr):
-    """Load what exists, and zeros for the rest."""
     return tl.load(pointers) if FULL else tl.load(pointers, mask=exists, other=0)
 
 
 @triton.jit
 def _store(pointers, values, exists, FULL: tl.constexpr):
-    """Store what exists."""
     if FULL:
         tl.store(pointers, values)
     else:
@@ -177,16 +176,16 @@ def _store(pointers, values, exists, FULL: tl.constexpr):
 
 @triton.jit
 def _magnitude_bits(x):
-    """Return the bits of |x|, int32: ordered as magnitudes are, inf and nan last."""
+    # Bits of |x| as int32 sort like magnitudes, with inf and nan last.
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _round(scaled, KIND: tl.constexpr, QMAX: tl.constexpr):
-    """Round fp32 to codes, half even: int32 from -QMAX to QMAX, or the byte of an e4m3."""
+    # Half even: to int32 from -QMAX to QMAX, or to the byte of an e4m3.
     if KIND == 1:
         magnitude = _magnitude_bits(scaled)
-        # Normal: 20 bits of the mantissa go, half even; the exponent's bias goes from 127 to 7.
+        # Normal: drop 20 bits of the mantissa, half even; the exponent's bias changes from 127 to 7.
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
         # Below 2^-6 the step is 2^-9, which is the step of fp32 from 2^14 on.
         subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -201,7 +200,7 @@ def _round(scaled, KIND: tl.constexpr, QMAX: tl.constexpr):
 
 @triton.jit
 def _point(code, KIND: tl.constexpr):
-    """Return the fp32 that a code, int32, stands for; of an e4m3 only the low byte counts."""
+    # Inverse of `_round`; for e4m3 only the low byte of the code counts.
     if KIND == 1:
         magnitude = code & 0x7F
         normal = (magnitude << 20) + (120 << 23)
@@ -215,7 +214,7 @@ def _point(code, KIND: tl.constexpr):
 
 @triton.jit
 def _fp32(x):
-    """Convert to fp32. From bf16 by its bits: Triton's interpreter, where this is tested, loses subnormals."""
+    # From bf16 by its bits: Triton's interpreter, which runs the tests, loses subnormals.
     if x.dtype == tl.bfloat16:
         converted = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -225,7 +224,7 @@ def _fp32(x):
 
 @triton.jit
 def _as(x, DTYPE: tl.constexpr):
-    """Convert fp32, half even. To bf16 by its bits: Triton's interpreter cuts them off."""
+    # Half even. To bf16 by its bits: Triton's interpreter truncates.
     if DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

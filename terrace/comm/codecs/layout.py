@@ -1,7 +1,7 @@
-"""What every implementation of the block codecs shares: constants of a codec, and where a message's parts lie.
+"""Shared by all implementations of the block codecs: constants of a codec, and the layout of a message.
 
-Nothing here touches data. The arithmetic these constants belong to is in the package's docstring, and in
-code in `reference.py`.
+Nothing here touches data. The arithmetic of these constants is described in the package's docstring and implemented in
+`reference.py`.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ NAN_SCALE_BITS = 0x7FC00000  # the scale of a block that holds inf or nan, where
 class Grid:
     """The grid that a codec rounds to.
 
-    `reciprocal` is the largest fp32 not above 1 / qmax: rounded up, qmax s * reciprocal could come out above s,
-    and what is on the grid already would get another scale. `max_scale_bits` are the fp32 bits of the largest
-    bf16 whose product with qmax is still a finite bf16, so that no finite block decodes to inf.
+    `reciprocal` is the largest fp32 not above 1 / qmax: rounded up, qmax s * reciprocal could come out above s, and
+    values already on the grid would get another scale. `max_scale_bits` are the fp32 bits of the largest bf16 whose
+    product with qmax is still a finite bf16, so that no finite block decodes to inf.
     """
 
     qmax: float
@@ -37,7 +37,7 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts of one message lie, in bytes: scales from 0, codes from `codes`, zeros from `padding`."""
+    """Layout of one message in bytes: scales from 0, codes from `codes`, zeros from `padding`."""
 
     codes: int
     padding: int
@@ -45,7 +45,7 @@ class Parts:
 
 
 def message_parts(wire: WireFormat, numel: int) -> Parts:
-    """Return where the parts of a message of `numel` elements lie."""
+    """Layout of a message of `numel` elements."""
     codes = SCALE_BYTES * -(-numel // wire.block)
     return Parts(codes, codes + -(-numel * wire.bits // 8), wire.message_bytes(numel))
 
@@ -66,17 +66,15 @@ class Section:
 
     @property
     def stop(self) -> int:
-        """Return the element after the last."""
         return self.start + self.num_blocks * self.width
 
     @property
     def code_stop(self) -> int:
-        """Return the byte after the last code."""
         return self.code + self.num_blocks * self.code_width
 
 
 def sections(wire: WireFormat, numel: int) -> Iterator[Section]:
-    """Cut a message of `numel` elements into sections."""
+    """The sections of a message of `numel` elements."""
     num_full, rest = divmod(numel, wire.block)
     codes = message_parts(wire, numel).codes
     block_bytes = wire.block * wire.bits // 8

@@ -1,7 +1,7 @@
-"""The codecs as plainly as they can be written; every other implementation equals this one bit for bit.
+"""The codecs in their plainest form; every other implementation equals this one bit for bit.
 
-It works on any device, never waits for it and raises nothing: a block that holds inf or nan gets a NaN
-scale and codes of zero, so all of it decodes to NaN.
+It works on any device, never waits for it and raises nothing: a block that holds inf or nan gets a NaN scale and codes
+of zero, so all of it decodes to NaN.
 """
 
 import torch
@@ -23,6 +23,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
         amax = x.abs().amax(dim=-1, keepdim=True)  # [rows, blocks, 1]
         poisoned = ~(amax < float("inf"))
         bits = (torch.where(poisoned, 0, amax) * grid.reciprocal).view(torch.int32)
+        # Round the scale up to bf16, so that no code exceeds the grid.
         bits = ((bits + 0xFFFF) & ~0xFFFF).clamp(MIN_SCALE_BITS, grid.max_scale_bits)
         bits = torch.where(poisoned, NAN_SCALE_BITS, bits)
         inverse = bits.view(torch.float32).reciprocal()
@@ -48,7 +49,7 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 
 def decode_fp32(messages: Tensor, wire: WireFormat, numel: int) -> Tensor:
-    """Return the fp32 elements [rows, numel] of messages [rows, bytes]."""
+    """The fp32 elements [rows, numel] of messages [rows, bytes]."""
     rows = messages.shape[0]
     values = torch.empty(rows, numel, dtype=torch.float32, device=messages.device)
     for part in sections(wire, numel):
@@ -60,7 +61,7 @@ def decode_fp32(messages: Tensor, wire: WireFormat, numel: int) -> Tensor:
 
 
 def _to_codes(scaled: Tensor, wire: WireFormat) -> Tensor:
-    """Round scaled elements [rows, blocks, width] to code bytes, uint8."""
+    # [rows, blocks, width] -> uint8 [rows, blocks, bytes of a block]
     if wire.codec == "fp8":
         return scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     qmax = GRIDS[wire.codec].qmax
@@ -74,11 +75,12 @@ def _to_codes(scaled: Tensor, wire: WireFormat) -> Tensor:
 
 
 def _from_codes(codes: Tensor, wire: WireFormat, width: int) -> Tensor:
-    """Return the fp32 grid points [rows, blocks, width] of code bytes."""
+    # Inverse of `_to_codes`: fp32 [rows, blocks, width].
     if wire.codec == "fp8":
         return codes.view(torch.float8_e4m3fn).to(torch.float32)
     signed = codes.view(torch.int8).to(torch.int32)
     if wire.codec == "int4":
+        # +8 undoes the borrow that a negative low half takes from the high half.
         high = (signed + 8) >> 4
         signed = torch.cat([signed - 16 * high, high], dim=-1)[..., :width]
     return signed.to(torch.float32)

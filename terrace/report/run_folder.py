@@ -1,6 +1,6 @@
-"""What a run folder says, put together for its page: everything that can be read, and in words what cannot.
+"""The contents of a run folder as a `RunView`: everything that can be read, and a sentence on each missing part.
 
-A run may be unfinished, killed, or damaged; nothing here raises for what is in a file.
+A run may be unfinished, killed, or damaged: no content of a file raises here.
 """
 
 import json
@@ -31,28 +31,27 @@ from terrace.train.recorder import PREDICTION, read_events
 
 _FILES = ("config.toml", "metrics.jsonl", "events.jsonl")
 _US = 1e6
-_LONGEST_TEXT = 200_000  # characters of a settings file or a sample that are shown
+_LONGEST_TEXT = 200_000  # characters shown of a settings file or a sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Left:
-    """What a run has left behind; None or empty where it has not."""
-
+    # Files of a run; None or empty where missing or unreadable.
     folder: Path
     run: RunConfig | None
     records: Sequence[StepRecord]
     events: Sequence[Mapping[str, Any]]
     prediction: Mapping[str, Any]
-    cluster: Cluster | None  # with what the start measured
+    cluster: Cluster | None  # with the constants measured at the start
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Tell whether a folder has anything of a run."""
+    """Whether a folder has any file of a run."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def run_view(folder: Path) -> RunView:
-    """Return what is known of the run in `folder`."""
+    """Everything known of the run in `folder`."""
     missing: list[str] = []
     left = _read(folder, missing)
     picture, picture_words = _picture(left, missing)
@@ -230,7 +229,7 @@ def _curves(left: _Left) -> list[Curve]:
 
 
 def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
-    """Return the timeline of a step, and what it shows: of a traced step, or predicted above measured totals."""
+    # The newest readable trace, else the prediction above the mean measured seconds.
     for path in _traces(left.folder):
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -264,7 +263,7 @@ def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str,
 
 
 def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return seconds by category one after the other, as trace events of the second process."""
+    # Trace events of the second process: categories one after the other, since means have no order.
     events: list[dict[str, Any]] = []
     now_us = 0.0
     for name in time_categories(time_s):
@@ -276,7 +275,7 @@ def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _traces(folder: Path) -> list[Path]:
-    """Return the traces of rank 0, that of the latest step first."""
+    """The traces of rank 0, that of the latest step first."""
 
     def step(path: Path) -> int:
         number = path.name.split("-")[1]
@@ -310,7 +309,7 @@ def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]
 
 
 def _steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Return the records without the first, which warm caches up."""
+    # The first steps warm up caches.
     return records[min(len(records) // 4, 10) :]
 
 
@@ -323,7 +322,7 @@ def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the median of every name: a step whose refreshes are counted in the next line is no typical one."""
+    # A step that also counts the refreshes of its neighbour is no typical one, so no means.
     names = dict.fromkeys(name for table in tables for name in table)
     return {name: statistics.median_low(table.get(name, 0) for table in tables) for name in names}
 
