@@ -49,6 +49,7 @@ from bench.common import (
 from terrace.model.config import num_params
 from terrace.model.decoder import token_loss
 from terrace.plan import preset
+from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 
 TARGET = 1.0
@@ -158,7 +159,7 @@ def contest(job: Job, rank: int, placement: str, num_micros: int) -> dict[str, T
 
     def engine_step(number: int) -> float:
         batches = micro_batches(number, rank, num_micros, (job.batch, job.sequence), config.vocab_size)
-        return engine.step(batches, ADAMW.lr).loss
+        return engine.step([MicroBatch(*batch) for batch in batches], ADAMW.lr).loss
 
     steps: dict[str, Step] = {
         "FSDP2": fsdp_step(job, rank, placement, num_micros, all_to_all=False),

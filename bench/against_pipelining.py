@@ -60,6 +60,7 @@ from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan import preset
+from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 
 TARGET = 1.0
@@ -197,7 +198,7 @@ def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
 
 
 def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
-    result = engine.step(batches, ADAMW.lr)
+    result = engine.step([MicroBatch(*batch) for batch in batches], ADAMW.lr)
     engine.drain()  # torch's step leaves nothing running either
     return result.loss, result.grad_norm
 

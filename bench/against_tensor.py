@@ -49,6 +49,7 @@ from bench.torch_tensor import counted_bytes, parallelised, training_step
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import token_loss
 from terrace.plan import preset
+from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 
 TARGET = 1.0
@@ -192,7 +193,7 @@ def _step(job: Job, train: Train, result: Result) -> Step:
 
 
 def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
-    result = engine.step(batches, ADAMW.lr)
+    result = engine.step([MicroBatch(*batch) for batch in batches], ADAMW.lr)
     return result.loss, result.grad_norm
 
 

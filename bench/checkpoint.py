@@ -40,6 +40,7 @@ from terrace.launch.world import World
 from terrace.model.config import ModelConfig, num_params
 from terrace.model.decoder import token_loss
 from terrace.plan import preset
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 
 TARGET_TIME, TARGET_RATE = 1.05, 0.8
@@ -75,7 +76,7 @@ def rounds_of(engine: Engine, config: ModelConfig, folder: Path, every: int, bat
                 saver.start(number + 1)
             for inner in range(every):
                 batches = micro_batches(number * every + inner, 0, 1, (batch, SEQUENCE), config.vocab_size)
-                loss = engine.step(batches, ADAMW.lr).loss
+                loss = engine.step([Batch(*batch) for batch in batches], ADAMW.lr).loss
             if saver is not None:
                 saver.finish()
             return loss

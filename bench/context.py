@@ -29,13 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.common import alternate, decoder, local_cluster, micro_batches, print_table, ratio, spread
 from terrace.cluster import Cluster
-from terrace.comm import Among, Pacer, make_lane
+from terrace.comm import GroupP2P, Pacer, make_lane
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan import preset
 from terrace.plan.context import Pool
+from terrace.runtime.batch import Batch
 from terrace.runtime.clock import HostClock
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.course import Course
@@ -90,7 +91,7 @@ def peak_bytes(world: World, job: Job) -> int:
     for step in range(job.num_steps):
         batch = micro_batches(step, 0, 1, (1, job.sequence), job.config.vocab_size)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-            engine.step(batch, 1e-3)
+            engine.step([Batch(*each) for each in batch], 1e-3)
             engine.drain()
         results: Any = record.profiler
         events = results.kineto_results.events()
@@ -109,9 +110,9 @@ def step_seconds(world: World, jobs: Sequence[Job], rounds: int) -> list[list[fl
         order = list(enumerate(jobs))
         for index, job in order if number % 2 == 0 else order[::-1]:
             batch = micro_batches(number, 0, 1, (1, job.sequence), job.config.vocab_size)
-            engines[index].exchange(None)  # all begin together
+            engines[index].comm.exchange(None)  # all begin together
             begin = time.perf_counter()
-            engines[index].step(batch, 1e-3)
+            engines[index].step([Batch(*each) for each in batch], 1e-3)
             if number:
                 found[index].append(time.perf_counter() - begin)
     for engine in engines:
@@ -126,7 +127,7 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
     layout = Layout(segments=(segment,), documents=(0,), held=(((0, num_tokens),),), ulysses=1, num_held=num_tokens)
     pool = Pool(members=(0,), ulysses=1, place_degrees=(1,), sizes=(1,))
     means = Means(make_lane(torch.device("cpu")), HostClock(), WeightGradients())
-    mover = Mover(pool, 0, cast(Among, None), means)  # nothing is sent
+    mover = Mover(pool, 0, cast(GroupP2P, None), means)  # nothing is sent
     course = Course(spread_of(layout, 0), mover, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     *tensors, grad = (torch.randn(1, num_tokens, 8, 64, generator=generator).transpose(1, 2) for _ in range(4))

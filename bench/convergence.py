@@ -29,6 +29,7 @@ from terrace.model.config import num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.plan import Plan, preset
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import AdamWConfig
 from terrace.train.config import TrainConfig
@@ -109,7 +110,7 @@ def run(world: World, job: Job) -> Found:
     for step in range(job.steps):
         arrays = batches.micro_batch(step, 0, world.rank, world.world_size, 1)
         inputs, labels = (torch.from_numpy(array) for array in arrays)
-        result = engine.step([(inputs, labels)], learning_rate(step, schedule, optimizer))
+        result = engine.step([Batch(inputs, labels)], learning_rate(step, schedule, optimizer))
         losses.append(result.loss)
         errors.append(result.quantisation_error)
     engine.check_bytes()

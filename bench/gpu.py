@@ -27,6 +27,7 @@ from terrace.model.config import ModelConfig, forward_flops, num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan import Plan, preset
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine, StepResult
 
 PARITY = 1e-10
@@ -77,7 +78,7 @@ def train(
             (tokens.to(device), labels.to(device))
             for tokens, labels in micro_batches(number, 0, micros, shape, config.vocab_size)
         ]
-        results.append(engine.step(batches, ADAMW.lr))
+        results.append(engine.step([Batch(*batch) for batch in batches], ADAMW.lr))
     engine.drain()
     engine.close()
     return results
@@ -165,7 +166,9 @@ def training(options: argparse.Namespace) -> list[Row]:
     times, results = [], []
     for _ in range(options.steps + 3):
         begin = time.perf_counter()
-        results.append(engine.step(batches, 1e-4))  # ends with a read of the loss, so the device is done
+        results.append(
+            engine.step([Batch(*batch) for batch in batches], 1e-4)
+        )  # ends with a read of the loss, so the device is done
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     step_s = statistics.median(times[3:])

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from terrace.comm.collectives import DTYPES
+from terrace.model import loss_chunks
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.runtime.head import chunked_head
-from terrace.simulate import chunks
 
 
 def head_of(vocabulary: int, hidden: int, dtype: torch.dtype) -> nn.Module:
@@ -66,7 +66,7 @@ def contest(
         head.zero_grad()
 
     def in_chunks(log2: int) -> None:
-        chunks.CHUNK_NUMEL["cpu"] = 1 << log2
+        loss_chunks.CHUNK_NUMEL["cpu"] = 1 << log2
         run_chunks(inputs, labels)
         head.zero_grad()
 

@@ -34,6 +34,7 @@ from bench.common import (
 from terrace.model.config import ModelConfig, num_params
 from terrace.model.decoder import token_loss
 from terrace.plan import preset
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 
 TARGET = 1.05
@@ -84,7 +85,7 @@ def engine_step(config: ModelConfig, num_micros: int, batch: int, recompute: boo
 
     def step(number: int) -> float:
         batches = micro_batches(number, 0, num_micros, (batch, SEQUENCE), config.vocab_size)
-        return engine.step(batches, ADAMW.lr).loss
+        return engine.step([Batch(*batch) for batch in batches], ADAMW.lr).loss
 
     return step
 

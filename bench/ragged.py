@@ -56,7 +56,7 @@ from terrace.sequence.distributions import bimodal, sample
 from terrace.train.attention_cost import work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.config import RunConfig, TrainConfig
-from terrace.train.micro_batches import Fed, MicroBatches
+from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.spreading import Spreading
 
 TARGET = 1.5
@@ -200,7 +200,7 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
         results[balance] = Result(Timing(), balances=[each.balance or 0.0 for each in fed])
 
         def step(
-            number: int, engine: Engine = engine, fed: list[Fed] = fed, result: Result = results[balance]
+            number: int, engine: Engine = engine, fed: list[StepBatches] = fed, result: Result = results[balance]
         ) -> float:
             done = engine.step(fed[number].micros, ADAMW.lr)
             waited = sum(spent for name, spent in done.time_s.items() if name.startswith("wait"))

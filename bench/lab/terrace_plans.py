@@ -14,6 +14,7 @@ from terrace.base.errors import PlanError
 from terrace.model.decoder import token_loss
 from terrace.plan import parse_plan
 from terrace.plan.presets import PRESETS
+from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 
 TIMEOUT = timedelta(minutes=5)
@@ -41,12 +42,11 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestan
         expected[tier] += num_bytes
 
     def step(batches: Sequence[Batch]) -> Result:
-        done = engine.step(batches, ADAMW.lr)
+        done = engine.step([MicroBatch(*batch) for batch in batches], ADAMW.lr)
         return Result(loss=done.loss, grad_norm=done.grad_norm, time_s=done.time_s)
 
     def states() -> list[Tensor]:
-        shards = [shard for state in engine.states for shard in state.shards]
-        owned = [shard.optimizer for shard in shards if shard.optimizer is not None]
+        owned = [flat.optimizer for flat in engine.state if flat.optimizer is not None]
         return [value for one in owned for part in one.parts for value in part.values.values()]
 
     def close() -> None:

@@ -18,8 +18,7 @@ from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, w
 from terrace.model.spec import ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.plan.tensor_traffic import Tensor as TensorAxis
-from terrace.runtime.flat import Flat
-from terrace.runtime.shard import Shard
+from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.states import FROZEN, KINDS
 
 Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the part of a whole parameter that a rank holds
@@ -29,7 +28,7 @@ Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the part of a whole paramet
 class Held:
     """A rank's range of one flat buffer: by kind, 1-D tensors of its elements from `start` on, padding included."""
 
-    flat: Flat
+    flat: FlatParam
     start: int
     values: Mapping[str, Tensor]
     is_first: bool  # of the ranks that hold the same: the one that writes
@@ -49,30 +48,24 @@ def slices_of(tensor: TensorAxis, rank: int) -> Slices:
     return partial(rank_slices, places=tensor.places(rank), degrees=tensor.degrees)
 
 
-def held(shard: Shard) -> list[Held]:
-    """Return what a checkpoint stores of a shard: its state on the optimizer tier, and what is frozen in it."""
-    layout, found = shard.layout, []
-
-    def is_first(tier: int) -> bool:
-        return not shard.is_copy and not any(shard.coordinates[tier + 1 :])
-
-    if shard.trainable is not None:
-        assert shard.optimizer is not None, f"block {shard.name} is not initialised"
-        start, first = shard.trainable.part(layout.optimizer).start, is_first(layout.optimizer)
-        for part in shard.optimizer.parts:
-            at = start + part.elements.start
-            found.append(Held(flat=shard.trainable, start=at, values=part.values, is_first=first))
-    if shard.fixed is not None:
-        values = dict(zip(KINDS[FROZEN], (shard.fixed.shard,), strict=True))
-        start, first = shard.fixed.part(layout.params).start, is_first(layout.params)
-        found.append(Held(flat=shard.fixed, start=start, values=values, is_first=first))
-    return found
+def held(flat: FlatParam) -> list[Held]:
+    """What a checkpoint stores of a flat parameter: its state on the optimizer tier, or its frozen values."""
+    tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
+    start, is_first = flat.part(tier).start, flat.is_first(tier)
+    if not flat.spec.trainable:
+        values = dict(zip(KINDS[FROZEN], (flat.shard,), strict=True))
+        return [Held(flat=flat, start=start, values=values, is_first=is_first)]
+    assert flat.optimizer is not None, f"block {flat.name} is not initialised"
+    return [
+        Held(flat=flat, start=start + part.elements.start, values=part.values, is_first=is_first)
+        for part in flat.optimizer.parts
+    ]
 
 
 def parts(own: Held, slices: Slices) -> Iterator[Part]:
     """Yield the boxes of whole parameters that a rank's range of a flat buffer is made of."""
     stop = own.start + next(iter(own.values.values())).numel()
-    for spec, first, last in own.flat.extents():
+    for spec, first, last in own.flat.extents:
         place = slices(spec)
         real = tuple((0, part.stop - part.start) for part in place)
         at = max(own.start, first)

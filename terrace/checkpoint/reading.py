@@ -25,7 +25,7 @@ from terrace.checkpoint.layout import (
 )
 from terrace.checkpoint.parts import Part, Slices, held, parts, slices_of
 from terrace.runtime.engine import Engine
-from terrace.runtime.shard import Shard
+from terrace.runtime.flat_param import FlatParam
 
 _NUM_READERS = 8
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
@@ -193,21 +193,21 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call
     `checkpoint.verify()` on one rank before: here only what is read is looked at.
     """
-    check_model(checkpoint.folder, checkpoint.layout, engine.whole, engine.settings)
+    check_model(checkpoint.folder, checkpoint.layout, engine.state.specs, engine.state.settings)
     slices = slices_of(engine.program.tensor, engine.rank)
     with torch.no_grad():
-        for shard in (shard for state in engine.states for shard in state.shards):
-            restore_shard(shard, checkpoint, slices)
-        engine.refresh_all()
+        for flat in engine.state:
+            restore_flat(flat, checkpoint, slices)
+        engine.refresh()
 
 
-def restore_shard(shard: Shard, checkpoint: Checkpoint, slices: Slices) -> None:
-    """Load what a rank keeps of a shard; `slices` says what the rank holds of each parameter. Padding becomes zero."""
+def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> None:
+    """Load a flat parameter's state; `slices` gives the rank's part of each parameter. Padding becomes zero."""
     wanted: list[Part] = []
-    for own in held(shard):
+    for own in held(flat):
         for values in own.values.values():
             values.zero_()
         wanted += parts(own, slices)
-    checkpoint.fill(shard.name, wanted)
-    if shard.optimizer is not None:
-        shard.optimizer.num_steps = checkpoint.num_updates
+    checkpoint.fill(flat.name, wanted)
+    if flat.optimizer is not None:
+        flat.optimizer.num_steps = checkpoint.num_updates

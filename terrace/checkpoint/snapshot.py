@@ -21,7 +21,7 @@ from torch import Tensor
 from terrace.checkpoint.boxes import to_text
 from terrace.checkpoint.layout import tensor_name
 from terrace.checkpoint.parts import Slices, held, parts
-from terrace.runtime.shard import Shard
+from terrace.runtime.flat_param import FlatParam
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
@@ -31,19 +31,19 @@ _ALIGNED = 8  # where the tensors begin in a file
 class Snapshot:
     """The pieces that a rank is the first to hold, as one file's content.
 
-    `slices` says what the rank holds of each parameter. The tensors of the shards must stay where they are: `take`
+    `slices` says what the rank holds of each parameter. The tensors of `flats` must stay where they are: `take`
     copies from them again and again.
     """
 
-    def __init__(self, shards: Iterable[Shard], slices: Slices) -> None:
+    def __init__(self, flats: Iterable[FlatParam], slices: Slices) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         self.num_updates = 0  # that the optimizers had made when the copy was taken; 0 where all is frozen
-        self._shards, live = list(shards), list[tuple[str, Tensor]]()
-        for shard in self._shards:
-            for part in (part for own in held(shard) if own.is_first for part in parts(own, slices)):
-                self.pieces.setdefault(shard.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
+        self._flats, live = list(flats), list[tuple[str, Tensor]]()
+        for flat in self._flats:
+            for part in (part for own in held(flat) if own.is_first for part in parts(own, slices)):
+                self.pieces.setdefault(flat.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
                 for kind, values in part.values.items():
-                    live.append((tensor_name(shard.name, part.parameter, part.box, kind), values.detach()))
+                    live.append((tensor_name(flat.name, part.parameter, part.box, kind), values.detach()))
         live.sort(key=lambda named: -named[1].element_size())  # so that each is aligned to its own size
         self._live = [values for _, values in live]
         self._header = _header(live)
@@ -61,7 +61,7 @@ class Snapshot:
                 part = self._staging[start : start + values.nbytes]
                 self._copies.append(part.view(values.dtype).view(values.shape))
                 start += values.nbytes
-        optimizers = [shard.optimizer for shard in self._shards if shard.optimizer is not None]
+        optimizers = [flat.optimizer for flat in self._flats if flat.optimizer is not None]
         self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
         for copy, values in zip(self._copies, self._live, strict=True):
             copy.copy_(values, non_blocking=True)

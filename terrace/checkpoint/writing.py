@@ -32,7 +32,7 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
     partial = partial_of(folder)
 
     def agree(problem: str | None) -> None:
-        failed = [f"rank {rank}: {why}" for rank, why in enumerate(engine.exchange(problem)) if why is not None]
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(engine.comm.exchange(problem)) if why is not None]
         if failed:
             if engine.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -48,8 +48,7 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
 
 def snapshot_of(engine: Engine) -> Snapshot:
     """Return what this rank writes of the engine's state."""
-    shards = (shard for state in engine.states for shard in state.shards)
-    return Snapshot(shards, slices_of(engine.program.tensor, engine.rank))
+    return Snapshot(engine.state, slices_of(engine.program.tensor, engine.rank))
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
@@ -99,7 +98,7 @@ def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mappin
         files |= part["files"]
         num_updates = max(num_updates, part["num_updates"])
         path.unlink()
-    manifest = manifest_of(engine.whole, engine.settings, step, num_updates, facts, files)
+    manifest = manifest_of(engine.state.specs, engine.state.settings, step, num_updates, facts, files)
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)
     if folder.exists():

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from terrace.launch.postmortem import Beat, decode
+from terrace.launch.postmortem import Heartbeat, decode
 
 _CHUNK = 256  # keys a call: keeps one reply of the store to some tens of kilobytes
 _MIN_STORE_TIMEOUT_S = 5.0
 
 
-class Board:
+class HeartbeatStore:
     """Heartbeats, the election of who makes the post-mortem, and its verdict.
 
     Takes a connection of its own: a store client serves one call at a time, and the main thread may sit
@@ -31,13 +31,13 @@ class Board:
             own = store
         self._store = PrefixStore("watchdog", own)
 
-    def publish(self, beat: Beat) -> None:
+    def publish(self, beat: Heartbeat) -> None:
         """Replace this rank's heartbeat."""
         self._store.set(f"beat/{self._rank}", beat.encode())
 
-    def read_all(self) -> list[Beat]:
+    def read_all(self) -> list[Heartbeat]:
         """Return every rank's heartbeat, in rank order."""
-        beats: list[Beat] = []
+        beats: list[Heartbeat] = []
         for start in range(0, self._world_size, _CHUNK):
             ranks = range(start, min(start + _CHUNK, self._world_size))
             beats += self._read(ranks)
@@ -59,7 +59,7 @@ class Board:
         """Return the verdict, if there is one."""
         return bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else None
 
-    def _read(self, ranks: range) -> list[Beat]:
+    def _read(self, ranks: range) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in ranks]
         if self._store.check(keys):
             values = self._store.multi_get(keys)

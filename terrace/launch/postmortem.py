@@ -1,6 +1,6 @@
 """Who stopped the step: the rule and its one line, as pure functions of what the ranks published.
 
-Each rank publishes a `Beat` now and then. A post-mortem takes two readings of all of them, some
+Each rank publishes a `Heartbeat` now and then. A post-mortem takes two readings of all of them, some
 intervals apart, and names, in this order:
 
 (a) a rank whose heartbeat stopped: its process is gone or frozen;
@@ -26,7 +26,7 @@ _MAX_PIECES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """What one rank says of itself; `group` is the compressed list of the ranks it waits with."""
 
     number: int
@@ -62,9 +62,9 @@ class Verdict:
     message: str
 
 
-def decode(rank: int, raw: bytes | None) -> Beat:
+def decode(rank: int, raw: bytes | None) -> Heartbeat:
     """Read what `rank` published; None is a rank that never published."""
-    return Beat(number=-1, rank=rank) if raw is None else replace(Beat(**json.loads(raw)), rank=rank)
+    return Heartbeat(number=-1, rank=rank) if raw is None else replace(Heartbeat(**json.loads(raw)), rank=rank)
 
 
 def compress(ranks: Iterable[int]) -> str:
@@ -98,7 +98,7 @@ def in_words(ranks: Iterable[int]) -> str:
     return ("rank " if len(chosen) == 1 else "ranks ") + text
 
 
-def diagnose(before: Sequence[Beat], after: Sequence[Beat], window_s: float) -> Verdict:
+def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: float) -> Verdict:
     """Name the rank that stopped the step, from two readings of every rank `window_s` apart."""
     awaited = frozenset().union(*(expand(group) for group in {beat.group for beat in after}))
     silent = [
@@ -123,7 +123,7 @@ def diagnose(before: Sequence[Beat], after: Sequence[Beat], window_s: float) -> 
     return _all_waiting(after)
 
 
-def _silent(culprit: Beat, silent: list[Beat], after: Sequence[Beat], window_s: float) -> str:
+def _silent(culprit: Heartbeat, silent: list[Heartbeat], after: Sequence[Heartbeat], window_s: float) -> str:
     if culprit.state == "absent":
         head = f"rank {culprit.rank} never reached its first step (it published no heartbeat)"
         return head + _others(culprit, silent) + _waiters(culprit, after)
@@ -139,7 +139,7 @@ def _silent(culprit: Beat, silent: list[Beat], after: Sequence[Beat], window_s: 
     return head + _others(culprit, silent) + _waiters(culprit, after)
 
 
-def _free(culprit: Beat) -> str:
+def _free(culprit: Heartbeat) -> str:
     if culprit.state == "left":
         return f"rank {culprit.rank} had finished after {culprit.where()}{_at(culprit)}"
     doing = "outside a step" if culprit.state == "idle" else "computing, waiting for nobody"
@@ -147,8 +147,8 @@ def _free(culprit: Beat) -> str:
     return f"rank {culprit.rank} has not moved{since} from {culprit.where()} ({doing}{_at(culprit)})"
 
 
-def _all_waiting(after: Sequence[Beat]) -> Verdict:
-    rows: dict[str, list[Beat]] = {}
+def _all_waiting(after: Sequence[Heartbeat]) -> Verdict:
+    rows: dict[str, list[Heartbeat]] = {}
     for beat in sorted(after, key=lambda beat: (beat.position, beat.rank)):
         rows.setdefault(beat.where(), []).append(beat)
     first = next(iter(rows.values()))
@@ -162,7 +162,7 @@ def _all_waiting(after: Sequence[Beat]) -> Verdict:
     return Verdict("nobody", "the step stopped and no rank stands out: " + "; ".join(pieces))
 
 
-def _waiters(culprit: Beat, after: Sequence[Beat]) -> str:
+def _waiters(culprit: Heartbeat, after: Sequence[Heartbeat]) -> str:
     waiting = [beat for beat in after if beat.group and beat.rank != culprit.rank]
     direct = [beat for beat in waiting if culprit.rank in expand(beat.group)]
     if not direct:
@@ -174,10 +174,10 @@ def _waiters(culprit: Beat, after: Sequence[Beat]) -> str:
     return f"; waiting for it: {who} (rank {first.rank} at {first.where()}){rest}"
 
 
-def _others(culprit: Beat, alike: Sequence[Beat]) -> str:
+def _others(culprit: Heartbeat, alike: Sequence[Heartbeat]) -> str:
     ranks = [beat.rank for beat in alike if beat.rank != culprit.rank]
     return f"; likewise {in_words(ranks)}" if ranks else ""
 
 
-def _at(beat: Beat) -> str:
+def _at(beat: Heartbeat) -> str:
     return f"; {beat.place}" if beat.place else ""

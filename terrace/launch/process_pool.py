@@ -52,7 +52,7 @@ class _Member:
         return None
 
 
-class Crew:
+class ProcessPool:
     """`num_processes` processes that wait for work. Use as a context manager.
 
     After the first failure in a call the other ranks have `grace_s` to leave on their own.

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.postmortem import in_words
-from terrace.launch.process_pool import Crew
+from terrace.launch.process_pool import ProcessPool
 from terrace.launch.stop import SIGNALS, passed_on
 from terrace.launch.world import World, open_store
 
@@ -135,7 +135,7 @@ def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
     )
 
 
-class LocalPool(Crew):
+class LocalPool(ProcessPool):
     """Up to `num_processes` ranks on this machine that stay alive between calls, for tests above all.
 
     `with LocalPool(4) as pool: results = pool.run(3, function, argument)`.
@@ -177,8 +177,8 @@ def launch_local(
     _start_forkserver(target.__module__)
     backend, why = _local_backend(world_size)
     say(f"{world_size} local processes, backend {backend}: {why}")
-    with Crew(world_size, grace_s=grace_s) as crew, passed_on(crew.ask_to_stop) if stoppable else nullcontext():
-        return crew.call(world_size, target, args, None, backend)[0]
+    with ProcessPool(world_size, grace_s=grace_s) as pool, passed_on(pool.ask_to_stop) if stoppable else nullcontext():
+        return pool.call(world_size, target, args, None, backend)[0]
 
 
 def _place() -> _Place | None:

@@ -30,7 +30,7 @@ SIGNALS = tuple(
 # A launcher passes on a signal that the ranks got as well, when it was sent to all processes of a job.
 _SAME_S = 2.0
 _LOOKS_A_STEP = 512  # ranks that may ask the store in one step: a guess
-_ASKED, _AGREED = "stop/asked", "stop/agreed"
+_REQUESTED, _AGREED = "stop/asked", "stop/agreed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Stop:
     text: str
 
 
-class Asked:
+class StopSignal:
     """Keeps the first signal that asks this process to stop; a later one ends it at once. A context manager.
 
     Signals within two seconds count as one. Outside the main thread nothing is caught.
@@ -52,7 +52,7 @@ class Asked:
         self.name: str | None = None  # of the signal
         self._signals, self._before, self._since_s = signals, dict[int, Any](), 0.0
 
-    def __enter__(self) -> "Asked":
+    def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._take) for number in self._signals}
         return self
@@ -99,14 +99,14 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
 
 def ask(store: Any, name: str) -> None:
     """Ask the ranks of the world whose `store` this is to stop, from outside: they see it after a step."""
-    store.set(_ASKED, name)
+    store.set(_REQUESTED, name)
 
 
 class Vote:
     """Settles after which step all ranks of a world stop. Every rank has one, and asks `after` of it at every step."""
 
-    def __init__(self, world: World, asked: Asked) -> None:
-        self._rank, self._alone, self._asked = world.rank, world.world_size == 1, asked
+    def __init__(self, world: World, signal_: StopSignal) -> None:
+        self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
         self._store = PrefixStore("run", world.store)
         self._outside = world.store if world.rank == 0 and not world.supervised else None
         self._every = 1 + world.world_size // _LOOKS_A_STEP
@@ -121,10 +121,10 @@ class Vote:
         """Return the stop that is due now that `num_done` steps are done; the same on every rank."""
         if num_done % self._every:
             return None
-        if self._wish is None and self._asked.name is not None:
-            self._wish = ("signal", self._asked.name)
-        if self._wish is None and self._outside is not None and self._outside.check([_ASKED]):
-            self._wish = ("signal", bytes(self._outside.get(_ASKED)).decode())
+        if self._wish is None and self._signal.name is not None:
+            self._wish = ("signal", self._signal.name)
+        if self._wish is None and self._outside is not None and self._outside.check([_REQUESTED]):
+            self._wish = ("signal", bytes(self._outside.get(_REQUESTED)).decode())
         if self._wish is not None and not self._settled:
             why, text = self._wish
             step = num_done if self._alone else num_done + self._every

@@ -23,8 +23,8 @@ from typing import Any, Literal, Self
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from terrace.base.errors import ConfigError, HangError
-from terrace.launch.heartbeats import Board
-from terrace.launch.postmortem import Beat, State, compress, diagnose
+from terrace.launch.heartbeats import HeartbeatStore
+from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -73,7 +73,7 @@ class Watchdog:
             )
         self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
         self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
-        self._board = Board(store, rank, world_size, timeout_s)
+        self._heartbeats = HeartbeatStore(store, rank, world_size, timeout_s)
         self._place: _Place = (0, 0, "start", None)
         self._seen: _Place = self._place
         self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
@@ -185,16 +185,16 @@ class Watchdog:
         self._number += 1
         leaving = self._state
         with suppress(RuntimeError):  # a store that is gone is reported once it matters, in `_agree`
-            self._board.publish(self._describe(place, leaving))
+            self._heartbeats.publish(self._describe(place, leaving))
         if leaving is not None:
             self._published.set()
 
-    def _describe(self, place: _Place, leaving: State | None) -> Beat:
+    def _describe(self, place: _Place, leaving: State | None) -> Heartbeat:
         step, counter, instruction, group = place
         if group and group != self._group[0]:
             self._group = (group, compress(group))
         running: State = "idle" if group is None else "waiting" if group else "computing"
-        return Beat(
+        return Heartbeat(
             number=self._number,
             rank=self._rank,
             step=step,
@@ -220,7 +220,7 @@ class Watchdog:
             return "stalled"
         # A rank that no failing rank talks to hears of the end here. A lost store is found in `_agree`.
         with suppress(RuntimeError):
-            if self._still_s >= self._window_s and self._board.verdict() is not None:
+            if self._still_s >= self._window_s and self._heartbeats.verdict() is not None:
                 return "settled"
         return None
 
@@ -243,33 +243,33 @@ class Watchdog:
         place = self._place
         patient = cause == "stopped" and self._stops and self._state is None
         for attempt in range(_ATTEMPTS):
-            verdict = self._board.verdict()
+            verdict = self._heartbeats.verdict()
             if verdict is not None:
                 return verdict
-            if self._board.elect(attempt):
+            if self._heartbeats.elect(attempt):
                 verdict = self._look(cause)
                 moved_on = cause == "stalled" and self._place is not place and self._state is None
                 if moved_on or (patient and verdict.startswith("stop ")):
-                    self._board.withdraw(attempt)
+                    self._heartbeats.withdraw(attempt)
                     return None
-                return self._board.settle(verdict)
+                return self._heartbeats.settle(verdict)
             # Whoever was elected may have died since: wait for two looks, then elect again.
             deadline_s = time.monotonic() + 2 * self._window_s
-            while time.monotonic() < deadline_s and self._board.verdict() is None:
+            while time.monotonic() < deadline_s and self._heartbeats.verdict() is None:
                 self._sleep(self._interval_s)
                 self._beat()
                 if cause == "stalled" and self._place is not place and self._state is None:
                     return None
             if patient:
-                return self._board.verdict()
-        return self._board.verdict() or f"hang {self._own_words()}"
+                return self._heartbeats.verdict()
+        return self._heartbeats.verdict() or f"hang {self._own_words()}"
 
     def _look(self, cause: _Cause) -> str:
-        before, start_s = self._board.read_all(), time.monotonic()
+        before, start_s = self._heartbeats.read_all(), time.monotonic()
         while time.monotonic() < start_s + self._window_s:
             self._sleep(self._interval_s)
             self._beat()
-        verdict = diagnose(before, self._board.read_all(), time.monotonic() - start_s)
+        verdict = diagnose(before, self._heartbeats.read_all(), time.monotonic() - start_s)
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
             where = self._describe(self._place, None).where()
             return f"stop rank {self._rank} was told to stop (SIGTERM) at {where}; no rank was missing"

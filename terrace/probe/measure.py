@@ -27,7 +27,7 @@ from terrace.probe.grid import overlap_layer
 from terrace.probe.links import TierLinks, measure_tier
 from terrace.probe.samples import Samples, TierSamples
 from terrace.probe.timing import Stopwatch
-from terrace.runtime.heap import return_large_buffers
+from terrace.runtime.malloc import return_large_buffers
 
 _TIMEOUT_S = 120.0  # without progress of a rank: the probe has stopped
 # Shares of the budget; they sum to one.

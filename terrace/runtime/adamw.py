@@ -54,7 +54,7 @@ class ShardedAdamW:
         return [StatePart(group=ADAMW, elements=slice(0, self.master.numel()), values=values)]
 
     @torch.no_grad()
-    def update(self, lr: float, directions: Tensor | None = None) -> None:
+    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
         """One step of AdamW with learning rate `lr`, or under Muon with its share of it."""
         for (part, decay), step in zip(self._parts, self._steps, strict=True):
             adamw(

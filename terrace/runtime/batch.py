@@ -1,8 +1,8 @@
-"""A micro-batch as it is handed to the engine, and a rank's part of one whose tokens are spread over ranks."""
+"""A micro-batch as the engine takes it, and a rank's part of one whose tokens are spread over ranks."""
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import cast
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -13,52 +13,48 @@ from terrace.model.attention import document_begins
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.sequence.view import Spread
 
-# Inputs, labels and, where a row holds several documents, of each token the position in its own: int64 (B, S). With a
-# spread they are this rank's part, (1, T).
-Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Spread]
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `spread`, this rank's part (1, T).
 
-def positions_of(batch: Batch) -> Tensor | None:
-    """Return the positions of a micro-batch, None where a row is one document."""
-    return batch[2] if len(batch) > 2 else None
+    `positions`, int64 of the labels' shape, are those of each token in its own document, where a row holds several.
+    """
 
+    inputs: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    spread: Spread | None = field(default=None, kw_only=True)
 
-def spread_of(batch: Batch) -> Spread | None:
-    """Return what a micro-batch's tokens are a part of, None where they are whole rows."""
-    return batch[3] if len(batch) == 4 else None
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device; from pinned memory the host does not wait."""
+        given = (x for x in (self.inputs, self.labels, self.positions) if x is not None)
+        return Batch(*(x.to(device, non_blocking=True) for x in given), spread=self.spread)
 
+    def document_begins(self) -> tuple[int, ...]:
+        """Indices of the tokens that documents begin with, row after row; every row begins one."""
+        num, sequence = self.labels.shape
+        if self.positions is None:
+            return tuple(range(0, num * sequence, sequence))
+        return tuple(torch.nonzero(document_begins(self.positions).flatten()).flatten().tolist())
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """Return a micro-batch on a device; from pinned memory the host does not wait."""
-    parts = (x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in batch)
-    return cast(Batch, tuple(parts))
+    def local(self, spread: Spread) -> "Batch":
+        """A rank's part of a whole micro-batch, (1, T), padded at the end with tokens that do not count."""
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.labels.shape[1], device=self.labels.device).expand(self.labels.shape)
 
+        def part(x: Tensor, padding: int) -> Tensor:
+            flat = x.reshape(-1)
+            held = torch.cat([flat[:0], *(flat[start:stop] for start, stop in spread.tokens)])
+            return F.pad(held, (0, spread.num_held - held.numel()), value=padding)[None]
 
-def documents_of(batch: Batch) -> tuple[int, ...]:
-    """Return with which tokens of a whole micro-batch, row after row, documents begin; every row begins one."""
-    positions, (num, sequence) = positions_of(batch), batch[1].shape
-    if positions is None:
-        return tuple(range(0, num * sequence, sequence))
-    return tuple(torch.nonzero(document_begins(positions).flatten()).flatten().tolist())
-
-
-def localise(batch: Batch, spread: Spread) -> Batch:
-    """Return what a rank has of a whole micro-batch, (1, T) each, the end filled up with tokens that do not count."""
-    inputs, labels, positions = batch[0], batch[1], positions_of(batch)
-    if positions is None:
-        positions = torch.arange(labels.shape[1], device=labels.device).expand(labels.shape)
-
-    def local(x: Tensor, filling: int) -> Tensor:
-        flat = x.reshape(-1)
-        held = torch.cat([flat[:0], *(flat[start:stop] for start, stop in spread.tokens)])
-        return F.pad(held, (0, spread.num_held - held.numel()), value=filling)[None]
-
-    return local(inputs, 0), local(labels, IGNORE_INDEX), local(positions, 0), spread
+        return Batch(part(self.inputs, 0), part(self.labels, IGNORE_INDEX), part(positions, 0), spread=spread)
 
 
 def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:
     """Raise `ModelError` when positions are not of the labels' shape, or a block of `modules` takes none."""
-    given = [(batch[1], batch[2]) for batch in batches if len(batch) > 2]
+    given = [(batch.labels, batch.positions) for batch in batches if batch.positions is not None]
     if not given:
         return
     for labels, positions in given:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from terrace.model import decoder
+from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
 from terrace.runtime.linear import record_product, record_sum
-from terrace.simulate.chunks import CACHED_NUMEL, chunk_rows
 
 LossBackward = Callable[[Tensor, Tensor], Tensor]  # (input of the block, labels) -> sum of the losses
 

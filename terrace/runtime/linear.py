@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Sink(Protocol):
-    """Where gradients are kept; `Flat` is one."""
+    """Where gradients are kept; `GradientViews` is one."""
 
     def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
         """Return the gradient of `parameter`, and whether it is the caller who gives it its first values."""

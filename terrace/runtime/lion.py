@@ -45,7 +45,7 @@ class ShardedLion:
         return [StatePart(group=LION, elements=slice(0, self.master.numel()), values=values)]
 
     @torch.no_grad()
-    def update(self, lr: float, directions: Tensor | None = None) -> None:
+    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
         """One step of Lion with learning rate `lr`."""
         config, step = self._config, _CHUNK_NUMEL.get(self.master.device.type, _LARGE_CHUNK_NUMEL)
         if config.weight_decay:

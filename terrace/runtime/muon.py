@@ -89,10 +89,10 @@ class ShardedMuon:
         gradient.add_(self.momentum, alpha=momentum)
 
     @torch.no_grad()
-    def update(self, lr: float, directions: Tensor | None = None) -> None:
-        """One step with learning rate `lr`; `directions` is the gathered flat buffer, None where the slice is whole."""
+    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
+        """One step; `muon_momentum` is the gathered flat buffer, None where the slice is the whole buffer."""
         config = self._config
-        source, first = (self._gradient, self._start) if directions is None else (directions, 0)
+        source, first = (self._gradient, self._start) if muon_momentum is None else (muon_momentum, 0)
         self.master[: self._num_matrix].mul_(1 - lr * config.weight_decay)
         for spec, start, stop in self._extents:
             matrix = source[start - first : stop - first].to(self._compute).view(spec.shape)

@@ -33,8 +33,8 @@ class Optimizer(Protocol):
     def parts(self) -> list[StatePart]:
         """What a checkpoint stores."""
 
-    def update(self, lr: float, directions: Tensor | None = None) -> None:
-        """One step with learning rate `lr`; `directions` is what ORTHOGONALISE gathered, for those that need it."""
+    def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
+        """One step with learning rate `lr`; `muon_momentum` is what ORTHOGONALISE gathered, for those that need it."""
 
 
 def make_optimizer(

@@ -4,7 +4,7 @@
         engine.step(batches, lr)
     recordings = tracer.recordings()
 
-Nothing of this runs in any other step. While a step is traced, attributes of the executor's and the clock's instances
+Nothing of this runs in any other step. While a step is traced, attributes of the runner's and the clock's instances
 hide the methods of their classes, so that each mark of the clock, each piece of work on a lane and each message to
 another stage leaves its time; afterwards the methods are bare again. On a CPU times are the host's; on CUDA they are
 events on the streams, read when all is done, so that tracing never makes the host wait. A message between stages is
@@ -57,9 +57,9 @@ class Tracer:
         finally:
             for owner, name in hidden:
                 del vars(owner)[name]
-            self._engine._executor._progress = self._progress
-            self._engine._between.around = None
-        step.report = self._engine.report(self._engine._clock.totals())
+            self._engine.runner._progress = self._progress
+            self._engine.comm.stages.around = None
+        step.report = self._engine.report(self._engine.clock.totals())
         self._steps.append(step)
 
     def recordings(self) -> list[Recording]:
@@ -74,8 +74,8 @@ class Tracer:
 
     def _hide(self, step: _Step) -> list[tuple[object, str]]:
         """Put what leaves stamps before the methods; returns the attributes that hide them."""
-        executor, clock, program = self._engine._executor, self._engine._clock, self._program
-        start, mark, submit, self._progress = clock.start, clock.mark, executor._submit, executor._progress
+        runner, clock, program = self._engine.runner, self._engine.clock, self._program
+        start, mark, submit, self._progress = clock.start, clock.mark, runner._submit, runner._progress
         progress, awaited = self._progress, [-1]
 
         def started() -> None:
@@ -84,7 +84,7 @@ class Tracer:
 
         def marked(category: str) -> None:
             mark(category)
-            step.marks.append((self._stamp(), category, executor._counter, awaited[0]))
+            step.marks.append((self._stamp(), category, runner._counter, awaited[0]))
             awaited[0] = -1
 
         def told(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
@@ -92,13 +92,13 @@ class Tracer:
             progress(counter, instruction, waiting_on)
 
         def submitted(work: Work, after: Any = None) -> Any:
-            position = executor._counter
+            position = runner._counter
             instruction = program.instructions[position]
             name = program.message(instruction).value
             return submit(self._timed(step, work, program.lane(instruction), position, name), after)
 
         def around(work: Work) -> Work:
-            position = executor._counter
+            position = runner._counter
             instruction = program.instructions[position]
             tier = program.mesh.edge_tier(program.stage.index, instruction.peer)
             return self._timed(step, work, tier, position, program.message(instruction).value)
@@ -106,12 +106,12 @@ class Tracer:
         hidden: list[tuple[object, str, Callable[..., Any]]] = [
             (clock, "start", started),
             (clock, "mark", marked),
-            (executor, "_submit", submitted),
+            (runner, "_submit", submitted),
         ]
         for owner, name, function in hidden:
             vars(owner)[name] = function
-        executor._progress = told
-        self._engine._between.around = around
+        runner._progress = told
+        self._engine.comm.stages.around = around
         return [(owner, name) for owner, name, _ in hidden]
 
     def _timed(self, step: _Step, work: Work, lane: int, position: int, category: str) -> Work:

@@ -28,11 +28,11 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from terrace.base.errors import PlanError, did_you_mean
+from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.simulate.block_tape import Backend, BlockTape
-from terrace.simulate.chunks import chunk_bytes, chunk_rows
 from terrace.simulate.masks import copied_bytes
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work

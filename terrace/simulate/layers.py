@@ -22,8 +22,8 @@ from functools import lru_cache
 
 from terrace.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
+from terrace.model.loss_chunks import chunk_rows
 from terrace.plan.wire import FORMATS
-from terrace.simulate.chunks import chunk_rows
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys
 from terrace.simulate.work import Work

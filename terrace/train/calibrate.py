@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from terrace.cluster import Cluster, Kernels, Tier
-from terrace.comm import Between, Ledger, Pacer, TierGroup, codecs
+from terrace.comm import Ledger, Pacer, StageP2P, TierGroup, codecs
 from terrace.comm.collectives import DTYPES
 from terrace.comm.exchange import all_gather
 from terrace.model.config import forward_flops
@@ -60,7 +60,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     own = [flops / layer_s, _memory_bytes_per_s(engine)]
     own.append(_codec_bytes_per_s(engine) or own[1])
     crossed = [index for index, degree in enumerate(engine.program.everyone.degrees) if degree > 1]
-    groups = [engine.groups[max(crossed), index] for index in crossed]  # those of the control message
+    groups = [engine.comm.groups[max(crossed), index] for index in crossed]  # those of the control message
     for group in groups:
         progress(group.tier)
         own += _latency_and_bandwidth(engine, group)
@@ -71,7 +71,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         progress(f"{cluster.tiers[tier].name} between stages")
         own += _between_stages(engine, tier)
     progress("the figures of all ranks")
-    everyone = torch.tensor(engine.exchange(own), dtype=torch.float64)  # (world size, constants)
+    everyone = torch.tensor(engine.comm.exchange(own), dtype=torch.float64)  # (world size, constants)
     mean = everyone.nanmean(0).tolist()  # a stage may have no neighbour over a tier
     device = replace(
         cluster.device,
@@ -93,7 +93,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         for tier, latency_s, bandwidth in zip(edges, links[::2], links[1::2], strict=True)
     }
     tiers = [
-        _measured(tier, *constants[tier.name], engine.pacer) if tier.name in constants else tier
+        _measured(tier, *constants[tier.name], engine.comm.pacer) if tier.name in constants else tier
         for tier in cluster.tiers
     ]
     return replace(cluster, device=device, tiers=tuple(tiers))
@@ -197,7 +197,7 @@ def _between_stages(engine: Engine, tier: int) -> list[float]:
         other if pair in pairs and program.mesh.edge_tier(*pair) == tier else None
         for other, pair in ((stage + 1, (stage, stage + 1)), (stage - 1, (stage - 1, stage)))
     )
-    between = Between(engine.groups, program.mesh, program.layout.tiers, engine.rank, Ledger())
+    between = engine.comm.stage_p2p(Ledger())
     small_s, large_s = (
         _mean_seconds(engine, _exchange(engine, between, onward, back, size), _REPEATS) / 2
         for size in (_SMALL_BYTES, _LARGE_BYTES)
@@ -206,7 +206,7 @@ def _between_stages(engine: Engine, tier: int) -> list[float]:
     return [math.nan, math.nan] if onward is back is None else _fitted(small_s, large_s)
 
 
-def _exchange(engine: Engine, between: Between, onward: int | None, back: int | None, num_bytes: int) -> Work:
+def _exchange(engine: Engine, between: StageP2P, onward: int | None, back: int | None, num_bytes: int) -> Work:
     """Return a call in which every stage sends a message to the next one, then one to the stage before."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=engine.device) for _ in range(2))
 

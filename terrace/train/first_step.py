@@ -44,16 +44,16 @@ class FirstStep:
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
         """Look at the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
-        modules = dict(zip(engine.program.stage.held, engine.states, strict=True))
-        handles = [self._watch(index, modules[index].module) for index in engine.program.stage.own]
-        before = {index: _buffers(modules[index].module) for index in engine.program.stage.own}
+        modules = engine.state.modules
+        handles = [self._watch(index, modules[index]) for index in engine.program.stage.own]
+        before = {index: _buffers(modules[index]) for index in engine.program.stage.own}
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
         for index, buffers in before.items():
-            for name, mark in _buffers(modules[index].module).items():
+            for name, mark in _buffers(modules[index]).items():
                 if buffers.get(name) != mark:
                     raise ModelError(
                         f"block {self.names[index]} changes its buffer {name!r} in a forward: ranks would drift apart, "
@@ -150,20 +150,20 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     side = torch.ones(_PRODUCT, _PRODUCT, dtype=DTYPES[program.plan.compute], device=engine.device)
     cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
     measured: dict[int, list[float]] = defaultdict(list)
-    for own in engine.exchange(dict(seconds)):
+    for own in engine.comm.exchange(dict(seconds)):
         for block, block_s in own.items():
             measured[block].append(block_s)
     # The FLOPs that would take as long: what a block computes need not be products.
     peak = cluster.device.peak_flops_per_s[program.plan.compute]
-    flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.whole))]
+    flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.state.specs))]
     plan = program.plan
     if program.stage.num_stages > 1:  # as the engine shared the blocks, before anything was measured
-        built = build_stages(program.cluster, plan, engine.whole, program.num_micros, program.sequence)
+        built = build_stages(program.cluster, plan, engine.state.specs, program.num_micros, program.sequence)
         plan = replace(plan, stages=blocks_by_stage([each.stage for each in built]))
     step = Step(
         cluster=cluster,
         plan=plan,
-        blocks=tuple(engine.whole),
+        blocks=tuple(engine.state.specs),
         num_micros=program.num_micros,
         sequence=program.sequence,
         work=tuple(flops),

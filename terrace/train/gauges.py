@@ -27,7 +27,7 @@ class Gauges:
             "mfu": self._used.mfu(step_s),
             "hfu": self._used.hfu(step_s),
             "sent_bytes": self._sent(),
-            "memory_bytes": self._engine.memory_bytes(),
+            "memory_bytes": self._engine.comm.meter.peak(),
             "peak_memory_bytes": self._peak(),
             "time": time.time(),
         }
@@ -35,7 +35,7 @@ class Gauges:
     def _sent(self) -> dict[str, int]:
         """Return what this rank has sent by tier since it was last asked, innermost tier first."""
         total: dict[str, int] = defaultdict(int)
-        for (_, tier), size in self._engine.sent_bytes().items():
+        for (_, tier), size in self._engine.comm.ledger.total().items():
             total[tier] += size
         new = {tier: total[tier] - self._before.get(tier, 0) for tier in self._engine.program.layout.tiers}
         self._before = dict(total)

@@ -29,7 +29,7 @@ from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
 from terrace.data.tokenizer import load_tokenizer
 from terrace.launch.start import pace
-from terrace.launch.stop import SIGNALS, Asked, Stop, Vote
+from terrace.launch.stop import SIGNALS, Stop, StopSignal, Vote
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
 from terrace.model.config import num_params, to_table
@@ -40,7 +40,6 @@ from terrace.model.pair_kernels import describe
 from terrace.model.pretrained import Pretrained
 from terrace.plan.context import is_spread
 from terrace.program import StepReport
-from terrace.runtime.batch import moved
 from terrace.runtime.engine import Engine, StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
@@ -51,7 +50,7 @@ from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
-from terrace.train.micro_batches import Fed, MicroBatches
+from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
@@ -87,17 +86,17 @@ def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
     holding = folder_lock(job.folder) if world.rank == 0 else nullcontext()
     # The process that started local ranks is asked in their place, and asks them through the store.
     with (
-        Asked(SIGNALS if world.supervised else SIGNALS[:1]) as asked,
+        StopSignal(SIGNALS if world.supervised else SIGNALS[:1]) as stop_signal,
         watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
         dog.guard(),
         holding,
         following as followed,
     ):
-        return _Run(world, job, followed, dog, asked).outcome()
+        return _Run(world, job, followed, dog, stop_signal).outcome()
 
 
 class _Run:
-    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog, asked: Asked) -> None:
+    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog, stop_signal: StopSignal) -> None:
         run, rate = job.run, pace()
         if rate is not None and device_of().type == "cuda":
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")
@@ -126,7 +125,7 @@ class _Run:
             compiled=run.train.compile,
         )
         self._pretrained = None  # the engine has the values; files are closed
-        self.vote, self.saves = Vote(world, asked), list[Saved]()
+        self.vote, self.saves = Vote(world, stop_signal), list[Saved]()
         train = run.train
         self.batches = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout)
         self.cost: WorkCost | None = None  # of attention, where ranks attend together
@@ -146,7 +145,7 @@ class _Run:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
         cluster = self.run.cluster
-        if not cluster.is_measured or self.engine.pacer is not None:  # what was probed knows nothing of the pace
+        if not cluster.is_measured or self.engine.comm.pacer is not None:  # what was probed knows nothing of the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self._micro_batches(cluster)
@@ -195,7 +194,7 @@ class _Run:
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
             # Of one rank: where ranks measured other figures, each would assign documents in its own way.
-            self.cost = self.engine.exchange(self.cost or work_cost(run, cluster))[0]
+            self.cost = self.engine.comm.exchange(self.cost or work_cost(run, cluster))[0]
             spreading = Spreading(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
         return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", spreading)
 
@@ -210,7 +209,7 @@ class _Run:
             limit_s=_PATIENCE * self.run.train.timeout_s,
         )
 
-    def _steps(self, first_step: int, feeder: Feeder[Fed]) -> tuple[Summary, Stop | None]:
+    def _steps(self, first_step: int, feeder: Feeder[StepBatches]) -> tuple[Summary, Stop | None]:
         train, summary = self.run.train, Summary(self.run.train.steps - first_step)
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
@@ -226,7 +225,7 @@ class _Run:
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
-            micros, balance = self._fed(feeder)
+            micros, balance = self._next_batches(feeder)
             data_s = time.perf_counter() - started
             if self.compiling:
                 self.dog.idle("compiling the blocks, in its first step")
@@ -286,14 +285,14 @@ class _Run:
         if len(predicted) == 1:
             return ()
         self.dog.idle("comparing the stages")
-        of_ranks, mesh = self.engine.exchange(measured), self.engine.program.mesh
+        of_ranks, mesh = self.engine.comm.exchange(measured), self.engine.program.mesh
         return tuple((each, of_ranks[mesh.at_stage(0, stage)]) for stage, each in enumerate(predicted))
 
-    def _fed(self, feeder: Feeder[Fed]) -> Fed:
+    def _next_batches(self, feeder: Feeder[StepBatches]) -> StepBatches:
         """Return the micro-batches of the next step on this rank's device."""
         self._at(0, "READ DATA", ())
         micros, balance = feeder.next()
-        return Fed([moved(micro, self.engine.device) for micro in micros], balance)
+        return StepBatches([micro.to(self.engine.device) for micro in micros], balance)
 
     def _record(
         self, result: StepResult, rate: float, balance: float | None, data_s: float, step_s: float

@@ -29,6 +29,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
 from terrace.plan.context import is_spread
 from terrace.program import StepReport
+from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine, StepResult
 from terrace.runtime.settings import AdamWConfig
@@ -188,7 +189,8 @@ class Trainer:
             raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
         with self._guarded("gathering parameters"):
             values = {(block, name): value for block, name, value in whole_values(self.engine)}
-        trained = {(spec.name, param.name): param.trainable for spec in self.engine.whole for param in spec.params}
+        specs = self.engine.state.specs
+        trained = {(spec.name, param.name): param.trainable for spec in specs for param in spec.params}
         self.close()
         fresh = {
             key: nn.Parameter(value.to(self._dtypes[key]), requires_grad=trained[key]) for key, value in values.items()
@@ -225,7 +227,7 @@ class Trainer:
                     checkpoint.verify()
             except TerraceError as error:
                 problem = str(error)
-            for rank, told in enumerate(self.engine.exchange(problem)):
+            for rank, told in enumerate(self.engine.comm.exchange(problem)):
                 if told is not None:
                     raise CheckpointError(told if rank == 0 else f"rank {rank}: {told}")
             restore(self.engine, checkpoint)
@@ -275,7 +277,7 @@ class Trainer:
             self._num_timed = 0
         return result
 
-    def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Any]:
+    def _micro_batches(self, tensors: Mapping[str, Tensor]) -> list[Batch]:
         num_micros, layout = self.engine.program.num_micros, self.engine.program.layout
         num_ranks = 1 if self._local_batches else layout.data_degree
         sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in tensors.items()}
@@ -300,17 +302,18 @@ class Trainer:
                 f"{unit * self.plan.micro_batch} samples"
             )
         first = 0 if self._local_batches else layout.data_place(self.rank) * num_micros * size
-        return [
-            tuple(self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items())
-            for start in range(first, first + num_micros * size, size)
-        ]
+        micros = []
+        for start in range(first, first + num_micros * size, size):
+            rows = {name: self._placed(name, tensor[start : start + size]) for name, tensor in tensors.items()}
+            micros.append(Batch(rows["inputs"], rows["labels"], rows.get("positions")))
+        return micros
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         floats = name == "inputs" and tensor.is_floating_point()
         return tensor.to(self.device, DTYPES[self.plan.compute] if floats else tensor.dtype)
 
     def _check_same(self, tensors: Mapping[str, Tensor]) -> None:
-        digests = self.engine.exchange({name: digest(tensor) for name, tensor in tensors.items()})
+        digests = self.engine.comm.exchange({name: digest(tensor) for name, tensor in tensors.items()})
         for rank, theirs in enumerate(digests):
             for name, value in theirs.items():
                 if value != digests[0].get(name):

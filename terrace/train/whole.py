@@ -18,16 +18,15 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     """
     engine.drain()
     slices = slices_of(engine.program.tensor, engine.rank)
-    states = dict(zip(engine.program.stage.held, engine.states, strict=True))
-    for index, spec in enumerate(engine.whole):
+    for index, spec in enumerate(engine.state.specs):
         own: list[tuple[str, Box, Tensor]] = []
-        for shard in states[index].shards if index in states else ():
-            for part in (part for each in held(shard) if each.is_first for part in parts(each, slices)):
+        for flat in engine.state.flats.get(index, ()):
+            for part in (part for each in held(flat) if each.is_first for part in parts(each, slices)):
                 value = next(iter(part.values.values()))  # of the kinds of state the first is the value
                 own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
         found: dict[str, Tensor] = {}
         shapes = {param.name: param.shape for param in spec.params}
-        for boxes in engine.exchange(own):
+        for boxes in engine.comm.exchange(own):
             for name, box, value in boxes:
                 if name not in found:
                     found[name] = torch.empty(shapes[name], dtype=value.dtype)

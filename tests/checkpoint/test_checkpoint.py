@@ -21,6 +21,7 @@ from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan import preset
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import AdamWConfig
 from tests.support.toys import MODELS, cluster_of, make_batch
@@ -56,7 +57,7 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
     results = []
     for step in range(first, last):
         tokens, labels = make_batch(step, BATCH)
-        results.append(engine.step([(tokens[rows], labels[rows])], 1e-2).loss)
+        results.append(engine.step([Batch(tokens[rows], labels[rows])], 1e-2).loss)
     engine.check_bytes()
     return results
 
@@ -64,14 +65,12 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """Everything a rank keeps from one step to the next."""
     kept: dict[str, Tensor] = {}
-    for part in (part for state in engine.states for part in state.shards):
-        for group, flat in (("trainable", part.trainable), ("frozen", part.fixed)):
-            if flat is not None:
-                kept[f"{part.name} {group}"] = flat.shard.clone()
-        if part.optimizer is not None:
-            held = part.optimizer
-            kept |= {f"{part.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
-            kept[f"{part.name} num_steps"] = torch.tensor(held.num_steps)
+    for flat in engine.state:
+        kept[f"{flat.name} {'trainable' if flat.spec.trainable else 'frozen'}"] = flat.shard.clone()
+        if flat.optimizer is not None:
+            held = flat.optimizer
+            kept |= {f"{flat.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
+            kept[f"{flat.name} num_steps"] = torch.tensor(held.num_steps)
     return kept
 
 
@@ -280,7 +279,7 @@ def fail_to_write(world: World, folder: Path, victim: int, what: str) -> tuple[s
         said = str(error)
     finally:
         setattr(module, name, working)
-    left = engine.exchange(sorted(path.name for path in (folder / "checkpoints").iterdir()))[0]
+    left = engine.comm.exchange(sorted(path.name for path in (folder / "checkpoints").iterdir()))[0]
     save(engine, folder, 3, {}, keep=3)
     return said, left, train(engine, 1, 2)
 

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import checkpoint_bytes, encode, manifest_of
 from terrace.checkpoint.parts import slices_of
-from terrace.checkpoint.reading import Checkpoint, restore_shard
+from terrace.checkpoint.reading import Checkpoint, restore_flat
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 from terrace.plan.slices import CUT_BY
 from terrace.runtime.settings import AdamWConfig
-from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, save, shards_of
+from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, flats_of, save
 
 
 def check_stored(checkpoint: Checkpoint, blocks: Blocks, truth: Truth) -> None:
@@ -54,11 +54,11 @@ def check_restored(checkpoint: Checkpoint, blocks: Blocks, spread: Spread, truth
     programs = spread.programs(blocks)
     for rank in ranks:
         program = programs[rank]
-        for shard in shards_of(program, rank):
-            restore_shard(shard, checkpoint, slices_of(program.tensor, rank))
-            for kind, kept, values in truth.of(program, rank, shard):
-                assert torch.equal(kept, values), (rank, shard.name, kind)
-            assert shard.optimizer is None or shard.optimizer.num_steps == NUM_UPDATES
+        for flat in flats_of(program, rank):
+            restore_flat(flat, checkpoint, slices_of(program.tensor, rank))
+            for kind, kept, values in truth.of(program, rank, flat):
+                assert torch.equal(kept, values), (rank, flat.name, kind)
+            assert flat.optimizer is None or flat.optimizer.num_steps == NUM_UPDATES
 
 
 # ---- decoders

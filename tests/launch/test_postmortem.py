@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from terrace.launch.postmortem import Beat, Verdict, compress, decode, diagnose, expand
+from terrace.launch.postmortem import Heartbeat, Verdict, compress, decode, diagnose, expand
 
 
-def beats(*rows: dict[str, Any], number: int = 1) -> list[Beat]:
+def beats(*rows: dict[str, Any], number: int = 1) -> list[Heartbeat]:
     return [
-        Beat(**{"number": number, "state": "waiting", "group": "", "text": "REDUCE b0", **row, "rank": rank})
+        Heartbeat(**{"number": number, "state": "waiting", "group": "", "text": "REDUCE b0", **row, "rank": rank})
         for rank, row in enumerate(rows)
     ]
 
@@ -32,7 +32,7 @@ def test_runs_of_ranks() -> None:
 
 
 def test_a_beat_survives_the_store() -> None:
-    beat = Beat(number=3, step=7, counter=41, text="REDUCE b2 m0", state="waiting", group="0-7", rank=3)
+    beat = Heartbeat(number=3, step=7, counter=41, text="REDUCE b2 m0", state="waiting", group="0-7", rank=3)
     assert decode(3, beat.encode().encode()) == beat
     assert decode(5, None).state == "absent"
 
@@ -40,7 +40,7 @@ def test_a_beat_survives_the_store() -> None:
 def test_a_silent_rank_comes_before_one_with_an_error() -> None:
     before = beats(AHEAD, {"state": "computing", "step": 6, "counter": 1}, {"state": "failed"}, AHEAD)
     after = [before[1] if beat.rank == 1 else beat for beat in beats(*map(vars, before), number=2)]
-    after = [Beat(**{**vars(beat), "number": 1 if beat.rank == 1 else 2}) for beat in after]
+    after = [Heartbeat(**{**vars(beat), "number": 1 if beat.rank == 1 else 2}) for beat in after]
     verdict = diagnose(before, after, 2.0)
     assert verdict.rule == "silent"
     assert verdict.message == (

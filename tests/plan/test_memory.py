@@ -17,8 +17,10 @@ from terrace.comm import Meter
 from terrace.launch.start import LocalPool
 from terrace.model.spec import ParamSpec
 from terrace.plan import Layout, Plan, preset
+from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import model_state_bytes
-from terrace.runtime.flat import Flat
+from terrace.runtime.batch import Batch
+from terrace.runtime.flat_param import FlatParam
 from tests.support.memory_probe import Held, measure, measure_wide
 from tests.support.toys import cluster_of, with_wires
 
@@ -124,7 +126,7 @@ def test_peaks_of_uneven_tied_and_frozen_blocks(
     name, lane = run
     cluster = cluster_of(1)
     plan = replace(preset(name, cluster), compute="bf16", prefetch=prefetch)
-    batch = torch.ones(1, 2, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.int64)
+    batch = Batch(torch.ones(1, 2, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.int64))
     held = measure(lambda: spec_blocks(shapes), cluster, plan, num_micros, lane, batch, look_at_tensors=False)
     wanted = model_state_bytes(cluster, plan, held.specs, num_micros)
     compare(held, wanted, (*STEADY, {"eager": "gathered", "lazy": "grads_full"}[lane]))
@@ -133,9 +135,10 @@ def test_peaks_of_uneven_tied_and_frozen_blocks(
 def test_nothing_but_shards_is_held_before_the_first_step() -> None:
     """The full buffer of a sharded block has no memory until it is gathered."""
     cluster, meter = cluster_of(2, 2), Meter()
-    layout = Layout.of(cluster, preset("zero3", cluster))
-    specs = [ParamSpec(name="weight", shape=(30, 3)), ParamSpec(name="bias", shape=(7,))]
-    flat = Flat(specs, layout, (0, 1), torch.float32, torch.device("cpu"), meter)
+    plan = replace(preset("zero3", cluster), compute="fp32")
+    params = (ParamSpec(name="weight", shape=(30, 3)), ParamSpec(name="bias", shape=(7,)))
+    spec = FlatSpec(Layout.of(cluster, plan), params, trainable=True)
+    flat = FlatParam("block", spec, 2, plan, torch.device("cpu"), meter)
     assert flat.full.untyped_storage().nbytes() == 0
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in flat.parameters)
     assert flat.shard.untyped_storage().nbytes() == 25 * 4

@@ -40,7 +40,7 @@ from terrace.probe.grid import gemm_shapes, layer_shapes, message_sizes, orienta
 from terrace.probe.links import TierLinks
 from terrace.probe.measure import measure
 from terrace.probe.samples import Overlap, Samples, TierSamples
-from terrace.runtime import heap
+from terrace.runtime import malloc
 from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s, stream_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work
@@ -365,8 +365,8 @@ def test_a_cpu_shows_what_streams_and_what_new_memory_costs() -> None:
 
 def test_buffers_are_kept_up_to_the_size_the_runtime_says() -> None:
     device = replace(load_cluster("local").device, kernels=replace(TRUE, fresh=0.5))
-    assert fresh_s(device, heap._LARGE_BYTES - 1) == 0.0
-    assert fresh_s(device, heap._LARGE_BYTES) > 0.0
+    assert fresh_s(device, malloc._LARGE_BYTES - 1) == 0.0
+    assert fresh_s(device, malloc._LARGE_BYTES) > 0.0
     assert fresh_s(replace(device, kernels=TRUE), 1e9) == 0.0
 
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model import loss_chunks
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import Head, token_loss
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.head import chunked_head
-from terrace.simulate import chunks
 from tests.runtime.test_linear import Adopted
 from tests.support.allocations import allocated, seeded
 from tests.support.parity import ADAMW, Case, Outcome, check, exact, train
@@ -45,7 +46,7 @@ def labels_of(tokens: int, vocab: int, ignored: float) -> Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time of the tiny vocabularies here."""
-    monkeypatch.setitem(chunks.CHUNK_NUMEL, "cpu", 2 * VOCAB)
+    monkeypatch.setitem(loss_chunks.CHUNK_NUMEL, "cpu", 2 * VOCAB)
 
 
 def whole(head: nn.Module, x: Tensor, labels: Tensor) -> list[Tensor]:
@@ -63,7 +64,7 @@ def in_chunks(head: nn.Module, x: Tensor, labels: Tensor, num_times: int = 1) ->
     assert run is not None
     x = x.detach().requires_grad_()
     flat = next(flat for flat in adopted.flats if flat.parameters[0].requires_grad)
-    flat.collect_gradients_in(torch.full_like(flat.full, torch.nan))
+    flat.gradients.open(torch.full_like(flat.full, torch.nan))
     for _ in range(num_times):
         x.grad = None
         queue = adopted.weights.queue(hold=True)
@@ -89,7 +90,7 @@ def test_any_chunk_gives_the_same_numbers(tokens: int, vocab: int, rows: int, ig
         labels_of(tokens, vocab, ignored),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(chunks.CHUNK_NUMEL, "cpu", rows * vocab)
+        patch.setitem(loss_chunks.CHUNK_NUMEL, "cpu", rows * vocab)
         found = in_chunks(head, x, labels)
     for mine, theirs in zip(found, whole(head, x, labels), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=TOLERANCE, atol=TOLERANCE)
@@ -144,7 +145,7 @@ CASES = [
 
 def train_in_small_chunks(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(chunks.CHUNK_NUMEL, "cpu", 2 * VOCAB)
+        patch.setitem(loss_chunks.CHUNK_NUMEL, "cpu", 2 * VOCAB)
         return train(world, cluster, cases)
 
 
@@ -159,7 +160,7 @@ def peak_bytes(vocab: int, tokens: int) -> int:
     run = chunked_head(adopted.module, token_loss)
     assert run is not None
     (flat,) = adopted.flats
-    flat.collect_gradients_in(torch.empty_like(flat.full))
+    flat.gradients.open(torch.empty_like(flat.full))
     x = torch.randn(1, tokens, HIDDEN, generator=seeded(4)).requires_grad_()
     with adopted.weights.recorded_in(adopted.weights.queue(hold=False)):
         peak, _, _ = allocated(lambda: run(x, labels_of(tokens, vocab, 0.0)))
@@ -186,5 +187,5 @@ def test_a_step_takes_the_loss_in_its_backward(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Head, "forward", refuse)
     tokens, labels = make_batch(0, 1)
-    assert engine.step([(tokens, labels)], ADAMW.lr).num_tokens == SEQUENCE - 3
+    assert engine.step([Batch(tokens, labels)], ADAMW.lr).num_tokens == SEQUENCE - 3
     engine.close()

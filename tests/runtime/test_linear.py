@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terrace.comm import Meter
+from terrace.comm.collectives import DTYPES
 from terrace.plan import Layout, preset
+from terrace.plan.flats import FlatSpec
 from terrace.program import Instruction, Op
+from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, replace_parameters
 from terrace.runtime.engine import Engine
-from terrace.runtime.executor import Executor
-from terrace.runtime.flat import Flat
+from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.linear import Matrix, WeightGradients
+from terrace.runtime.step_runner import StepRunner
 from tests.support.allocations import allocated
 from tests.support.parity import ADAMW, exact
 from tests.support.toys import MODELS, cluster_of, make_batch
@@ -34,7 +37,7 @@ class Adopted:
     """A module whose parameters stand in flat buffers, as the engine has it."""
 
     module: nn.Module
-    flats: list[Flat]
+    flats: list[FlatParam]
     weights: WeightGradients
 
     @staticmethod
@@ -43,24 +46,26 @@ class Adopted:
         old = dict(module.named_parameters())
         dtype = next(iter(old.values())).dtype
         cluster = cluster_of(world)
-        layout = Layout.of(cluster, preset(preset_name, cluster))
+        (compute,) = (name for name, known in DTYPES.items() if known == dtype)
+        plan = replace(preset(preset_name, cluster), compute=compute)  # type: ignore[arg-type]
+        layout = Layout.of(cluster, plan)
         specs = describe([module], ["block"])[0].params
         adopted = Adopted(module, [], WeightGradients())
         for trainable in (True, False):
-            chosen = [spec for spec in specs if spec.trainable == trainable]
+            chosen = tuple(spec for spec in specs if spec.trainable == trainable)
             if not chosen:
                 continue
-            flat = Flat(chosen, layout, (0,), dtype, torch.device("cpu"), Meter())
+            spec = FlatSpec(layout, chosen, trainable)
+            flat = FlatParam("block", spec, 0, plan, torch.device("cpu"), Meter())
             if world > 1:
                 flat.materialise()
-            for spec, parameter in zip(flat.specs, flat.parameters, strict=True):
-                parameter.data.copy_(old[spec.name].data)
-            replacements = zip(flat.specs, flat.parameters, strict=True)
+            for name, parameter in flat.named_parameters():
+                parameter.data.copy_(old[name].data)
             adopted.flats.append(flat)
             if trainable:
-                adopted.weights.own(flat.parameters, flat)
+                adopted.weights.own(flat.parameters, flat.gradients)
             others = {id(value): value for value in module.parameters()}
-            replace_parameters([module], others | {id(old[spec.name]): new for spec, new in replacements})
+            replace_parameters([module], others | {id(old[name]): new for name, new in flat.named_parameters()})
         return adopted
 
     def gradients(self, backwards: list[Callable[[nn.Module], Tensor]], hold: bool) -> dict[str, Tensor]:
@@ -68,7 +73,7 @@ class Adopted:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         (flat,) = (flat for flat in self.flats if flat.parameters[0].requires_grad)
         buffer = torch.full_like(flat.full, torch.nan)
-        flat.collect_gradients_in(buffer)
+        flat.gradients.open(buffer)
         queues = []
         for run in backwards:
             queues.append(self.weights.queue(hold))
@@ -80,9 +85,9 @@ class Adopted:
         for queue in queues:
             assert hold or not len(queue)
             queue.run()
-        flat.drop_gradients()
+        flat.gradients.close()
         assert not buffer.isnan().any()
-        return dict(zip((names[p] for p in flat.parameters), flat._views(buffer), strict=True))
+        return dict(zip((names[p] for p in flat.parameters), flat.gradients.views(buffer), strict=True))
 
 
 def reference(original: nn.Module, backwards: list[Callable[[nn.Module], Tensor]]) -> dict[str, Tensor]:
@@ -287,7 +292,7 @@ def test_no_tensor_of_the_weight_s_size_is_made() -> None:
     layer = nn.Linear(512, 1024, bias=False)
     adopted = Adopted.of(layer)
     (flat,) = adopted.flats
-    flat.collect_gradients_in(torch.empty_like(flat.full))
+    flat.gradients.open(torch.empty_like(flat.full))
     x = normal(8, 512, dtype=torch.float32)
 
     def backward(module: nn.Module) -> None:
@@ -302,7 +307,7 @@ def test_no_tensor_of_the_weight_s_size_is_made() -> None:
 
 def test_what_is_recorded_must_not_change() -> None:
     adopted = Adopted.of(nn.Linear(3, 3))
-    adopted.flats[0].collect_gradients_in(torch.empty_like(adopted.flats[0].full))
+    adopted.flats[0].gradients.open(torch.empty_like(adopted.flats[0].full))
     queue, x = adopted.weights.queue(hold=True), normal(2, 3, dtype=torch.float32)
     with adopted.weights.recorded_in(queue):
         torch.autograd.backward(adopted.module(x).sum())
@@ -332,7 +337,7 @@ def test_a_backward_of_one_s_own_is_autograd_s() -> None:
 class _Delay:
     """Runs weight gradients as late as can be: just before a REDUCE that needs them."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: StepRunner) -> None:
         self.executor: Any = executor
         self.waiting: list[Instruction] = []
         self.longest = 0
@@ -357,12 +362,12 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     plan = replace(exact("zero3", cluster, **changes), compute=compute)  # type: ignore[arg-type]
     blocks = model.blocks(torch.float64)
     engine = Engine(blocks, cluster=cluster, plan=plan, num_micros=4, objective=model.objective, adamw=ADAMW)
-    delayed = _Delay(engine._executor) if delay else None
+    delayed = _Delay(engine.runner) if delay else None
     for step in range(3):
         tokens, labels = make_batch(step, 4)
-        engine.step([(tokens[row : row + 1], labels[row : row + 1]) for row in range(4)], ADAMW.lr)
+        engine.step([Batch(tokens[row : row + 1], labels[row : row + 1]) for row in range(4)], ADAMW.lr)
     engine.close()
-    owned = [shard.optimizer.master for state in engine.states for shard in state.shards if shard.optimizer]
+    owned = [flat.optimizer.master for flat in engine.state if flat.optimizer]
     return torch.cat(owned), (delayed.longest if delayed else 0)
 
 
@@ -385,9 +390,9 @@ def test_a_step_ends_with_all_weight_gradients() -> None:
         num_micros=1,
         objective=model.objective,
     )
-    executor: Any = engine._executor
+    executor: Any = engine.runner
     executor._handlers[Op.BACKWARD] = executor._backward_input
     tokens, labels = make_batch(0, 1)
     with pytest.raises(AssertionError, match=r"CLIP before the weight gradients of \[\(0, 0\)"):
-        engine.step([(tokens, labels)], ADAMW.lr)
+        engine.step([Batch(tokens, labels)], ADAMW.lr)
     engine.close()

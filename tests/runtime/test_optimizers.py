@@ -16,6 +16,7 @@ from terrace.plan.flats import block_flats
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
 from terrace.program import Instruction, Op, build, build_stages, verify, verify_stages
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
@@ -131,7 +132,7 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
     )
     for step in range(2):
         tokens, labels = make_batch(step, world.world_size)
-        engine.step([(tokens[world.rank :][:1], labels[world.rank :][:1])], 1e-3)
+        engine.step([Batch(tokens[world.rank :][:1], labels[world.rank :][:1])], 1e-3)
     engine.check_bytes()
     peak = engine.report({}).memory_bytes
     engine.close()

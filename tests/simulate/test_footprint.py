@@ -17,6 +17,7 @@ from terrace.model.init import initialise
 from terrace.plan import PRESETS, Plan, preset
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.validate import validate
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.simulate.advice import MAX_GROWTH, Job, advice, fullest_stage
 from terrace.simulate.footprint import Phase, footprint, work_of
@@ -63,7 +64,7 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
     blocks, specs = build_blocks(model, device="cpu", dtype=dtype), block_specs(model)
     initialise(blocks, model, seed=0, dtype=dtype)
     tokens = [torch.randint(0, VOCAB, (BATCH, sequence), generator=seeded(micro)) for micro in range(num_micros)]
-    batches = [(part, part.roll(-1)) for part in tokens]
+    batches = [Batch(part, part.roll(-1)) for part in tokens]
     with use_lane("eager"):
         engine = Engine(
             blocks,
@@ -78,7 +79,7 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
     engine.close()
     state = model_state_bytes(cluster, plan, specs, num_micros)
     before = sum(state[category] for category in ("params", "grads", "optimizer"))
-    return before + sum(part.nbytes for batch in batches for part in batch) + peak
+    return before + sum(batch.inputs.nbytes + batch.labels.nbytes for batch in batches) + peak
 
 
 @pytest.mark.parametrize("case", PLANS)

@@ -13,7 +13,7 @@ from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan import Plan
-from terrace.runtime.batch import localise, positions_of
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.lanes import use_lane
@@ -51,11 +51,11 @@ def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig
         sequence=sequence,
     )
     tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
-    engine.step([(tokens, tokens)], 1e-3)  # tables, masks and buffers are there from now on
-    axis: Any = engine._context
+    engine.step([Batch(tokens, tokens)], 1e-3)  # tables, masks and buffers are there from now on
+    axis: Any = engine.axes[-1]
     layer: Any = blocks[1]
-    axis.run(0)
-    positions = positions_of(localise((tokens, tokens), axis._course.spread))
+    axis.begin(0, Batch(tokens, tokens), False)
+    positions = Batch(tokens, tokens).local(axis._course.spread).positions
     assert positions is not None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.compute]
     inputs = torch.randn(1, positions.shape[1], model.hidden_size, dtype=dtype, generator=seeded(0)).requires_grad_()

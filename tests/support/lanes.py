@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from terrace.comm import Lane, ThreadLane, Ticket
-from terrace.runtime import engine as engine_module
+from terrace.runtime import comm as comm_module
 
 Work = Callable[[], None]
 
@@ -73,7 +73,7 @@ LANES: dict[str, Callable[[], Lane]] = {"eager": EagerLane, "lazy": LazyLane, "t
 @contextmanager
 def use_lane(name: str) -> Iterator[None]:
     """Give the engines made inside the lane of this name."""
-    patched: Any = engine_module
+    patched: Any = comm_module
     original = patched.make_lane
     patched.make_lane = lambda device: LANES[name]()
     try:

@@ -21,7 +21,8 @@ from terrace.comm.codecs import cpu
 from terrace.launch.start import World
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
-from terrace.runtime import engine as engine_module
+from terrace.runtime import comm as comm_module
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.lanes import use_lane
 
@@ -79,7 +80,7 @@ def measure(
     plan: Plan,
     num_micros: int,
     lane: str,
-    batch: tuple[Tensor, Tensor],
+    batch: Batch,
     rank: int = 0,
     look_at_tensors: bool = True,
 ) -> Held:
@@ -88,7 +89,7 @@ def measure(
     Rank 0 alone looks at tensors, and not while a thread makes and drops them; others report 0 live bytes.
     """
     peak = [0]
-    patched: Any = engine_module
+    patched: Any = comm_module
     scans = look_at_tensors and rank == 0 and lane != "thread"
 
     def look() -> None:
@@ -155,6 +156,6 @@ def measure_wide(world: World, cluster: Cluster, runs: Sequence[tuple[Plan, int,
     results = []
     for plan, num_micros, lane in runs:
         dtype = torch.bfloat16 if plan.compute == "bf16" else torch.float32
-        batch = torch.ones(1, 2, WIDTH, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)
+        batch = Batch(torch.ones(1, 2, WIDTH, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64))
         results.append(measure(wide_blocks, cluster, plan, num_micros, lane, batch, world.rank))
     return results

@@ -14,7 +14,7 @@ A case may name a sabotage, which must make the comparison fail.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import count_tokens, run_blocks
-from terrace.plan import Layout, MessageClass, Plan, preset
+from terrace.plan import Layout, Plan, preset
 from terrace.plan.slices import rank_slices
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
@@ -78,7 +78,8 @@ class Outcome:
 
 def cut_rows(batch: Batch, first: int, last: int) -> Batch:
     """Rows `first` to `last` of a batch."""
-    return cast(Batch, tuple(part[first:last] for part in batch if isinstance(part, Tensor)))
+    positions = None if batch.positions is None else batch.positions[first:last]
+    return Batch(batch.inputs[first:last], batch.labels[first:last], positions)
 
 
 def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Module] = (), **more: Any) -> Engine:
@@ -146,24 +147,19 @@ def num_rows(cluster: Cluster, case: Case) -> int:
 
 def gathered(engine: Engine, blocks: Sequence[nn.Module]) -> Tensor:
     """All parameters of an engine over these blocks as one fp64 row."""
-    if engine.program.layout.params >= 0:
-        for state in engine.states:
-            state.gather(engine.collectives, MessageClass.GATHER, False)
+    engine.state.gather(engine.comm.collectives)
     whole = engine.program.tensor.degree == engine.program.stage.num_stages == 1
     return flatten(blocks) if whole else assemble(engine)
 
 
 def assemble(engine: Engine) -> Tensor:
     """All parameters as one row, from the slices of all ranks; replicas must be the same on each."""
-    program = engine.program
-    wholes = [
-        {param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in engine.whole
-    ]
+    program, specs = engine.program, engine.state.specs
+    wholes = [{param.name: torch.full(param.shape, torch.nan).double() for param in spec.params} for spec in specs]
     held = {
-        block: [(name, p.detach()) for name, p in state.named_parameters()]
-        for block, state in zip(program.stage.held, engine.states, strict=True)
+        block: [(name, p.detach()) for name, p in engine.state.named_parameters(block)] for block in program.stage.held
     }
-    for rank, states in enumerate(engine.exchange(held)):
+    for rank, states in enumerate(engine.comm.exchange(held)):
         places = program.tensor.places(rank)
         for block, values in states.items():
             spec, whole = program.blocks[block], wholes[block]
@@ -212,11 +208,11 @@ def serial(model_name: str, batch: int, num_steps: int = NUM_STEPS, rows: Rows =
 
     losses, norms = [], []
     for step in range(num_steps):
-        tokens, labels, *_ = rows.batch(step, batch)
+        whole = rows.batch(step, batch)
         optimizer.zero_grad()
         total = 0.0
-        for x, y in rows.apart(tokens, labels):
-            loss = model.objective(run_blocks(blocks, x), y) / count_tokens(labels)
+        for x, y in rows.apart(whole.inputs, whole.labels):
+            loss = model.objective(run_blocks(blocks, x), y) / count_tokens(whole.labels)
             torch.autograd.backward(loss)
             total += float(loss.detach())
         norms.append(float(nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terrace.checkpoint.layout import Files, encode, manifest_of
 from terrace.checkpoint.parts import slices_of
@@ -17,10 +17,8 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
 from terrace.plan.slices import rank_slices
 from terrace.program import Program, build_stages
-from terrace.runtime.block_state import BlockState
-from terrace.runtime.flat import Flat
+from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.settings import AdamWConfig
-from terrace.runtime.shard import Shard
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from tests.support.toys import TIER_NAMES, cluster_of
 
@@ -98,53 +96,52 @@ class Truth:
                     own[param.name][kind] = torch.arange(count, count + param.numel).float().view(param.shape)
                     count += param.numel
 
-    def buffer(self, program: Program, rank: int, block: str, flat: Flat, kind: str) -> Tensor:
+    def buffer(self, program: Program, rank: int, flat: FlatParam, kind: str) -> Tensor:
         """What a whole flat buffer of a rank holds, padding included."""
         full, tensor = torch.zeros(flat.padded), program.tensor
-        for spec, start, stop in flat.extents():
-            part = self.values[block][spec.name][kind][rank_slices(spec, tensor.places(rank), tensor.degrees)]
+        for spec, start, stop in flat.extents:
+            part = self.values[flat.name][spec.name][kind][rank_slices(spec, tensor.places(rank), tensor.degrees)]
             local = torch.zeros(spec.shape)
             local[tuple(slice(size) for size in part.shape)] = part
             full[start:stop] = local.flatten()
         return full
 
-    def of(self, program: Program, rank: int, shard: Shard) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def of(self, program: Program, rank: int, flat: FlatParam) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (kind, what a rank keeps, what it should hold there)."""
-        if shard.trainable is not None and shard.optimizer is not None:
+        if flat.optimizer is not None:
             for kind in KINDS[ADAMW]:
-                full = self.buffer(program, rank, shard.name, shard.trainable, kind)
-                yield kind, getattr(shard.optimizer, kind), full[shard.trainable.part(shard.layout.optimizer)]
-        if shard.fixed is not None:
-            full = self.buffer(program, rank, shard.name, shard.fixed, FROZEN)
-            yield FROZEN, shard.fixed.shard, full[shard.fixed.part(shard.layout.params)]
+                full = self.buffer(program, rank, flat, kind)
+                yield kind, getattr(flat.optimizer, kind), full[flat.part(flat.layout.optimizer)]
+        else:
+            yield FROZEN, flat.shard, self.buffer(program, rank, flat, FROZEN)[flat.part(flat.layout.params)]
 
 
-def shards_of(program: Program, rank: int) -> list[Shard]:
-    """The shards of a rank, made as the engine makes them, with -1 in every element."""
-    shards = []
+def flats_of(program: Program, rank: int) -> list[FlatParam]:
+    """The flat parameters of a rank, made as the engine makes them, with -1 in every element."""
+    flats = []
     for index in program.stage.held:
-        spec, flats, is_copy = program.blocks[index], program.flats[index], index in program.stage.copies
-        state = BlockState(spec, nn.Module(), flats, rank, program.plan, torch.device("cpu"), Meter(), is_copy)
-        state.initialise(lambda param: -torch.ones(param.shape), AdamWConfig())
-        for shard in state.shards:
-            if shard.optimizer is not None:
-                for part in shard.optimizer.parts:
-                    for kind, values in part.values.items():
-                        if kind != "master":
-                            values.fill_(-1)
-        shards += state.shards
-    return shards
+        is_copy = index in program.stage.copies
+        for spec in program.flats[index]:
+            name, device = program.blocks[index].name, torch.device("cpu")
+            flat = FlatParam(name, spec, rank, program.plan, device, Meter(), is_copy=is_copy)
+            flat.initialise(lambda param: -torch.ones(param.shape), AdamWConfig())
+            for part in flat.optimizer.parts if flat.optimizer is not None else ():
+                for kind, values in part.values.items():
+                    if kind != "master":
+                        values.fill_(-1)
+            flats.append(flat)
+    return flats
 
 
 def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoint:
     """Write a checkpoint of all simulated ranks."""
     files: Files = {}
     for rank, program in enumerate(spread.programs(blocks)):
-        shards = shards_of(program, rank)
-        for shard in shards:
-            for _, kept, values in truth.of(program, rank, shard):
+        flats = flats_of(program, rank)
+        for flat in flats:
+            for _, kept, values in truth.of(program, rank, flat):
                 kept.copy_(values)
-        snapshot = Snapshot(shards, slices_of(program.tensor, rank))
+        snapshot = Snapshot(flats, slices_of(program.tensor, rank))
         snapshot.take()
         if snapshot.pieces:
             files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 from terrace.model.attention import AttentionPlans
 from terrace.plan.context import Pool, local_tokens
-from terrace.runtime.batch import Batch, documents_of, localise
+from terrace.runtime.batch import Batch
+from terrace.runtime.context import ContextAxis
 from terrace.runtime.engine import Engine
 from terrace.sequence.build import spread
 from terrace.sequence.layout import Layout
@@ -33,8 +34,8 @@ def assigned(engine: Engine, batch: Batch) -> Batch:
         (tuple(range(places - inner, places)), (inner,)),
         *(((place,), (1,)) for place in range(places)),
     ]
-    total, num_held = batch[1].numel(), local_tokens(program.plan, program.mesh, program.sequence)
-    begins = documents_of(batch)
+    total, num_held = batch.labels.numel(), local_tokens(program.plan, program.mesh, program.sequence)
+    begins = batch.document_begins()
     segments = tuple(
         Segment(start, stop, *rings[index % len(rings)])
         for index, (start, stop) in enumerate(pairwise((*begins, total)))
@@ -43,11 +44,11 @@ def assigned(engine: Engine, batch: Batch) -> Batch:
     layout = Layout(
         segments=segments, documents=(), held=held, ulysses=pool.ulysses, num_held=num_held, window=window_of(engine)
     )
-    return localise(batch, spread(layout, pool.members.index(engine.rank)))
+    return batch.local(spread(layout, pool.members.index(engine.rank)))
 
 
 def window_of(engine: Engine) -> int:
     """The window of the engine's model."""
-    axis = engine._context
-    assert axis is not None
+    axis = engine.axes[-1]
+    assert isinstance(axis, ContextAxis)
     return next((plans.window for _, plans in axis._replaced if isinstance(plans, AttentionPlans)), 0)

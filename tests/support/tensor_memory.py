@@ -9,6 +9,7 @@ from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan import Plan
 from terrace.program import Instruction, Op
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.allocations import allocated
 
@@ -30,20 +31,20 @@ def kept_by_a_layer(world: World, cluster: Cluster, plan: Plan, model: ModelConf
         declared=specs,
         sequence=sequence,
     )
-    executor, kept = engine._executor, []
+    executor, kept = engine.runner, []
     plain = executor._handlers[Op.FORWARD]
 
     def watched(now: Instruction) -> None:
         if now.block != LAYER:
             plain(now)
             return
-        given = executor._passing._made[False, now.block - 1, now.micro].nbytes
+        given = executor._activations._made[False, now.block - 1, now.micro].nbytes
         _, left, _ = allocated(lambda: plain(now))
-        kept.append(left - executor._passing._made[False, now.block, now.micro].nbytes + given)
+        kept.append(left - executor._activations._made[False, now.block, now.micro].nbytes + given)
 
     executor._handlers[Op.FORWARD] = watched
     tokens = torch.zeros(plan.micro_batch, sequence, dtype=torch.int64)
     for _ in range(4):  # buffers of messages are there from the first step on
-        engine.step([(tokens, tokens)], 1e-3)
+        engine.step([Batch(tokens, tokens)], 1e-3)
     engine.close()
     return min(kept)  # what another thread frees is not seen: some steps count a tensor that is gone

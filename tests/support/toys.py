@@ -182,7 +182,7 @@ class Rows:
         """Tokens, labels and, where there are documents, positions (num_rows, sequence)."""
         tokens, labels = make_batch(step, num_rows, self.sequence)
         if not self.documents:
-            return tokens, labels
+            return Batch(tokens, labels)
         positions = torch.zeros_like(tokens)
         for row in range(num_rows):
             assert sum(self.lengths(row)) == self.sequence
@@ -191,7 +191,7 @@ class Rows:
                 positions[row, end : end + size] = torch.arange(size)
                 end += size
                 labels[row, end - 1] = -100  # the next token is of another document
-        return tokens, labels, positions
+        return Batch(tokens, labels, positions)
 
     def apart(self, tokens: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Every document alone; rows that are one document, together."""

@@ -10,11 +10,12 @@ from torch import nn
 import terrace
 from terrace.base.errors import TerraceError
 from terrace.cluster import Cluster
-from terrace.comm import Among
+from terrace.comm import GroupP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import DecoderLayer, token_loss
 from terrace.plan import MessageClass, Plan
 from terrace.plan.context import Pool
+from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
 from terrace.runtime.context import Mover
 from terrace.runtime.context.attention import attend
@@ -145,12 +146,6 @@ class OwnAttention(nn.Module):
         self.query, self.key, self.value, self.output = other.query, other.key, other.value, other.output
 
 
-def whole_batch(case: Case, step: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch = case.rows.batch(step, num_rows)
-    assert len(batch) == 3
-    return batch
-
-
 def train_with_trainer(world: World, cluster: Cluster, case: Case) -> tuple[Outcome, str, bool]:
     """A run in a loop of one's own; what is said of attention that nobody knows; whether blocks are as before."""
     model = MODELS[case.model]
@@ -162,8 +157,8 @@ def train_with_trainer(world: World, cluster: Cluster, case: Case) -> tuple[Outc
     losses, norms = [], []
     with terrace.Trainer(dict(zip(NAMES, blocks, strict=True)), **options) as trainer:
         for step in range(case.num_steps):
-            inputs, labels, positions = whole_batch(case, step, case.plan.micro_batch)
-            result = trainer.step(inputs, labels, positions)
+            batch = case.rows.batch(step, case.plan.micro_batch)
+            result = trainer.step(batch.inputs, batch.labels, batch.positions)
             losses.append(result.loss)
             norms.append(result.grad_norm)
         trainer.unload()
@@ -196,7 +191,7 @@ def too_long(world: World, cluster: Cluster, plan: Plan) -> str:
     engine = engine_of(world, cluster, Case(plan, model="wide gpt2", rows=Rows(10)), blocks)
     tokens, labels = make_batch(0, 1, 10)
     try:
-        engine.step([(tokens, labels)], 1e-3)
+        engine.step([Batch(tokens, labels)], 1e-3)
     except TerraceError as error:
         return str(error)
     finally:
@@ -236,7 +231,7 @@ def peak_of_a_ring(num_places: int) -> int:
     pool = Pool(members=segment.places, ulysses=1, place_degrees=(num_places,), sizes=(num_places,))
     cpu = torch.device("cpu")
     means = Means(EagerLane(), make_clock(cpu), WeightGradients())
-    course = Course(made, Mover(pool, 1, cast(Among, NobodyThere()), means), cpu)
+    course = Course(made, Mover(pool, 1, cast(GroupP2P, NobodyThere()), means), cpu)
     parts = [torch.zeros(1, 64, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
 
     def run() -> None:

@@ -41,9 +41,9 @@ def rows_of(model: str) -> Rows:
 
 def whole_batch(model: str, num_rows: int) -> tuple[Tensor, Tensor]:
     """Tokens and positions of the first step."""
-    tokens, _, *positions = rows_of(model).batch(0, num_rows)
-    assert isinstance(positions[0], Tensor)
-    return tokens, positions[0]
+    batch = rows_of(model).batch(0, num_rows)
+    assert batch.positions is not None
+    return batch.inputs, batch.positions
 
 
 def short_pieces(size: int = 4) -> AbstractContextManager[object]:
@@ -191,13 +191,13 @@ def test_blocks_of_any_kind_get_positions_only_when_there_are_some() -> None:
             [block], cluster=cluster, plan=exact("ddp", cluster), num_micros=1, objective=lambda y, _: y.sum()
         )
 
-    assert engine(Doubled()).step([batch], 0.0).loss == 2.0
-    assert engine(Shifted()).step([batch], 0.0).loss == 1.0
-    assert engine(Shifted()).step([(*batch, positions)], 0.0).loss == pytest.approx(4 / 3)
+    assert engine(Doubled()).step([Batch(*batch)], 0.0).loss == 2.0
+    assert engine(Shifted()).step([Batch(*batch)], 0.0).loss == 1.0
+    assert engine(Shifted()).step([Batch(*batch, positions)], 0.0).loss == pytest.approx(4 / 3)
     with pytest.raises(ModelError, match=r"Doubled\.forward takes no positions"):
-        engine(Doubled()).step([(*batch, positions)], 0.0)
+        engine(Doubled()).step([Batch(*batch, positions)], 0.0)
     with pytest.raises(ModelError, match=r"positions \(1, 2\)"):
-        engine(Shifted()).step([(*batch, positions[:, :2])], 0.0)
+        engine(Shifted()).step([Batch(*batch, positions[:, :2])], 0.0)
 
 
 def case(name: str, sizes: Sizes, model: str, num_micros: int, mapping: dict[str, Any], **more: object) -> Case:
@@ -235,7 +235,7 @@ def test_packed_documents_train_as_every_document_alone(pool: LocalPool, sizes: 
 
 
 def unmasked_rows(engine: Engine, case: Case, step: int) -> list[Batch]:
-    return [batch[:2] for batch in data_rows(engine, case, step)]
+    return [Batch(batch.inputs, batch.labels) for batch in data_rows(engine, case, step)]
 
 
 def test_the_comparison_sees_a_mask_that_is_left_away(pool: LocalPool) -> None:

@@ -24,6 +24,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, run_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.chats import CHATML, write_lines
 from tests.support.parity import ADAMW, exact, make_adamw, trainable
@@ -101,10 +102,8 @@ def fine_tune(
     for step in range(NUM_STEPS):
         micros = []
         for micro in range(num_micros):
-            inputs, labels, positions = map(
-                torch.from_numpy, batches.micro_batch(step, micro, place, degree, micro_batch)
-            )
-            micros.append((inputs, labels, positions))
+            arrays = batches.micro_batch(step, micro, place, degree, micro_batch)
+            micros.append(Batch(*map(torch.from_numpy, arrays)))
         results.append(engine.step(micros, ADAMW.lr))
     engine.close()
     return [r.loss for r in results], [r.grad_norm for r in results], [r.num_tokens for r in results]

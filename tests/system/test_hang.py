@@ -15,7 +15,7 @@ from terrace.checkpoint.saving import Saver
 from terrace.cli.options import parse_overrides
 from terrace.cli.prepare import prepare
 from terrace.launch.start import World, launch_local
-from terrace.runtime.executor import Executor
+from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
 from terrace.train.config import resolve
 from terrace.train.loop import Job
@@ -88,15 +88,15 @@ class Strike:
         if world.rank != victim:
             return
         if how == "computing":
-            forward = Executor._forward
+            forward = StepRunner._forward
 
-            def slow(self: Executor, now: object) -> None:
+            def slow(self: StepRunner, now: object) -> None:
                 metrics = folder / "run" / "metrics.jsonl"  # rank 0 opens it when it comes to its own first step
                 if metrics.exists() and metrics.read_text().count("\n") >= 4:
                     time.sleep(1000)
                 forward(self, now)  # type: ignore[arg-type]
 
-            Executor._forward = slow  # type: ignore[method-assign]
+            StepRunner._forward = slow  # type: ignore[method-assign]
         else:
             assert how == "saving", how
             start = Saver.start

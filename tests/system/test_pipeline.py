@@ -177,7 +177,7 @@ def kept_to_send(world: World, cluster: Cluster, case: Case, rate: float | None)
 
     def note(*_: object) -> None:
         nonlocal most
-        most = max(most, len(engine._executor._passing._sent))
+        most = max(most, len(engine.runner._activations._leaving))
 
     before = sum(thread.name == "terrace-lane" for thread in threading.enumerate())
     engine = engine_of(world, cluster, case, progress=note, pacer=Pacer(cluster, rate) if rate else None)
@@ -207,8 +207,8 @@ def parameter_bytes(world: World, cluster: Cluster, cases: Sequence[Case], block
         engine = engine_of(world, cluster, case)
         sent: dict[str, int] = {}
         if block in engine.program.stage.own:
-            state = engine.states[engine.program.stage.held.index(block)]
-            _measure(engine, state, classes, sent)
+            (flat,) = engine.state.flats[block]
+            _measure(engine, flat, classes, sent)
         for step in range(2):
             sent.clear()
             engine.step(data_rows(engine, case, step), 1e-3)
@@ -218,21 +218,21 @@ def parameter_bytes(world: World, cluster: Cluster, cases: Sequence[Case], block
     return found
 
 
-def _measure(engine: Any, state: Any, classes: Sequence[MessageClass], sent: dict[str, int]) -> None:
+def _measure(engine: Any, flat: Any, classes: Sequence[MessageClass], sent: dict[str, int]) -> None:
     """Note what the ledger counts while a message of a block is under way; its classes share one lane here."""
 
     def measured(work: Any) -> Any:
         def run(*words: Any) -> None:
-            before = engine._ledger.total()
+            before = engine.comm.ledger.total()
             work(*words)
-            for (message, _), total in engine._ledger.total().items():
+            for (message, _), total in engine.comm.ledger.total().items():
                 if message in classes:
                     grown = total - before.get((message, "package"), 0)
                     sent[message.value] = sent.get(message.value, 0) + grown
 
         return run
 
-    state.gather, state.reduce = measured(state.gather), measured(state.reduce)
+    flat.gather, flat.reduce = measured(flat.gather), measured(flat.reduce)
 
 
 def num_elements(model: Model, block: int) -> int:

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.launch.start import LocalPool
-from terrace.launch.stop import Asked, Stop, Vote, ask
+from terrace.launch.stop import Stop, StopSignal, Vote, ask
 from terrace.launch.watchdog import Watchdog
 from terrace.launch.world import World
 from tests.support.tiny_runs import all_gone, descendants, environment, metrics, wait_for_step, write_run
@@ -24,10 +24,10 @@ from tests.support.tiny_runs import all_gone, descendants, environment, metrics,
 pytestmark = pytest.mark.timeout(400)
 
 
-def wish(name: str | None) -> Asked:
-    asked = Asked(())
-    asked.name = name
-    return asked
+def wish(name: str | None) -> StopSignal:
+    stop_signal = StopSignal(())
+    stop_signal.name = name
+    return stop_signal
 
 
 def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int | None, every: int) -> list[Stop | None]:
@@ -45,7 +45,7 @@ def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int |
             if outside == done and rank == 0:
                 ask(store, "SIGINT")
             if wishes.get(rank, (0, ""))[0] == done:
-                vote._asked = wish(wishes[rank][1])
+                vote._signal = wish(wishes[rank][1])
             found[rank] = vote.after(done)
             if found[rank] is not None:
                 return
@@ -109,11 +109,11 @@ def test_the_second_signal_ends_a_process_and_a_repeat_does_not(monkeypatch: pyt
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
     before = signal.getsignal(signal.SIGUSR1)
-    with Asked() as asked:
+    with StopSignal() as stop_signal:
         for at_s, dies in ((0.0, False), (1.9, False), (2.1, True)):
             now_s[0] = 100.0 + at_s
             signal.raise_signal(signal.SIGUSR1)
-            assert asked.name == "SIGUSR1"
+            assert stop_signal.name == "SIGUSR1"
             assert bool(killed) == dies
     assert signal.getsignal(signal.SIGUSR1) == before
 
@@ -170,13 +170,13 @@ def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path
 def watched(world: World, stopped_s: float) -> str:
     """A rank that is told to stop and takes its time: its watchdog lets it, since no rank is missing."""
     with (
-        Asked((signal.SIGTERM,)) as asked,
+        StopSignal((signal.SIGTERM,)) as stop_signal,
         Watchdog(world.store, world.rank, 2, timeout_s=20.0, interval_s=0.2, catch_sigterm=True, stops=True) as dog,
     ):
         dog.at(1, 2, "a long kernel")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(stopped_s)
-        assert asked.name == "SIGTERM"
+        assert stop_signal.name == "SIGTERM"
     return "in order"
 
 

@@ -14,6 +14,7 @@ from terrace.comm import Collectives
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan import MessageClass, Plan, preset
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.parity import Case, check, deviation, exact, reference, run
 from tests.support.tensor_memory import kept_by_a_layer
@@ -152,7 +153,7 @@ def threads_of_messages(
             model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective,
             rank=world.rank, declared=model.declared, sequence=SEQUENCE, freeze=(freeze,),
         )  # fmt: skip
-        engine.step([make_batch(0, 1)], 1e-3)
+        engine.step([Batch(*make_batch(0, 1))], 1e-3)
         try:
             engine.check_bytes()
         except ProgramError as error:

@@ -14,6 +14,7 @@ from terrace.comm import Collectives, Ledger, Meter, Origin, TierGroups
 from terrace.launch.start import LocalPool, World
 from terrace.plan import MessageClass, Plan, preset, validate
 from terrace.plan.layout import DEVICE
+from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.parity import Case, Outcome, deviation, reference, run
 from tests.support.toys import MODELS, cluster_of, make_batch, with_wires
@@ -132,7 +133,7 @@ def errors_of(world: World, cluster: Cluster, plan: Plan, spoil: int) -> list[di
         for step in range(3):
             tokens, labels = make_batch(step, world.world_size)
             row = slice(world.rank, world.rank + 1)
-            found.append(engine.step([(tokens[row], labels[row])], 1e-3).quantisation_error)
+            found.append(engine.step([Batch(tokens[row], labels[row])], 1e-3).quantisation_error)
         return found
     except TrainingError as error:
         return str(error)
@@ -191,7 +192,7 @@ def test_what_is_not_finite_without_block_formats_is_reported_not_raised(how: st
         model.blocks(torch.float32), cluster=cluster, plan=preset("ddp", cluster), num_micros=1, objective=objective
     )
     tokens, labels = make_batch(0, 1)
-    result = engine.step([(tokens, labels)], 1e-3)
+    result = engine.step([Batch(tokens, labels)], 1e-3)
     engine.close()
     assert result.num_tokens == int((labels != -100).sum())
     assert not (abs(result.loss) < float("inf") and abs(result.grad_norm) < float("inf"))
@@ -231,7 +232,7 @@ def one_element(world: World, cluster: Cluster) -> float:
         objective=lambda output, labels: output.sum() * 3.0,
         rank=world.rank,
     )
-    result = engine.step([(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))], 1e-3)
+    result = engine.step([Batch(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64))], 1e-3)
     engine.check_bytes()
     engine.close()
     return result.grad_norm

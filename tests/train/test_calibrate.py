@@ -13,7 +13,7 @@ import tomli_w
 import torch
 
 from terrace.cluster import Cluster
-from terrace.comm import Between
+from terrace.comm import StageP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.runtime.engine import Engine
@@ -41,13 +41,13 @@ def slow_calibration(world: World, run: RunConfig) -> tuple[Cluster, list[str]]:
         declared=run.blocks(),
         sequence=run.train.sequence,
     )
-    send, told = Between.send, list[str]()
+    send, told = StageP2P.send, list[str]()
 
-    def slow(self: Between, message: Any, values: Any, stage: int) -> Any:
+    def slow(self: StageP2P, message: Any, values: Any, stage: int) -> Any:
         sleep(LATENCY_S + S_PER_BYTE * values.nbytes)
         return send(self, message, values, stage)
 
-    with patch.object(Between, "send", slow):
+    with patch.object(StageP2P, "send", slow):
         cluster = calibrate(engine, run, told.append)
     engine.check_bytes()  # what was measured is no step's
     engine.close()

@@ -15,16 +15,17 @@ from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import FORMATS
 from terrace.program import Program
-from terrace.runtime.batch import Batch, documents_of, localise, positions_of, spread_of
+from terrace.runtime.batch import Batch
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.course import Course
 from terrace.runtime.context.moves import Mover
+from terrace.runtime.in_block import InBlockAxis
 from terrace.sequence.static import static_spreads
 from terrace.sequence.traffic import sent_bytes
 from terrace.sequence.view import Spread
 
 
-class ContextAxis:
+class ContextAxis(InBlockAxis):
     """What the attention of a rank's blocks asks what its tokens see, in place of its own plans."""
 
     def __init__(self, mover: Mover, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
@@ -35,12 +36,17 @@ class ContextAxis:
         self._static = static_spreads(program.plan, program.mesh, program.sequence, _window(modules), mover.member)
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
-        self.declared: dict[tuple[MessageClass, str], int] = defaultdict(int)  # bytes, of all steps so far
+        self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
         self._courses: list[Course] = []
         self._course: Course | None = None
         self._replaced: list[tuple[Attention, Plans]] = [(attention, attention.plans) for attention in modules]
         for attention in modules:
             attention.plans = self
+
+    @property
+    def declared(self) -> Mapping[tuple[MessageClass, str], int]:
+        """Bytes of all steps so far, as the spreads of their micro-batches say."""
+        return self._declared
 
     def remove(self) -> None:
         """Give the blocks their own plans again."""
@@ -55,8 +61,9 @@ class ContextAxis:
         local = [self._localised(batch) for batch in batches]
         known = {id(course.spread): course for course in self._courses}
         self._courses = []
-        for spread in map(spread_of, local):
-            assert spread is not None, "what is local has one"
+        for batch in local:
+            spread = batch.spread
+            assert spread is not None, "a local batch has a spread"
             self._declare(spread)
             course = known.get(id(spread)) or Course(spread, self.mover, self._device)
             known[id(spread)] = course
@@ -76,11 +83,11 @@ class ContextAxis:
             for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
                 num_bytes = forward * (2 if block in again else 1) + backward
                 if num_bytes:
-                    self.declared[MessageClass.CONTEXT, tier] += num_bytes
+                    self._declared[MessageClass.CONTEXT, tier] += num_bytes
 
     def _localised(self, batch: Batch) -> Batch:
-        plan, shape = self._program.plan, tuple(batch[1].shape)
-        if spread_of(batch) is not None:
+        plan, shape = self._program.plan, tuple(batch.labels.shape)
+        if batch.spread is not None:
             expected = (1, local_tokens(plan, self._program.mesh, self._program.sequence))
         else:
             expected = (plan.micro_batch, self._program.sequence)
@@ -89,18 +96,18 @@ class ContextAxis:
                     'balance = "cost" assigns the documents of a whole global batch to ranks, and this micro-batch '
                     'comes without what was assigned: train with terrace train, or write balance = "tokens"'
                 )
-        if shape != expected or batch[0].shape != batch[1].shape:
+        if shape != expected or batch.inputs.shape != batch.labels.shape:
             raise PlanError(
-                f"a micro-batch has inputs {tuple(batch[0].shape)} and labels {shape}, and the plan spreads "
+                f"a micro-batch has inputs {tuple(batch.inputs.shape)} and labels {shape}, and the plan spreads "
                 f"{expected[0]} x {expected[1]} tokens over ranks: give as many"
             )
-        if spread_of(batch) is not None:
+        if batch.spread is not None:
             return batch
         if self._num_positions:  # one rank alone may hold the token that is beyond, and others would wait for it
-            decoder.check_positions(batch[0], positions_of(batch), self._num_positions)
-        return localise(batch, self._static(documents_of(batch)))
+            decoder.check_positions(batch.inputs, batch.positions, self._num_positions)
+        return batch.local(self._static(batch.document_begins()))
 
-    def run(self, micro: int) -> None:
+    def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
         """Have what runs from now on be of a micro-batch."""
         self._course = self._courses[micro]
 

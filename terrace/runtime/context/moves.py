@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.comm import Among, Ticket
+from terrace.comm import GroupP2P, Ticket
 from terrace.model.pair_kernels import side_by_side
 from terrace.plan import MessageClass
 from terrace.plan.context import Pool
@@ -181,7 +181,7 @@ def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
 class Mover:
     """What carries rows between the ranks of a pool, this one being `member` of it."""
 
-    def __init__(self, pool: Pool, member: int, among: Among, means: Means) -> None:
+    def __init__(self, pool: Pool, member: int, among: GroupP2P, means: Means) -> None:
         self.pool, self.member, self.among, self.means = pool, member, among, means
 
     def start(self, move: Move, give: Give, heads: Sequence[int], like: Tensor) -> Arrival:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.model.decoder import IGNORE_INDEX
+from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
 from terrace.runtime.head import add_weight_gradient
 from terrace.runtime.tensor.line import Line
-from terrace.simulate.chunks import CACHED_NUMEL, chunk_rows
 
 
 def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, line: Line) -> Tensor:

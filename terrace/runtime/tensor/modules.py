@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.decoder import check_positions
+from terrace.runtime.batch import Batch
+from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.means import Means
 from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
 from terrace.runtime.tensor.line import Line, share
@@ -22,7 +24,7 @@ from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
 
 
 @dataclass
-class TensorAxis:
+class TensorAxis(InBlockAxis):
     """The tensor axis of one rank: its lines of ranks, and the (B, S) of the micro-batch that runs."""
 
     rows: Line
@@ -33,6 +35,15 @@ class TensorAxis:
     num_chunks: int = 1  # parts in which the messages of a region travel
     drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
     shape: Sequence[int] = field(default=(0, 0))
+
+    @property
+    def edge(self) -> Line:
+        """Ranks of a row have parts of an activation that crosses stages."""
+        return self.rows
+
+    def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
+        """Set the (B, S) of what runs; a recomputed block needs its gathered inputs again at once."""
+        self.shape, self.drops_inputs = tuple(batch.labels.shape), not recomputed
 
     @property
     def num_same(self) -> int:

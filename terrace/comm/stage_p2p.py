@@ -1,9 +1,9 @@
-"""Messages between stages of a pipeline: from one rank to another, unblocked.
+"""Point-to-point messages between the stages of a pipeline.
 
 A receive is posted before the message is needed, so that it arrives while the stage computes. Messages of one pair of
 ranks in one direction arrive in the order in which they were sent. On NCCL sends and receives are enqueued, and waiting
-makes the current stream wait, not the host. On gloo a send that was begun does not say when it has ended unless it is
-waited for, and what was sent would be kept until then: so a thread for each stage sends, one message after the other.
+makes the current stream wait, not the host. On gloo a send reports its end only to a caller that waits for it, and the
+values would be kept until then. Therefore a thread for each peer stage sends, one message after the other.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ from terrace.plan.mesh import Mesh
 
 
 class _WorkTicket(Ticket):
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: dist.Work | None) -> None:
+        assert work is not None, "only members of a process group send in it"
         self._work = work
 
     def wait(self) -> None:
@@ -31,25 +32,33 @@ class _WorkTicket(Ticket):
         return self._work.is_completed()
 
 
-class Between:
-    """What one rank sends to and receives from the ranks at its place in other stages."""
+class StageP2P:
+    """Sends and receives between a rank and the ranks at its place in other stages."""
 
-    def __init__(self, groups: TierGroups, mesh: Mesh, tiers: tuple[str, ...], rank: int, ledger: Ledger) -> None:
-        self._groups, self._mesh, self._tiers, self._ledger = groups, mesh, tiers, ledger
+    def __init__(
+        self,
+        groups: TierGroups,
+        mesh: Mesh,
+        rank: int,
+        *,
+        tiers: tuple[str, ...],
+        ledger: Ledger,
+        pacer: Pacer | None = None,
+    ) -> None:
+        self._groups, self._mesh, self._tiers, self._ledger, self._pacer = groups, mesh, tiers, ledger, pacer
         self._rank, self._stage = rank, mesh.stage(rank)
         self._lanes: dict[int, ThreadLane] = {}
-        self.pacer: Pacer | None = None
         self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
-        """Begin to send contiguous `values`; keep them as they are until the ticket was waited for or is done."""
+        """Begin to send contiguous `values`; leave them unchanged until the ticket is done."""
         peer = self._mesh.at_stage(self._rank, stage)
         group = self._groups.between(peer, upward=self._stage < stage)
         tier = self._tiers[self._mesh.edge_tier(self._stage, stage)]
         self._ledger.add(message, tier, values.nbytes)
         if self._groups.backend == "nccl":
-            return _WorkTicket(_work(dist.isend(values, peer, group=group)))
-        pacer, begin_s = self.pacer, 0.0 if self.pacer is None else self.pacer.begin()
+            return _WorkTicket(dist.isend(values, peer, group=group))
+        pacer, begin_s = self._pacer, 0.0 if self._pacer is None else self._pacer.begin()
 
         def blocking() -> None:
             if pacer is not None:  # a message is held back before it leaves: the receiver only waits
@@ -61,22 +70,17 @@ class Between:
         return self._lanes[stage].submit(blocking if self.around is None else self.around(blocking))
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
-        """Begin to fill contiguous `values`; they may be read when the ticket was waited for."""
+        """Begin to fill contiguous `values`; they may be read after the ticket was waited for."""
         peer = self._mesh.at_stage(self._rank, stage)
         group = self._groups.between(peer, upward=stage < self._stage)
-        return _WorkTicket(_work(dist.irecv(values, peer, group=group)))
+        return _WorkTicket(dist.irecv(values, peer, group=group))
 
     @property
     def failed(self) -> bool:
-        """Whether something could not be sent."""
+        """Whether a send has failed."""
         return any(lane.failed for lane in self._lanes.values())
 
     def close(self, wait: bool = True) -> None:
-        """Stop what runs beside."""
+        """Stop the sender threads."""
         for lane in self._lanes.values():
             lane.close(wait=wait)
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "only members of a group send in it"
-    return work

@@ -1,4 +1,4 @@
-"""The executor: runs a program on blocks.
+"""The step runner: carries a program out on blocks.
 
 A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a
 reduction or a recomputation happens where the program says and nowhere else; no hook is involved. A backward has two
@@ -16,39 +16,42 @@ Communication goes to the lane of the outermost tier it crosses; an instruction 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from terrace.comm import Between, Collectives, Lane
+from terrace.model.decoder import IGNORE_INDEX
 from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
-from terrace.program import Instruction, Op, Program
-from terrace.runtime.batch import Batch, positions_of
-from terrace.runtime.block_state import BlockState, Gradient
+from terrace.program import Instruction, Op
+from terrace.runtime.activations import Activations, Key, Pending
+from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
-from terrace.runtime.context import ContextAxis
+from terrace.runtime.comm import Comm
+from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.head import chunked_head
+from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.linear import WeightGradients, WeightQueue
+from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import squared_norm
-from terrace.runtime.passing import Key, Passing, Pending
 from terrace.runtime.random_state import random_state, restored
-from terrace.runtime.tensor import TensorAxis
-from terrace.runtime.waiters import Waiters
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
-
-IGNORED_LABEL = -100
+Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
 
 
 class Progress(Protocol):
     """Told where the rank is; `waiting_on` holds the ranks it waits for, itself included."""
 
     def __call__(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None: ...
+
+
+def no_progress(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+    """No-op progress callback."""
 
 
 @dataclass(frozen=True)
@@ -73,45 +76,42 @@ class _Kept:
     random_state: Tensor | None
 
 
-class Executor:
-    """Runs one rank's program, step after step."""
+class StepRunner:
+    """Carries one rank's program out, step after step.
+
+    `clip` bounds the gradient norm, 0 turns that off. `axes` are the in-block axes that were applied to the modules of
+    `state`, which share `clock` and `weights` with their messages. With `compiled` autograd computes the weight
+    gradients; otherwise the runtime does, when the program says.
+    """
 
     def __init__(
         self,
-        program: Program,
-        states: Mapping[int, BlockState],
-        collectives: Collectives,
-        between: Between,
-        lanes: Mapping[int, Lane],
+        state: ModelState,
+        comm: Comm,
+        *,
+        objective: Objective,
         clock: Clock,
         weights: WeightGradients,
-        objective: Objective,
-        clip: float,
-        rank: int,
-        progress: Progress,
-        axis: TensorAxis | None = None,
-        context: ContextAxis | None = None,
+        axes: Sequence[InBlockAxis] = (),
+        compiled: bool = False,
+        progress: Progress = no_progress,
     ) -> None:
-        self._axis, self._context = axis, context
-        for inside in (axis, context):
-            if inside is not None:  # then computing waits for others, too
-                inside.means.waiting_on = self._tell_waiting
-        self._program = program
-        self._states = states
-        self._collectives = collectives
-        self._between = between
-        self._lanes = lanes
-        self._clock = clock
-        self._weights = weights
-        self._objective = objective
-        self._clip_norm = clip
-        self._progress = progress
-        self._again = recomputed(program.plan, program.blocks)
-        self._waiters = Waiters(program, rank)
+        program = comm.program
+        self._program, self._comm, self._state, self._axes = program, comm, state, axes
+        self._collectives, self._stages, self._lanes = comm.collectives, comm.stages, comm.lanes
+        self._clock, self._weights, self._objective = clock, weights, objective
+        self._clip_norm, self._progress = state.settings.clip, progress
+        for axis in axes:
+            axis.means.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
+        for flat in state if not compiled else ():
+            if flat.spec.trainable:
+                weights.own(flat.parameters, flat.gradients)
+        self._edge = next((axis.edge for axis in axes if axis.edge is not None), None)
+        self._recomputed = recomputed(program.plan, program.blocks)
         self._last = len(program.blocks) - 1
-        self._chunked = chunked_head(states[self._last].module, objective) if self._last in states else None
-        # Whose losses and tokens count: the stage that has the head, where all tensor ranks have the same.
-        self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(rank))
+        self._chunked = chunked_head(state.modules[self._last], objective) if self._last in state.modules else None
+        # Losses and tokens count on the stage that has the head, where all tensor ranks have the same.
+        self._counts_loss = self._last in program.stage.own and not any(program.tensor.both.coordinates(comm.rank))
         self._handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.GATHER: self._gather,
             Op.FREE: self._free,
@@ -130,13 +130,13 @@ class Executor:
             Op.REFRESH: self._refresh,
         }
         missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
-        assert not missing, f"the executor has no handler for {sorted(missing)}"
+        assert not missing, f"the step runner has no handler for {sorted(missing)}"
         self._gathers: dict[int, Pending] = {}
         self._refreshes: dict[int, Pending] = {}
-        self._reductions: deque[tuple[Pending, BlockState, Gradient]] = deque()
+        self._reductions: deque[tuple[Pending, list[Gradient]]] = deque()
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs: list[Pending] = []
-        self._directions: dict[int, Pending] = {}
+        self._muon_momentum: dict[int, Pending] = {}
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
     def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
@@ -146,8 +146,8 @@ class Executor:
         self._lr = lr
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
-        self._loss = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
-        self._passing = Passing(self._program, self._between, self._axis, self._loss.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=batches[0].inputs.device)
+        self._activations = Activations(self._program, self._stages, self._edge, self._loss.device)
         self._clock.start()
         for counter, instruction in enumerate(self._program.instructions):
             self._counter = counter
@@ -165,7 +165,7 @@ class Executor:
 
     def _wait(self, pending: Pending, category: str) -> None:
         instruction = self._program.instructions[pending.counter]
-        self._progress(pending.counter, instruction, self._waiters(instruction))
+        self._progress(pending.counter, instruction, self._comm.participants(instruction))
         pending.ticket.wait()
         self._clock.mark(category)
 
@@ -193,27 +193,27 @@ class Executor:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
     def _gather(self, now: Instruction) -> None:
-        state, message = self._states[now.block], self._program.message(now)
-        self._gathers[now.block] = self._submit(
-            lambda: state.gather(self._collectives, message, now.secondary), after=self._refreshes.pop(now.block, None)
-        )
+        flats, message = self._state.flats[now.block], self._program.message(now)
+        gather = _each(flats, lambda flat: flat.gather(self._collectives, message, now.secondary))
+        self._gathers[now.block] = self._submit(gather, after=self._refreshes.pop(now.block, None))
 
     def _free(self, now: Instruction) -> None:
         self._await_parameters(now.block)  # the lane must not fill what is being freed
-        self._states[now.block].free()
+        for flat in self._state.flats[now.block]:
+            flat.free()
 
     def _forward(self, now: Instruction) -> None:
         self._clock.doing = "forward"
         self._await_parameters(now.block)
         self._progress(self._counter, now, ())
-        inputs = self._batches[now.micro][0]
+        inputs = self._batches[now.micro].inputs
         if now.block > 0:
             inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_()
         if now.block == self._last and self._chunked is not None:
             self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
             self._clock.mark(self._clock.doing)
             return
-        state = random_state(inputs.device) if now.block in self._again else None
+        state = random_state(inputs.device) if now.block in self._recomputed else None
         with torch.set_grad_enabled(state is None):
             output = self._run_block(now.block, inputs, now.micro)
         kept = output if state is None else None
@@ -221,7 +221,7 @@ class Executor:
         if now.block == self._last:
             self._loss += output.detach()
         else:
-            self._passing.put((False, now.block, now.micro), output)
+            self._activations.put((False, now.block, now.micro), output)
         self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
@@ -229,7 +229,7 @@ class Executor:
 
         Where there are messages inside a block they wait for one under way, whose time they fill.
         """
-        self._backward_input(now, hold=self._axis is not None or self._context is not None)
+        self._backward_input(now, hold=bool(self._axes))
         self._backward_weight(now)
 
     def _backward_input(self, now: Instruction, hold: bool = True) -> None:
@@ -243,18 +243,18 @@ class Executor:
         self._clock.doing = "backward"
         self._await_parameters(now.block)
         for needed in self._parameters_of(now.block):
-            self._open_gradient(self._states[needed])
+            self._open_gradients(needed)
         self._progress(self._counter, now, ())
         kept = self._kept.pop((now.block, now.micro))
         queue = self._due[now.block, now.micro] = self._weights.queue(hold)
         if now.block == self._last and self._chunked is not None:
             with self._weights.recorded_in(queue):
-                self._loss += self._chunked(kept.inputs, self._batches[now.micro][1])
+                self._loss += self._chunked(kept.inputs, self._batches[now.micro].labels)
         else:
             self._run_backward(now, kept, queue)
         if now.block > 0:
             assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
-            self._passing.put((True, now.block, now.micro), kept.inputs.grad)
+            self._activations.put((True, now.block, now.micro), kept.inputs.grad)
         self._clock.mark(self._clock.doing)
 
     def _run_backward(self, now: Instruction, kept: _Kept, queue: WeightQueue) -> None:
@@ -271,73 +271,78 @@ class Executor:
         """Run the second part of a backward: the weight gradients that the first has recorded."""
         self._clock.doing = "backward"
         for needed in self._parameters_of(now.block):
-            self._open_gradient(self._states[needed])
+            self._open_gradients(needed)
         self._progress(self._counter, now, ())
         self._due.pop((now.block, now.micro)).run()
         self._clock.mark(self._clock.doing)
 
     def _run_block(self, block: int, inputs: Tensor, micro: int) -> Tensor:
-        labels, positions = self._batches[micro][1], positions_of(self._batches[micro])
-        if self._axis is not None:
-            self._axis.shape = tuple(labels.shape)
-            self._axis.drops_inputs = block not in self._again  # a recomputed one needs them at once
-        if self._context is not None:
-            self._context.run(micro)
-        module = self._states[block].module
-        output: Tensor = module(inputs) if positions is None else module(inputs, positions)
-        return self._objective(output, labels) if block == self._last else output
+        batch = self._batches[micro]
+        for axis in self._axes:
+            axis.begin(micro, batch, block in self._recomputed)
+        module = self._state.modules[block]
+        output: Tensor = module(inputs) if batch.positions is None else module(inputs, batch.positions)
+        return self._objective(output, batch.labels) if block == self._last else output
 
     def _take(self, key: Key) -> Tensor:
         """Return an activation or a gradient; where another stage made it, wait for it."""
-        pending = self._passing.arriving(key)
+        pending = self._activations.arriving(key)
         if pending is None:
-            return self._passing.take(key)
+            return self._activations.take(key)
         self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
-        values = self._passing.take(key)
+        values = self._activations.take(key)
         self._progress(self._counter, self._program.instructions[self._counter], ())
         return values
 
     def _recv(self, now: Instruction) -> None:
-        self._passing.receive(now, self._counter)
+        self._activations.receive(now, self._counter)
 
     def _send(self, now: Instruction) -> None:
-        self._passing.send(now, self._counter)
+        self._activations.send(now, self._counter)
 
     def _tie(self, now: Instruction) -> None:
         while self._reductions:
             self._finish_reduction()
-        self._progress(self._counter, now, self._waiters(now))
-        self._states[now.block].tie(self._between, now.peer)
+        self._progress(self._counter, now, self._comm.participants(now))
+        for flat in self._state.trainable(now.block):
+            flat.tie(self._stages, now.peer)
         self._clock.mark(f"wait {MessageClass.TIE.value}")
 
-    def _open_gradient(self, state: BlockState) -> None:
-        if state.needs_buffer:
+    def _open_gradients(self, block: int) -> None:
+        closed = [flat for flat in self._state.flats[block] if flat.needs_buffer]
+        if closed:
             while len(self._reductions) > 1:
                 self._finish_reduction()
-            state.open_gradient()
+        for flat in closed:
+            flat.open_gradient()
 
     def _reduce(self, now: Instruction) -> None:
-        state = self._states[now.block]
-        gradient = state.take_gradient()
-        if gradient:
-            pending = self._reduced[now.block] = self._submit(lambda: state.reduce(self._collectives, gradient))
-            self._reductions.append((pending, state, gradient))
+        taken = [(flat, flat.take_gradient()) for flat in self._state.trainable(now.block)]
+        gradients = [(flat, buffer) for flat, buffer in taken if buffer is not None]
+
+        def reduce() -> None:
+            for flat, buffer in gradients:
+                flat.reduce(self._collectives, buffer)
+
+        if gradients:
+            pending = self._reduced[now.block] = self._submit(reduce)
+            self._reductions.append((pending, gradients))
 
     def _finish_reduction(self) -> None:
         # Only now may the buffer go: on CUDA the lane may still read it when the work was merely enqueued,
         # and the allocator would hand its memory to the compute stream.
-        pending, state, gradient = self._reductions.popleft()
+        pending, gradients = self._reductions.popleft()
         self._wait(pending, "wait reduce")
-        state.release(gradient)
+        for flat, buffer in gradients:
+            flat.release(buffer)
 
     def _sync(self, now: Instruction) -> None:
-        state = self._states[now.block]
-        work = self._submit(lambda: state.sync(self._collectives), after=self._reduced.get(now.block))
-        self._syncs.append(work)
+        sync = _each(self._state.trainable(now.block), lambda flat: flat.sync(self._collectives))
+        self._syncs.append(self._submit(sync, after=self._reduced.get(now.block)))
 
     def _clip(self, now: Instruction) -> None:
         assert not self._due, f"{now} before the weight gradients of {sorted(self._due)}"
-        while (pending := self._passing.leaving()) is not None:
+        while (pending := self._activations.leaving()) is not None:
             self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
         while self._reductions:
             self._finish_reduction()
@@ -347,9 +352,9 @@ class Executor:
         self._reduced.clear()
         # Not `* 0`: that of an infinite norm or loss is not a number.
         nothing = torch.zeros_like(self._loss)
-        counted = [part for state in self._states.values() for part, counts in state.owned() if counts]
+        counted = [flat.owned for flat in self._state if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
         squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
-        num_tokens = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels, *_ in self._batches]).sum().double()
+        num_tokens = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in self._batches]).sum().double()
         values = torch.stack([squares, *((self._loss, num_tokens) if self._counts_loss else (nothing, nothing))])
         total: list[Tensor] = []
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
@@ -362,17 +367,30 @@ class Executor:
         self._clock.mark("clip")
 
     def _orthogonalise(self, now: Instruction) -> None:
-        state = self._states[now.block]
-        state.prepare_directions(self._scale)
-        self._directions[now.block] = self._submit(lambda: state.gather_directions(self._collectives))
+        flats = self._state.trainable(now.block)
+        for flat in flats:
+            flat.prepare_muon_momentum(self._scale)
+        gather = _each(flats, lambda flat: flat.gather_muon_momentum(self._collectives))
+        self._muon_momentum[now.block] = self._submit(gather)
         self._clock.mark("update")
 
     def _update(self, now: Instruction) -> None:
-        if now.block in self._directions:
-            self._wait(self._directions.pop(now.block), "wait orthogonalise")
-        self._states[now.block].update(self._scale, self._lr)
+        if now.block in self._muon_momentum:
+            self._wait(self._muon_momentum.pop(now.block), "wait orthogonalise")
+        for flat in self._state.trainable(now.block):
+            flat.update(self._scale, self._lr)
         self._clock.mark("update")
 
     def _refresh(self, now: Instruction) -> None:
-        state = self._states[now.block]
-        self._refreshes[now.block] = self._submit(lambda: state.refresh(self._collectives))
+        refresh = _each(self._state.trainable(now.block), lambda flat: flat.refresh(self._collectives))
+        self._refreshes[now.block] = self._submit(refresh)
+
+
+def _each(flats: Sequence[FlatParam], work: Callable[[FlatParam], None]) -> Callable[[], None]:
+    """Work for a lane: a message of a block is the messages of its flat parameters, one after the other."""
+
+    def run() -> None:
+        for flat in flats:
+            work(flat)
+
+    return run

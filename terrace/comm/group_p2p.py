@@ -1,8 +1,8 @@
-"""Messages among the ranks that attend together: each sends to several and receives from several at once.
+"""Point-to-point messages in a context group: each rank sends to several and receives from several at once.
 
-All ranks of a pool share one process group. An exchange blocks, for the thread of a lane, or on NCCL is enqueued on the
-current stream. Any two ranks have their exchanges in the same order, so a message needs no name. Values travel as they
-are.
+All ranks of a group share one process group. An exchange blocks, for the thread of a lane, or on NCCL is enqueued on
+the current stream. Any two ranks have their exchanges in the same order, so a message needs no name. Values travel in
+their own dtype.
 """
 
 from collections import defaultdict
@@ -18,31 +18,33 @@ from terrace.comm.pace import Pacer
 from terrace.plan import MessageClass
 from terrace.plan.context import Pool
 
-Messages = Sequence[tuple[int, Tensor]]  # (member of the pool, contiguous values)
+Messages = Sequence[tuple[int, Tensor]]  # (member of the group, contiguous values)
 
 
-class Among:
-    """What the rank that is `member` of a pool sends to and receives from the others."""
+class GroupP2P:
+    """Sends and receives of the rank that is `member` of a context group."""
 
     def __init__(
         self,
         groups: TierGroups,
         pool: Pool,
         member: int,
+        *,
         tiers: Sequence[str],
         ledger: Ledger,
         device: torch.device,
         pacer: Pacer | None = None,
     ) -> None:
-        """Every rank of the pool calls this at the same point."""
+        """Every rank of the group calls this at the same point."""
         self._pool, self._member, self._tiers = pool, member, tiers
         self._ledger, self._pacer = ledger, pacer
         self._group = groups.pool
-        if groups.backend == "nccl":  # whose first messages in a group must not be among some of its ranks only
+        # NCCL makes a communicator at the first message, which all ranks of the group must therefore take part in.
+        if groups.backend == "nccl":
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def exchange(self, message: MessageClass, sends: Messages, receives: Messages) -> None:
-        """Send values to members, and fill those that members send; nothing goes to the rank itself."""
+        """Send values to other members and fill the values that other members send."""
         if not sends and not receives:
             return
         by_tier: dict[str, list[int]] = defaultdict(list)
@@ -56,6 +58,6 @@ class Among:
         operations += [dist.P2POp(dist.isend, values, ranks[member], group) for member, values in sends]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        for tier, sizes in by_tier.items() if self._pacer is not None else ():
-            assert self._pacer is not None, "asked in the line above"
-            self._pacer.sent(tier, sum(sizes), 1, begin_s)  # all leave at once: one latency
+        if self._pacer is not None:
+            for tier, sizes in by_tier.items():
+                self._pacer.sent(tier, sum(sizes), 1, begin_s)  # all leave at once: one latency

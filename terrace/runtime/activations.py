@@ -1,0 +1,80 @@
+"""Activations and their gradients between blocks: within a rank, and from and to other stages."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from terrace.comm import StageP2P, Ticket
+from terrace.comm.collectives import DTYPES
+from terrace.plan import MessageClass
+from terrace.program import Instruction, Program
+from terrace.runtime.in_block import EdgeComm
+
+Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)
+
+
+@dataclass
+class Pending:
+    """Communication under way, and the instruction that issued it."""
+
+    ticket: Ticket
+    counter: int
+
+
+class Activations:
+    """The activations and gradients of one step that exist or are arriving, until the block that reads them runs.
+
+    `edge` cuts an activation that crosses stages into parts, where an axis does.
+    """
+
+    def __init__(self, program: Program, stages: StageP2P, edge: EdgeComm | None, device: torch.device) -> None:
+        self._program, self._stages, self._edge, self._device = program, stages, edge, device
+        self._made: dict[Key, Tensor] = {}
+        self._arriving: dict[Key, tuple[Pending, Tensor]] = {}
+        self._leaving: deque[tuple[Pending, Tensor]] = deque()  # with the values that must stay until they have left
+
+    def put(self, key: Key, values: Tensor) -> None:
+        """Keep the output of a block."""
+        self._made[key] = values
+
+    def arriving(self, key: Key) -> Pending | None:
+        """The message that brings `key`, if another stage made it."""
+        return self._arriving[key][0] if key in self._arriving else None
+
+    def take(self, key: Key) -> Tensor:
+        """Hand over the values of `key`; a message that brings them must be over."""
+        if key not in self._arriving:
+            return self._made.pop(key)
+        _, values = self._arriving.pop(key)
+        edge = self._program.edge
+        if edge.gathers is not None:
+            assert self._edge is not None, "an activation is cut only where an axis cuts it"
+            values = self._edge.all_gather(values)[: math.prod(edge.shape)]
+        return values.view(edge.shape)
+
+    def receive(self, now: Instruction, counter: int) -> None:
+        """Post the receive of a RECV."""
+        size, dtype = self._program.edge.numel, DTYPES[self._program.plan.compute]
+        values = torch.empty(size, dtype=dtype, device=self._device)
+        pending = Pending(self._stages.receive(values, now.peer), counter)
+        self._arriving[now.backward, now.block, now.micro] = pending, values
+
+    def send(self, now: Instruction, counter: int) -> None:
+        """Begin the message of a SEND, and drop values that have left meanwhile."""
+        values = self._made.pop((now.backward, now.block, now.micro)).detach().contiguous().view(-1)
+        edge = self._program.edge
+        if edge.gathers is not None:
+            assert self._edge is not None, "an activation is cut only where an axis cuts it"
+            padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
+            values = padded[self._edge.place * edge.numel :][: edge.numel]
+        self._leaving.append((Pending(self._stages.send(MessageClass.PIPELINE, values, now.peer), counter), values))
+        while self._leaving and self._leaving[0][0].ticket.is_done:
+            self._leaving.popleft()[0].ticket.wait()  # raises the error of a failed send
+
+    def leaving(self) -> Pending | None:
+        """The oldest message that was not waited for, None when none is left; the caller waits for it."""
+        return self._leaving.popleft()[0] if self._leaving else None

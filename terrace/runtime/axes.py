@@ -1,0 +1,54 @@
+"""Applying the in-block axes of a plan to the blocks of a rank, in their documented order."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from terrace.plan.layout import INSIDE
+from terrace.runtime.clock import Clock
+from terrace.runtime.comm import Comm
+from terrace.runtime.context import ContextAxis, Mover
+from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.linear import WeightGradients
+from terrace.runtime.means import Means
+from terrace.runtime.tensor import Objective, make_axis, parallelise
+
+Blocks = Sequence[nn.Module]
+Applied = tuple[InBlockAxis | None, Blocks, Objective]
+
+
+def apply_axes(
+    blocks: Blocks, objective: Objective, comm: Comm, clock: Clock, weights: WeightGradients
+) -> tuple[list[InBlockAxis], Blocks, Objective]:
+    """The in-block axes of a rank, and the blocks and the objective that it runs in place of `blocks`, `objective`.
+
+    Raises `ModelError` for blocks that an axis cannot be applied to.
+    """
+    axes: list[InBlockAxis] = []
+    if INSIDE not in comm.lanes:
+        return axes, blocks, objective
+    means = Means(comm.lanes[INSIDE], clock, weights)
+    for apply in _AXES:
+        axis, blocks, objective = apply(blocks, objective, comm, means)
+        axes += [] if axis is None else [axis]
+    return axes, blocks, objective
+
+
+def _tensor(blocks: Blocks, objective: Objective, comm: Comm, means: Means) -> Applied:
+    program = comm.program
+    if program.tensor.degree == 1:
+        return None, blocks, objective
+    axis = make_axis(program, comm.collectives, comm.rank, means, comm.device, comm.meter)
+    return axis, *parallelise(blocks, program, comm.rank, axis, objective)
+
+
+def _context(blocks: Blocks, objective: Objective, comm: Comm, means: Means) -> Applied:
+    if comm.pool is None or comm.members is None:
+        return None, blocks, objective
+    mover = Mover(comm.pool, comm.pool.members.index(comm.rank), comm.members, means)
+    held = [blocks[index] for index in comm.program.stage.held]
+    return ContextAxis(mover, comm.program, held, comm.device), blocks, objective
+
+
+# The tensor axis replaces modules, the context axis then replaces the attention of what runs.
+_AXES: tuple[Callable[[Blocks, Objective, Comm, Means], Applied], ...] = (_tensor, _context)

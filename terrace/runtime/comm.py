@@ -1,0 +1,124 @@
+"""Communication of one rank under a program: groups, lanes, ledger, and the collectives that use them."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from terrace.comm import Collectives, GroupP2P, Lane, Ledger, Meter, Pacer, StageP2P, TierGroups, make_lane
+from terrace.comm.groups import Meeting
+from terrace.plan import Layout
+from terrace.plan.context import Pool, is_spread
+from terrace.plan.edges import rounds_of
+from terrace.plan.layout import INSIDE
+from terrace.program import Instruction, Program
+
+# Ranks meet in an exchange after slow writes.
+_EXCHANGE_TIMEOUTS = 5
+
+
+class Comm:
+    """Sends every message of one rank, counts its bytes, and holds it to the rates of a `pacer` if there is one.
+
+    Every rank of the world makes one at the same point, from programs of the same plan; `torch.distributed` must be
+    initialised when the world has more than one rank. `meter` counts memory, of messages here and of model state
+    elsewhere.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        *,
+        timeout: timedelta = timedelta(minutes=10),
+        pacer: Pacer | None = None,
+    ) -> None:
+        self.program, self.rank, self.device, self.pacer = program, rank, torch.device(device), pacer
+        self.ledger, self.meter = Ledger(), Meter()
+        cluster, tiers = program.cluster, program.layout.tiers
+        self.pool = Pool.of(cluster, program.plan, rank) if is_spread(program.mesh, program.plan) else None
+        self.groups = _groups(program, rank, timeout, self.pool)
+        self.collectives = self._collectives(self.ledger, self.meter)
+        self.stages = self.stage_p2p(self.ledger, pacer)
+        self.members: GroupP2P | None = None  # of the context group
+        if self.pool is not None:
+            member = self.pool.members.index(rank)
+            self.members = GroupP2P(
+                self.groups, self.pool, member, tiers=tiers, ledger=self.ledger, device=self.device, pacer=pacer
+            )
+        has_inside = program.tensor.degree > 1 or self.pool is not None
+        indexes = {0, *self.groups.lanes} | ({INSIDE} if has_inside else set())
+        self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
+        self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
+        # A group of its own, since the world's may have no timeout.
+        self._world = dist.new_group(timeout=_EXCHANGE_TIMEOUTS * timeout) if cluster.world_size > 1 else None
+
+    def uncounted(self) -> Collectives:
+        """Collectives on the same groups whose bytes and buffers are not counted: they belong to no step."""
+        return self._collectives(Ledger(), Meter())
+
+    def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:
+        """Messages between stages, counted in `ledger`; the caller closes it."""
+        program = self.program
+        return StageP2P(self.groups, program.mesh, self.rank, tiers=program.layout.tiers, ledger=ledger, pacer=pacer)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The small picklable `value` of every rank, in rank order. Every rank calls this."""
+        world_size = self.program.cluster.world_size
+        if world_size == 1:
+            return [value]
+        values: list[Any] = [None] * world_size
+        dist.all_gather_object(values, value, group=self._world)
+        return values
+
+    def participants(self, instruction: Instruction) -> tuple[int, ...]:
+        """The ranks that take part in a message, sorted; the watchdog is told them while this rank waits."""
+        if instruction.peer >= 0:
+            return tuple(sorted((self.rank, self.program.peer(self.rank, instruction))))
+        among, tiers = self.program.among(instruction), self.program.crossed(instruction)
+        if (among, tiers) not in self._peers:
+            ranks = [self.rank]
+            for tier in tiers:
+                ranks = [peer for each in ranks for peer in among.peers(each, tier)]
+            self._peers[among, tiers] = tuple(sorted(ranks))
+        return self._peers[among, tiers]
+
+    def close(self) -> None:
+        """Stop the lanes. The groups stay with the world."""
+        # After a failure the others may wait for ranks that are gone.
+        failed = self.stages.failed or any(lane.failed for lane in self.lanes.values())
+        for lane in self.lanes.values():
+            lane.close(wait=not failed)
+        self.stages.close(wait=not failed)
+
+    def _collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
+        program = self.program
+        return Collectives(
+            self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer, program.world
+        )
+
+
+def _groups(program: Program, rank: int, timeout: timedelta, pool: Pool | None) -> TierGroups:
+    parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
+    return TierGroups(
+        program.everyone,
+        rank,
+        timeout,
+        parts.values(),
+        (program.tensor.rows, program.tensor.columns, program.tensor.both),
+        program.world,
+        list(_meetings(program, rank)),
+        () if pool is None else pool.members,
+    )
+
+
+def _meetings(program: Program, rank: int) -> Iterator[Meeting]:
+    """Round by round, the rank of another stage that this one exchanges messages with; itself alone where none."""
+    for number, pairs in enumerate(rounds_of(program.stage.pairs)):
+        partners = {stage: other for pair in pairs for stage, other in (pair, pair[::-1])}
+        stage = program.stage.index
+        ranks = {rank, program.mesh.at_stage(rank, partners.get(stage, stage))}
+        yield (number, pairs, program.mesh), tuple(sorted(ranks))

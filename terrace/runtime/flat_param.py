@@ -1,0 +1,280 @@
+"""Flat parameters: parameters of a block in one storage, a slice of which each rank keeps.
+
+The module's parameters are views of the flat storage. Freeing shrinks that storage to nothing and
+gathering grows and refills the *same* storage, so that whatever autograd saved (a transposed view of a
+weight, say) sees the refilled values. The views are made with `set_`, not by slicing: slices would
+share the flat tensor's version counter, and a refill would look like an illegal in-place change.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from terrace.comm import Collectives, Meter, Origin, StageP2P
+from terrace.comm.collectives import DTYPES
+from terrace.model.spec import ParamSpec
+from terrace.plan import MessageClass, Plan
+from terrace.plan.flats import FlatSpec
+from terrace.plan.layout import DEVICE
+from terrace.plan.memory import accumulates_in_place, keeps_master
+from terrace.runtime.gradients import GradientViews
+from terrace.runtime.muon import ShardedMuon
+from terrace.runtime.optimizer import Optimizer, make_optimizer
+from terrace.runtime.settings import OptimizerConfig
+
+Initial = Callable[[ParamSpec], Tensor]
+
+
+class FlatParam:
+    """One flat buffer of a block on one rank: its parameters, their gradient and optimizer state.
+
+    `full` is the padded buffer of all elements (its storage is empty while freed), `shard` the slice of the params
+    tier, `secondary` the slice of the params_backward tier if the plan has one. Matrices come first: they take weight
+    decay. Of a trainable buffer, `grads` is the accumulated gradient, sharded on the grads tier, in the master dtype;
+    `owned` is its slice that this rank's optimizer updates. A gradient buffer in the compute dtype exists only from a
+    block's backward to its reduction, unless gradients are accumulated in `grads` itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: FlatSpec,
+        rank: int,
+        plan: Plan,
+        device: torch.device,
+        meter: Meter,
+        *,
+        is_copy: bool = False,
+    ) -> None:
+        """Allocate the buffers; `name` is that of the block, `is_copy` says that another stage owns the block."""
+        layout = self.layout = spec.layout
+        self.name, self.spec, self.is_copy = name, spec, is_copy
+        self.coordinates = layout.coordinates(rank)
+        self.padded = spec.padded
+        self.extents: list[tuple[ParamSpec, int, int]] = []  # (parameter, start, stop) in the buffer
+        start = 0
+        for param in spec.params:
+            self.extents.append((param, start, start + param.numel))
+            start += param.numel
+        self._meter = meter
+        self._origin = Origin(name, layout, device, meter)
+        self._master_dtype = DTYPES[plan.master]
+        self._keeps_master = keeps_master(plan, layout)
+        self._in_place = accumulates_in_place(plan, layout)
+        self.full = torch.empty(self.padded, dtype=DTYPES[plan.compute], device=device)
+        self.parameters = self._make_parameters()  # before the storage is emptied: `set_` would grow it again
+        self.gradients = GradientViews(self.parameters, [(start, stop) for _, start, stop in self.extents])
+        self.shard = self.full
+        if layout.params != DEVICE:
+            self._resize(0)
+            self.shard = self._zeros(layout.params)
+        self.secondary = self._zeros(layout.params_backward) if layout.has_secondary else None
+        self._buffer: Tensor | None = None
+        self._is_fresh = True  # `grads` holds nothing of this step yet
+        self._muon_momentum: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
+        self.grads = torch.empty(0)
+        self.owned = torch.empty(0)
+        self.optimizer: Optimizer | None = None
+
+    def initialise(self, initial: Initial, config: OptimizerConfig) -> None:
+        """Set the parameters from `initial`; make the gradient and the optimizer state of a trainable buffer.
+
+        Holds all elements of the buffer on the CPU while it works.
+        """
+        values = torch.zeros(self.padded, dtype=torch.float64 if self.full.dtype == torch.float64 else torch.float32)
+        for spec, start, stop in self.extents:
+            values[start:stop] = initial(spec).reshape(-1)
+        self.shard.copy_(values[self.part(self.layout.params)])
+        if self.spec.trainable:
+            values = values[self.part(self.layout.optimizer)].clone()
+            self._make_optimizer(values, config)
+        self._meter.add("params", self.shard.nbytes)
+        self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by name; their values are there only while gathered."""
+        for spec, parameter in zip(self.spec.params, self.parameters, strict=True):
+            yield spec.name, parameter
+
+    def part(self, tier: int) -> slice:
+        """This rank's slice of the buffer for a state placed on `tier`."""
+        return self.layout.slice(tier, self.coordinates, self.padded)
+
+    def part_within(self, tier: int, base: int) -> slice:
+        """The same slice, relative to the slice of an inner tier `base`."""
+        inner, outer = self.part(base), self.part(tier)
+        return slice(outer.start - inner.start, outer.stop - inner.start)
+
+    def is_first(self, tier: int) -> bool:
+        """Whether this rank is the first of the ranks with the same slice of a state placed on `tier`."""
+        return not self.is_copy and not any(self.coordinates[tier + 1 :])
+
+    def gather(self, collectives: Collectives, message: MessageClass, secondary: bool) -> None:
+        """Materialise the full parameters from the primary or the secondary copy."""
+        layout = self.layout
+        self.materialise()
+        # Where another buffer of the block has a secondary copy and this one has none, both copies are one slice.
+        copy = self.secondary if secondary and self.secondary is not None else self.shard
+        source = layout.params_backward if secondary else layout.params
+        self._full_piece(source).copy_(copy)
+        collectives.gather(message, self._full_piece, source, DEVICE, self._origin)
+        if self.secondary is not None and not secondary:
+            self.secondary.copy_(self._full_piece(layout.params_backward))
+
+    def materialise(self) -> None:
+        """Allocate the full buffer; its content is undefined until gathered."""
+        self._meter.add("gathered", self.full.nbytes)
+        self._resize(self.full.nbytes)
+
+    def free(self) -> None:
+        """Release the memory of the full buffer."""
+        self._resize(0)
+        self._meter.add("gathered", -self.full.nbytes)
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether a backward through these parameters needs a gradient buffer that is not there."""
+        return self.spec.trainable and not self._in_place and self._buffer is None
+
+    def open_gradient(self) -> None:
+        """Allocate a buffer that accumulates the gradients of the next backwards."""
+        assert self.spec.trainable, f"block {self.name} has nothing to train"
+        self._buffer = torch.empty_like(self.full, memory_format=torch.contiguous_format)
+        self._meter.add("grads_full", self._buffer.nbytes)
+        self.gradients.open(self._buffer)
+
+    def take_gradient(self) -> Tensor | None:
+        """Hand over the gradient buffer for `reduce` and then `release`; None if `grads` accumulates in place."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self.gradients.close()
+        else:
+            self.gradients.fill_missing()
+        return buffer
+
+    def reduce(self, collectives: Collectives, buffer: Tensor) -> None:
+        """Reduce the gradient of one unit of micro-batches to the grads tier and accumulate it."""
+        result = collectives.reduce(MessageClass.REDUCE, buffer, DEVICE, self.layout.grads, self._origin)
+        if self._is_fresh:
+            self.grads.copy_(result)
+        else:
+            self.grads.add_(result)
+        self._is_fresh = False
+
+    def release(self, buffer: Tensor) -> None:
+        """Count a reduced gradient buffer as gone; the caller drops it."""
+        self._meter.add("grads_full", -buffer.nbytes)
+
+    def tie(self, stages: StageP2P, stage: int) -> None:
+        """Add the accumulated gradient of the same slice on another stage. The same bits on both."""
+        theirs = torch.empty_like(self.grads)
+        self._meter.add("buffers", theirs.nbytes)
+        tickets = stages.send(MessageClass.TIE, self.grads, stage), stages.receive(theirs, stage)
+        for ticket in tickets:
+            ticket.wait()
+        self.grads.add_(theirs)
+        self._meter.add("buffers", -theirs.nbytes)
+
+    def sync(self, collectives: Collectives) -> None:
+        """Finish the accumulated gradient: `owned` becomes the sum over all ranks."""
+        layout = self.layout
+
+        def piece(tier: int) -> Tensor:
+            return self.grads[self.part_within(tier, layout.grads)]
+
+        total = collectives.reduce(MessageClass.SYNC, self.grads, layout.grads, layout.outermost, self._origin)
+        if total is not self.grads:
+            piece(layout.outermost).copy_(total)
+        collectives.gather(MessageClass.SYNC, piece, layout.outermost, layout.optimizer, self._origin)
+
+    def prepare_muon_momentum(self, scale: Tensor) -> None:
+        """Scale the gradient, put Muon's momentum in its place, and allocate it for whole matrices."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, ShardedMuon):
+            return
+        self.owned.mul_(scale.to(self.owned.dtype))
+        optimizer.prepare()
+        if self.layout.span(self.layout.optimizer) > 1:
+            self._muon_momentum = torch.empty_like(self.full, memory_format=torch.contiguous_format)
+            self._meter.add("buffers", self._muon_momentum.nbytes)
+            self._muon_momentum[self.part(self.layout.optimizer)] = self.owned
+
+    def gather_muon_momentum(self, collectives: Collectives) -> None:
+        """Gather the momentum over the ranks of the optimizer tier."""
+        momentum = self._muon_momentum
+        if momentum is None:
+            return
+
+        def piece(tier: int) -> Tensor:
+            return momentum[self.part(tier)]
+
+        collectives.gather(MessageClass.ORTHOGONALISE, piece, self.layout.optimizer, DEVICE, self._origin)
+
+    def update(self, scale: Tensor, lr: float) -> None:
+        """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
+        assert self.optimizer is not None, f"block {self.name} is not initialised"
+        if not self.spec.num_orthogonal:
+            self.owned.mul_(scale.to(self.owned.dtype))
+        self.optimizer.update(lr, self._muon_momentum)
+        if self._muon_momentum is not None:
+            self._meter.add("buffers", -self._muon_momentum.nbytes)
+            self._muon_momentum = None
+        if self._in_place:
+            self.gradients.open(self.grads)  # for the next step
+        self._is_fresh = True
+        self.publish()
+
+    def publish(self) -> None:
+        """Round the master parameters into this rank's part of the working copy."""
+        if self._keeps_master and self.optimizer is not None:
+            self._shard_piece(self.layout.optimizer).copy_(self.optimizer.master)
+
+    def refresh(self, collectives: Collectives) -> None:
+        """Bring the new parameters of the other ranks into the working copy."""
+        layout = self.layout
+        collectives.gather(MessageClass.REFRESH, self._shard_piece, layout.optimizer, layout.params, self._origin)
+
+    def _full_piece(self, tier: int) -> Tensor:
+        return self.full[self.part(tier)]
+
+    def _shard_piece(self, tier: int) -> Tensor:
+        return self.shard[self.part_within(tier, self.layout.params)]
+
+    def _make_optimizer(self, values: Tensor, config: OptimizerConfig) -> None:
+        layout, device = self.layout, self.full.device
+        self.grads = torch.zeros(self.padded // layout.span(layout.grads), dtype=self._master_dtype, device=device)
+        self.owned = self.grads[self.part_within(layout.optimizer, layout.grads)]
+        if self._keeps_master:
+            master = values.to(device=device, dtype=self._master_dtype)
+        else:
+            master = self._shard_piece(layout.optimizer)
+        self.optimizer = make_optimizer(
+            master,
+            self.owned,
+            self.part(layout.optimizer).start,
+            [extent for extent in self.extents if extent[2] <= self.spec.num_orthogonal],
+            sum(spec.numel for spec in self.spec.params if spec.decays),
+            config,
+            self.full.dtype,
+        )
+        self._meter.add("grads", self.grads.nbytes)
+        self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
+        if self._in_place:
+            self.gradients.open(self.grads)
+
+    def _make_parameters(self) -> list[nn.Parameter]:
+        parameters = []
+        for spec, start, _ in self.extents:
+            view = torch.empty(0, dtype=self.full.dtype, device=self.full.device)
+            stride = torch.empty(spec.shape, device="meta").stride()
+            view.set_(self.full.untyped_storage(), start, spec.shape, stride)
+            parameters.append(nn.Parameter(view, requires_grad=spec.trainable))
+        return parameters
+
+    def _zeros(self, tier: int) -> Tensor:
+        size = self.padded // self.layout.span(tier)
+        return torch.zeros(size, dtype=self.full.dtype, device=self.full.device)
+
+    def _resize(self, num_bytes: int) -> None:
+        self.full.untyped_storage().resize_(num_bytes)

@@ -1,0 +1,111 @@
+"""The state of a model on one rank: parameters, gradients and optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import PlanError
+from terrace.comm import Collectives, Meter
+from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan import MessageClass, Plan
+from terrace.program import Program
+from terrace.runtime.describe import replace_parameters
+from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.tensor import slice_value
+
+InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
+
+
+class ModelState:
+    """Flat parameters of the blocks that one rank holds, and the modules whose parameters are views of them.
+
+    `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
+    held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else
+    from `values`, the parameters of each whole block, which then must be the same on every rank. `meter` counts the
+    memory of the state by category.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        blocks: Sequence[nn.Module],
+        *,
+        specs: Sequence[BlockSpec],
+        settings: OptimizerConfig,
+        values: Sequence[Mapping[str, nn.Parameter]] | None = None,
+        initial: InitialValue | None = None,
+        device: torch.device | str = "cpu",
+        meter: Meter | None = None,
+    ) -> None:
+        self.program, self.rank, self.specs, self.settings = program, rank, tuple(specs), settings
+        check_settings(program.plan, settings)
+        held, meter = program.stage.held, meter or Meter()
+        values = values or [dict(block.named_parameters()) for block in blocks]
+        self.modules = {index: blocks[index] for index in held}
+        self.flats: dict[int, tuple[FlatParam, ...]] = {}
+        replacements: dict[int, nn.Parameter] = {}
+        for index in held:
+            self.flats[index] = tuple(
+                FlatParam(
+                    program.blocks[index].name,
+                    spec,
+                    rank,
+                    program.plan,
+                    torch.device(device),
+                    meter,
+                    is_copy=index in program.stage.copies,
+                )
+                for spec in program.flats[index]
+            )
+            old, own, block = dict(blocks[index].named_parameters()), values[index], program.blocks[index].name
+
+            def value(spec: ParamSpec, own: Mapping[str, nn.Parameter] = own, block: str = block) -> Tensor:
+                if initial is not None:
+                    whole = initial(block, spec.name, spec.whole or spec.shape)
+                else:
+                    whole = own[spec.name].detach()
+                return slice_value(whole, spec, program, rank)
+
+            for flat in self.flats[index]:
+                flat.initialise(value, settings)
+                for name, new in flat.named_parameters():
+                    replacements[id(old[name])] = new
+        replace_parameters(list(self.modules.values()), replacements)
+
+    def __iter__(self) -> Iterator[FlatParam]:
+        """All flat parameters, block after block."""
+        for flats in self.flats.values():
+            yield from flats
+
+    def trainable(self, block: int) -> list[FlatParam]:
+        """The flat parameters of a block that an optimizer updates."""
+        return [flat for flat in self.flats[block] if flat.spec.trainable]
+
+    def named_parameters(self, block: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of a block by name; their values are there only while gathered."""
+        for flat in self.flats[block]:
+            yield from flat.named_parameters()
+
+    def gather(self, collectives: Collectives) -> None:
+        """Materialise the full parameters of every block that is not resident anyway, until each is freed."""
+        if self.program.layout.params >= 0:
+            for flat in self:
+                flat.gather(collectives, MessageClass.GATHER, False)
+
+    def refresh(self, collectives: Collectives) -> None:
+        """Bring every working copy up to date with the master parameters, as after loading a checkpoint."""
+        for index in self.flats:
+            for flat in self.trainable(index):
+                flat.publish()
+                flat.refresh(collectives)
+
+
+def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
+    """Raise `PlanError` where a plan is for another optimizer than the settings."""
+    if plan.update != settings.name:
+        raise PlanError(
+            f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.name!r}: give both the same"
+        )
