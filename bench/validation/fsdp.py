@@ -11,7 +11,7 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster import Cluster, load_cluster
 from terrace.model.config import block_specs, num_params
 from terrace.simulate.layers import block_seconds, model_flops, optimizer_s
-from terrace.simulate.links import all_gather_s, overlapped_s, reduce_scatter_s
+from terrace.simulate.links import all_gather_s, reduce_scatter_s
 from terrace.simulate.work import Work
 
 VOCAB = 50368
@@ -161,3 +161,12 @@ def _cluster(name: str, num_devices: int) -> Cluster:
             memory_bandwidth_bytes_per_s=other.memory_bandwidth_bytes_per_s,
         )
     return replace(cluster, device=chip)
+
+
+def overlapped_s(compute_s: float, message_s: float, penalty: float, tail_s: float = 0.0) -> float:
+    """Return the seconds of computation and messages side by side, where computing slows by `penalty` meanwhile.
+
+    max(C (1 + penalty min(1, N / C)), N) + tail: never better than the longer of them, nor, with a penalty of
+    at most 1, worse than both in turn. `tail_s` is what nothing can hide: a first gather, a last reduction.
+    """
+    return max(compute_s + penalty * min(compute_s, message_s), message_s) + tail_s

@@ -31,45 +31,91 @@ With `balance = "cost"` bytes depend on the batch, so there is no formula:
 terrace.sequence.traffic counts them for one batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 from math import prod
+from typing import ClassVar
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads, is_spread, local_tokens, place_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import FORMATS, MessageClass
 
 
 class ContextLeg(StrEnum):
-    """What a message carries, and where to."""
+    """A message's content and direction."""
 
-    INTO = "into"  # what is attended to, to the parts that attend to it
+    INTO = "into"  # attention's inputs, to the parts that attend to them
     KEYS = "keys"  # keys and values of a round, to the place whose next round they are
     GRADIENTS = "gradients"  # of keys and values of a round, after those keys
-    HOME = "home"  # gradients of the keys and values of the last round, to the place that they are of
-    BACK = "back"  # what attention made, to the part that holds the tokens
+    HOME = "home"  # gradients of the keys and values of the last round, to the place that owns them
+    BACK = "back"  # attention's results, to the part that holds the tokens
+
+
+_DEALT = ContextLeg.INTO, ContextLeg.BACK  # to every other part of a place; the others go to one rank
 
 
 @dataclass(frozen=True)
 class ContextMessage:
-    """What a rank sends at one moment of a layer's attention: to one rank for each number of a tier."""
+    """A message of a layer's attention; `tier` is the one that a step of the ring goes over."""
+
+    message_class: ClassVar[MessageClass] = MessageClass.CONTEXT
 
     leg: ContextLeg
-    sends: tuple[tuple[int, int], ...]  # (tier index, bytes), the innermost tier first
-    beside: int | None  # the round that is computed meanwhile; None: it is waited for
+    tier: int = -1
+    backward: bool = False
 
 
-LayerMessages = tuple[tuple[ContextMessage, ...], tuple[ContextMessage, ...]]  # of a forward; of a backward by itself
+@dataclass(frozen=True)
+class AttentionBytes:
+    """Bytes of the messages of a layer's attention on one micro-batch; degrees by tier, innermost first.
+
+    `inputs` are the queries, keys and values of a rank's tokens in the heads of one part, `outputs` the attention
+    output of the same; `keys` are the keys and values of a place in the heads of one part.
+    """
+
+    ulysses: tuple[int, ...]
+    ring: tuple[int, ...]
+    inputs: int
+    outputs: int
+    keys: int
+
+    @property
+    def parts(self) -> int:
+        """Ulysses ranks."""
+        return prod(self.ulysses)
+
+    def sends(self, message: ContextMessage) -> tuple[tuple[int, int], ...]:
+        """(tier index, bytes sent over it) of a message, the innermost tier first."""
+        if message.leg not in _DEALT:
+            return ((message.tier, self.keys),)
+        is_inputs = (message.leg is ContextLeg.INTO) is not message.backward
+        return tuple(_dealt(self.ulysses, self.inputs if is_inputs else self.outputs))
+
+    def totals(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Bytes by tier index of a forward, and of a backward by itself."""
+        forward = Counter[int]()
+        for num_bytes in (self.inputs, self.outputs):
+            forward.update(dict(_dealt(self.ulysses, num_bytes)))
+        backward = forward.copy()
+        crossed = [tier for tier, degree in enumerate(self.ring) if degree > 1]
+        left = prod(self.ring)
+        for tier in crossed:
+            num_steps = left - left // self.ring[tier]
+            left //= self.ring[tier]
+            forward[tier] += num_steps * self.keys
+            # Keys once more, their gradients after all but the first exchange, and home over the outermost tier.
+            backward[tier] += (2 * num_steps - (tier == crossed[0]) + (tier == crossed[-1])) * self.keys
+        return forward, backward
 
 
 @dataclass(frozen=True)
 class ContextTraffic:
-    """What a context axis sends with `balance = "tokens"` of micro-batches whose rows have `sequence` tokens."""
+    """Bytes of a context axis with `balance = "tokens"`, for micro-batches whose rows have `sequence` tokens."""
 
     plan: Plan
     mesh: Mesh
@@ -80,63 +126,32 @@ class ContextTraffic:
         """Whether messages follow from the plan alone, and there are any."""
         return self.plan.balance == "tokens" and is_spread(self.mesh, self.plan)
 
-    def messages(self, blocks: Sequence[BlockSpec]) -> list[LayerMessages]:
-        """Return what every block sends for a micro-batch, in order; of whole blocks or of a tensor rank's."""
+    def attention(self, block: BlockSpec) -> AttentionBytes | None:
+        """Bytes of a block's attention; None for a block without messages, or with messages that the batch decides.
+
+        Raises `PlanError` where sequences have no length.
+        """
+        heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
         if self.has_formula and self.sequence < 1:
             raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
-        known: dict[Heads | None, LayerMessages] = {None: ((), ())}
-        found = []
-        for block in blocks:
-            heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
-            if heads not in known:
-                assert heads is not None
-                known[heads] = self._attention(heads)
-            found.append(known[heads])
-        return found
+        return None if heads is None else self._attention(heads)
 
-    def _attention(self, heads: Heads) -> LayerMessages:
+    def _attention(self, heads: Heads) -> AttentionBytes:
         head_bytes = heads.size * FORMATS[self.plan.compute].element_bytes
         part = heads.of_part(self.mesh.total("ulysses"))
         queries, keys = part.queries * head_bytes, 2 * part.keys * head_bytes
         held = local_tokens(self.plan, self.mesh, self.sequence)
-        ring_bytes = place_tokens(self.plan, self.mesh, self.sequence) * keys
-
-        def dealt(leg: ContextLeg, token_bytes: int) -> ContextMessage:
-            return ContextMessage(leg, tuple(_dealt(self.mesh.group("ulysses"), held * token_bytes)), None)
-
-        def passed(leg: ContextLeg, tier: int, beside: int | None) -> ContextMessage:
-            return ContextMessage(leg, ((tier, ring_bytes),), beside)
-
-        tiers = list(_step_tiers(self.mesh.group("ring")))  # of the exchanges before rounds 1, 2, ...
-        rounds = [[passed(ContextLeg.KEYS, tier, beside)] for beside, tier in enumerate(tiers)]
-        forward = list(chain(*rounds))
-        if tiers:
-            rounds.append([passed(ContextLeg.HOME, max(tiers), None)])
-        for beside, messages in enumerate(rounds[2:], start=2):  # of round beside - 1, with the exchange after it
-            messages.insert(0, passed(ContextLeg.GRADIENTS, tiers[beside - 1], beside))
-        return (
-            _sent(dealt(ContextLeg.INTO, queries + keys), *forward, dealt(ContextLeg.BACK, queries)),
-            _sent(dealt(ContextLeg.INTO, queries), *chain(*rounds), dealt(ContextLeg.BACK, queries + keys)),
+        return AttentionBytes(
+            ulysses=self.mesh.group("ulysses"),
+            ring=self.mesh.group("ring"),
+            inputs=held * (queries + keys),
+            outputs=held * queries,
+            keys=place_tokens(self.plan, self.mesh, self.sequence) * keys,
         )
 
 
-def _sent(*messages: ContextMessage) -> tuple[ContextMessage, ...]:
-    return tuple(message for message in messages if message.sends)
-
-
 def _dealt(degrees: Sequence[int], num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield what goes to all other parts, so many bytes to each."""
+    """Yield (tier, bytes) of `num_bytes` to each other part."""
     for tier, degree in enumerate(degrees):
         if degree > 1:
             yield tier, (degree - 1) * prod(degrees[:tier]) * num_bytes
-
-
-def _step_tiers(degrees: Sequence[int]) -> Iterator[int]:
-    """Yield the tier that every step of a ring goes over."""
-    for step in range(1, prod(degrees)):
-        crossed, stride = 0, 1
-        for tier, degree in enumerate(degrees):
-            if degree > 1 and step % stride == 0:
-                crossed = tier
-            stride *= degree
-        yield crossed

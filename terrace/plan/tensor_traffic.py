@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
@@ -47,6 +48,8 @@ class Leg(StrEnum):
 @dataclass(frozen=True)
 class TensorMessage:
     """One message inside a block: `numel` padded elements between the ranks of `axes`."""
+
+    message_class: ClassVar[MessageClass] = MessageClass.TENSOR
 
     leg: Leg
     axes: tuple[str, ...]
@@ -175,7 +178,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
 
-    inner = [param for param in block.params if _is_inner(param)]
+    inner = [param for param in block.params if is_inner(param)]
     if not inner and not forward_norms:  # the embedding
         forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]
         forward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
@@ -219,17 +222,17 @@ def _inner(tensor: Tensor, size: int) -> int:
 def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
     """One sum of a number a token for each parameter of a norm: a layer norm has two of both."""
     tokens = tensor.padded_tokens // tensor.rows.degree if tensor.splits_tokens else tensor.tokens
-    norms = [param for param in block.params if _is_norm(param)]
+    norms = [param for param in block.params if is_norm(param)]
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 
 
-def _is_inner(param: ParamSpec) -> bool:
+def is_inner(param: ParamSpec) -> bool:
     """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
     names = [name for name, _ in param.dims]
     return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
 
 
-def _is_norm(param: ParamSpec) -> bool:
+def is_norm(param: ParamSpec) -> bool:
     """Whether it is a parameter of a norm over the residual stream; that of heads is over what a rank has whole."""
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
 

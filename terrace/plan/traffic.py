@@ -90,12 +90,14 @@ def step_bytes(
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes
-    attention = ContextTraffic(plan, mesh, sequence).messages(blocks)
+    context = ContextTraffic(plan, mesh, sequence)
     for index in own:
-        attends, attends_back = attention[index]
-        for attending in (*attends, *(attends if index in again else ()), *attends_back):
-            for tier, num_bytes in attending.sends:
-                total[MessageClass.CONTEXT, layout.tiers[tier]] += num_micros * num_bytes
+        attention = context.attention(blocks[index])
+        if attention is not None:
+            ahead, back = attention.totals()
+            for table in (ahead, back, *([ahead] if index in again else [])):
+                for tier, num_bytes in table.items():
+                    total[MessageClass.CONTEXT, layout.tiers[tier]] += num_micros * num_bytes
         forward, backward = block_messages(tensor, blocks, index)
         for inside in [*forward, *(forward if index in again else []), *backward]:
             for tier, num_bytes in tensor.sends(inside):

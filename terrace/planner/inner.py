@@ -1,28 +1,26 @@
-"""What ranks of the tensor and the context axis send one another inside the blocks of a task.
+"""Seconds that blocks of a task wait for tensor and context ranks, read from the blocks' own programs.
 
-What tensor ranks send, and what hides it, is read from a program of one block of each kind (terrace.simulate.inside);
-the messages of context ranks are priced from their numbers (terrace.simulate.context), as those of a program are.
+The steps of an embedding, a layer and a head do not depend on the tiers on which the ranks are; the seconds of a
+message do. So steps are kept by degrees and tokens, prices by mapping.
 """
 
-import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrace.model.spec import BlockSpec
-from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.stage import whole_stage
-from terrace.plan.tensor_traffic import Tensor, TensorMessage
+from terrace.plan import MessageClass, Plan
+from terrace.plan.mesh import Mesh
+from terrace.plan.tensor_traffic import Tensor
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, LAYER, TENSOR, Task, columns_of, tensor_entry, ulysses_of
-from terrace.program import Instruction, Op, Program
-from terrace.simulate.context import context_waits, exchanges_of
-from terrace.simulate.inside import Hidden, Waits, hidden_counts, message_seconds, waits_of
+from terrace.program.block_program import Moment, attention_steps, moments_of
+from terrace.program.block_program.tensor import tensor_steps
+from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
 from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.states import kind_blocks
 from terrace.simulate.work import Work
 
 PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and what recomputation adds to that
+Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a backward that recomputes
 
 _NOTHING: PassSeconds = (0.0, 0.0, 0.0)
 
@@ -39,40 +37,45 @@ class Inner:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._kinds: dict[tuple[int, int], tuple[BlockSpec, ...]] = {}
-        self._lines: dict[tuple[int, Rows], tuple[list[Waits], list[Waits]]] = {}
-        self._counts: dict[tuple[int, ...], list[dict[Hidden, int]]] = {}
-        self._found: dict[tuple[int, Rows, int], list[Waits]] = {}
-        self._seconds: dict[Rows, tuple[Tensor, dict[TensorMessage, float]]] = {}
+        self._lines: dict[tuple[int, Rows], tuple[Passes, Passes]] = {}
+        self._moments: dict[tuple[int, ...], list[tuple[Moment, ...]]] = {}
+        self._priced: dict[tuple[int, Rows, int], Passes] = {}
+        self._prices: dict[Rows, InBlockPrices] = {}
         self._contexts: dict[tuple[object, ...], PassSeconds] = {}
 
     def seconds(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> InnerSeconds:
-        """Return what a block waits for on one micro-batch, where its products take `own`."""
+        """Seconds that a block waits on one micro-batch, where its products take `own`."""
         tensor = self._tensor(kind, rows, work, own) if work.tensor > 1 else _NOTHING
         return InnerSeconds(tensor, self.context(rows, work) if kind == LAYER and work.context > 1 else _NOTHING)
 
     def _tensor(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> PassSeconds:
-        penalty = self.task.cluster.device.overlap_penalty
-        forward, backward, again = self._waits(kind, rows, work.tokens)
-        backward_s, with_forward_s = (
-            each.exposed_s(own.input_s, own.weight_s, penalty, own.forward_s) for each in (backward, again)
+        hides = self.task.software.hides_messages
+        rooms = rooms_of(own.forward_s, own.input_s, own.weight_s) if hides else {}
+        forward_s, backward_s, with_forward_s = (
+            exposed(moments, rooms).get(MessageClass.TENSOR, 0.0) for moments in self._passes(kind, rows, work.tokens)
         )
-        return forward.exposed_s(0.0, 0.0, penalty, own.forward_s), backward_s, with_forward_s - backward_s
+        return forward_s, backward_s, with_forward_s - backward_s
 
     def context(self, rows: Rows, work: Work) -> PassSeconds:
-        """Return what a layer waits for of its context ranks."""
+        """Seconds that a layer waits for its context ranks."""
         degrees = context_degrees(rows)
         key = (degrees, work.rows, work.micro_batch)
         found = self._contexts.get(key)
         if found is None:
-            cluster, hides = self.task.cluster, self.task.software.hides_messages
+            cluster = self.task.cluster
             rounds = core_rounds(cluster.device, work)
-            waits = context_waits(cluster, exchanges_of(work, *degrees), rounds, hides=hides)
-            found = self._contexts[key] = (waits.forward_s, waits.backward_s, waits.forward_s)
+            rooms = rooms_of(0.0, 0.0, 0.0, rounds) if self.task.software.hides_messages else {}
+            bytes_of = attention_bytes(work, *degrees)
+            prices = InBlockPrices(cluster, None, bytes_of)
+            forward_s, backward_s = (
+                exposed(prices.priced(moments_of(steps)), rooms).get(MessageClass.CONTEXT, 0.0)
+                for steps in attention_steps(bytes_of.parts, bytes_of.ring)
+            )
+            found = self._contexts[key] = (forward_s, backward_s, forward_s)
         return found
 
-    def _waits(self, kind: int, rows: Rows, num_tokens: int) -> list[Waits]:
-        """Return the messages inside a block: of a forward, a backward, and a backward that recomputes.
+    def _passes(self, kind: int, rows: Rows, num_tokens: int) -> Passes:
+        """Priced messages of a forward, a backward, and a backward that recomputes.
 
         All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
         unless the tokens are padded, or their message, to a whole part for each rank.
@@ -80,55 +83,41 @@ class Inner:
         group: Rows = tuple((1, row[TENSOR], 1, 1, columns_of(row)) for row in rows)
         num_ranks = shape_of(group).tensor
         if num_tokens % num_ranks or MessageClass.TENSOR.value in self.task.wire:
-            return self._waits_of(kind, group, num_tokens)
+            return self._passes_of(kind, group, num_tokens)
         size = num_ranks * self.task.sequence
         key = (kind, group)
         found = self._lines.get(key)
         if found is None:
-            found = self._lines[key] = (self._waits_of(kind, group, size), self._waits_of(kind, group, 2 * size))
+            found = self._lines[key] = self._passes_of(kind, group, size), self._passes_of(kind, group, 2 * size)
         more = num_tokens / size - 1
-        return [
-            Waits(*(one + more * (two - one) for one, two in zip(first, second, strict=True)))
+        return tuple(
+            tuple(_on_the_line(one, two, more) for one, two in zip(first, second, strict=True))
             for first, second in zip(*found, strict=True)
-        ]
+        )
 
-    def _waits_of(self, kind: int, group: Rows, num_tokens: int) -> list[Waits]:
+    def _passes_of(self, kind: int, group: Rows, num_tokens: int) -> Passes:
         key = (kind, group, num_tokens)
-        if key not in self._found:
-            price = self._price(group)
-            found = [waits_of(counts, price) for counts in self._counted(kind, group, num_tokens)]
-            hides = self.task.software.hides_messages
-            self._found[key] = found if hides else [each.unhidden for each in found]
-        return self._found[key]
+        if key not in self._priced:
+            if group not in self._prices:
+                self._prices[group] = InBlockPrices(self.task.cluster, self._axis(group, 1), None)
+            priced = self._prices[group].priced
+            self._priced[key] = tuple(map(priced, self._moments_of(kind, group, num_tokens)))
+        return self._priced[key]
 
-    def _counted(self, kind: int, group: Rows, num_tokens: int) -> list[dict[Hidden, int]]:
+    def _moments_of(self, kind: int, group: Rows, num_tokens: int) -> list[tuple[Moment, ...]]:
         shape = shape_of(group)
         key = (kind, shape.tensor, shape.columns, num_tokens)
-        if key not in self._counts:
-            forward, backward = Instruction(Op.FORWARD, kind, 0), Instruction(Op.BACKWARD, kind, 0)
-            plain, again = (self._program(group, num_tokens, recompute) for recompute in (0, 1))
-            passes = ((plain, forward), (plain, backward), (again, backward))
-            self._counts[key] = [hidden_counts(*each) for each in passes]
-        return self._counts[key]
+        if key not in self._moments:
+            blocks = kind_blocks(self.task.model, {"rows": shape.tensor // shape.columns, "columns": shape.columns})
+            tensor, nothing = self._axis(group, num_tokens), ((), ())
+            forward, backward = tensor_steps(tensor, blocks, blocks[kind], nothing, False)
+            again = tensor_steps(tensor, blocks, blocks[kind], nothing, True)
+            self._moments[key] = [moments_of(steps) for steps in (forward, backward, again[0] + again[1])]
+        return self._moments[key]
 
-    def _price(self, group: Rows) -> Callable[[TensorMessage], float]:
-        """Return what gives the seconds of a message inside a block, the same for all kinds of blocks."""
-        if group not in self._seconds:
-            self._seconds[group] = (self._program(group, 1, 0).tensor, {})
-        tensor, known = self._seconds[group]
-
-        def price(message: TensorMessage) -> float:
-            found = known.get(message)
-            if found is None:
-                found = math.fsum(message_seconds(self.task.cluster, tensor, message).values())
-                known[message] = found
-            return found
-
-        return price
-
-    def _program(self, rows: Rows, num_tokens: int, recompute: int) -> Program:
-        """Return a program of one embedding, one layer and one head, for what is sent inside them."""
-        task, shape = self.task, shape_of(rows)
+    def _axis(self, rows: Rows, num_tokens: int) -> Tensor:
+        """The tensor axis of a mapping, for micro-batches of so many tokens."""
+        task = self.task
         tiers = [tier.name for tier in task.cluster.tiers]
         plan = Plan(
             params="device",
@@ -138,22 +127,15 @@ class Inner:
             wire={name: row for name, row in task.wire.items() if name == MessageClass.TENSOR.value},
             compute=task.compute,
             master=task.master,
-            recompute=("layers.*",) if recompute else (),
             sequence_parallel=task.software.sequence_parallel,
         )
-        key = (shape.tensor, shape.columns)
-        if key not in self._kinds:
-            degrees = {"rows": shape.tensor // shape.columns, "columns": shape.columns}
-            self._kinds[key] = kind_blocks(task.model, degrees)
-        return Program(
-            cluster=task.cluster,
-            plan=plan,
-            layout=Layout.of(task.cluster, plan),
-            blocks=self._kinds[key],
-            stage=whole_stage(len(self._kinds[key]), 1, 1),
-            instructions=(),
-            sequence=num_tokens,
-        )
+        return Tensor.of(Mesh.of(task.cluster, plan), tiers, plan, num_tokens)
+
+
+def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:
+    """The moment of a micro-batch that is `more` times as large again as that of `one`, whose double is `two`."""
+    parts = zip(one.parts, two.parts, strict=True)
+    return one._replace(parts=tuple((a + more * (b - a), penalty) for (a, penalty), (b, _) in parts))
 
 
 @lru_cache(maxsize=65536)

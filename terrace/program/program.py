@@ -1,6 +1,6 @@
 """The Program: the instructions of one rank with what they refer to."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -8,7 +8,7 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.context_traffic import ContextMessage, ContextTraffic, LayerMessages
+from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
 from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
@@ -17,9 +17,10 @@ from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
-from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
+from terrace.plan.tensor_traffic import Tensor, TensorMessage
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, FORMATS
-from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
+from terrace.program.instruction import Instruction, Op
 
 _MESSAGES = {
     Op.GATHER: MessageClass.GATHER,
@@ -154,42 +155,43 @@ class Program:
         carried = self._carried(instruction)
         return sum(coding_bytes(flat.layout, self.plan, message, flat.padded, source) for flat in carried)
 
-    def inside(self, instruction: Instruction) -> list[TensorMessage]:
-        """Return what a pass sends to the ranks of the tensor axis, in order; half a backward is its first half."""
-        if instruction.op is Op.BACKWARD_WEIGHT:
-            return []
-        if instruction.op is Op.RECV:
-            return [] if self.edge.gathers is None else [self.edge.gathers]
-        forward, backward = block_messages(self.tensor, self.blocks, instruction.block)
-        if instruction.op is Op.FORWARD:
-            return forward
-        return [*(forward if instruction.block in self._recomputed else []), *backward]
-
-    def attention(self, instruction: Instruction) -> tuple[ContextMessage, ...]:
-        """Return what a pass sends to the ranks of the context axis, in order; half a backward is its first half.
-
-        Nothing with `balance = "cost"`, where it depends on the batch.
-        """
-        if instruction.op not in PASSES or instruction.op is Op.BACKWARD_WEIGHT:
-            return ()
-        forward, backward = self._attention[instruction.block]
-        if instruction.op is Op.FORWARD:
-            return forward
-        return (*(forward if instruction.block in self._recomputed else ()), *backward)
+    def block_program(self, block: int) -> BlockProgram:
+        """The program of a block on one micro-batch: computing and messages in the order of issue."""
+        again = block in self._recomputed
+        key = (id(self.blocks[block].params), again)  # layers that are alike share their parameters' specs
+        if key not in self._block_programs:
+            self._block_programs[key] = block_program(self.tensor, self.context, self.blocks, block, recomputed=again)
+        return self._block_programs[key]
 
     def sends_inside(self, instruction: Instruction) -> Iterator[tuple[MessageClass, int, int]]:
         """Yield (class, tier index, bytes) for every message inside a pass or a RECV."""
-        for message in self.inside(instruction):
-            yield from ((MessageClass.TENSOR, *sent) for sent in self.tensor.sends(message))
-        for attending in self.attention(instruction):
-            yield from ((MessageClass.CONTEXT, *sent) for sent in attending.sends)
+        if instruction.op is Op.RECV:
+            messages: Iterable[InBlockMessage] = () if self.edge.gathers is None else (self.edge.gathers,)
+        else:
+            messages = messages_of(self.block_program(instruction.block).steps(instruction.op))
+        for message in messages:
+            for tier, num_bytes in self.message_sends(message, instruction.block):
+                yield message.message_class, tier, num_bytes
+
+    def message_sends(self, message: InBlockMessage, block: int) -> Iterable[tuple[int, int]]:
+        """(tier index, bytes that a rank sends) of a message inside a block."""
+        if isinstance(message, TensorMessage):
+            return self.tensor.sends(message)
+        attention = self.context.attention(self.blocks[block])
+        assert attention is not None, f"block {block} sends {message}"
+        return attention.sends(message)
+
+    @cached_property
+    def context(self) -> ContextTraffic:
+        """The context axis."""
+        return ContextTraffic(self.plan, self.mesh, self.sequence)
+
+    @cached_property
+    def _block_programs(self) -> dict[tuple[int, bool], BlockProgram]:
+        return {}
 
     def _source(self, instruction: Instruction) -> int | None:
         return self.layout.params_backward if instruction.secondary else None
-
-    @cached_property
-    def _attention(self) -> list[LayerMessages]:
-        return ContextTraffic(self.plan, self.mesh, self.sequence).messages(self.blocks)
 
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block runs its forward again."""

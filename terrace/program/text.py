@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from terrace.plan import MessageClass
 from terrace.plan.residency import recomputed
 from terrace.program.instruction import COLLECTIVES, INWARD, PASSES, Instruction, Op
 from terrace.program.program import Program
@@ -28,7 +29,8 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
     if instruction.op in PASSES:
         twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
         notes = ["recomputes its forward"] if twice and instruction.block in again else []
-        tiers = sorted({tier for message in program.attention(instruction) for tier, _ in message.sends})
+        sends = program.sends_inside(instruction)
+        tiers = sorted({tier for message, tier, _ in sends if message is MessageClass.CONTEXT})
         notes += ["attends over " + ", ".join(program.layout.tiers[tier] for tier in tiers)] if tiers else []
         return "; ".join(notes)
     if instruction.peer >= 0:

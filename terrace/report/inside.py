@@ -1,18 +1,18 @@
 """What ranks of the tensor and of the context axis send inside the blocks: tables for the terminal."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from rich.table import Table
 
-from terrace.plan.context_traffic import ContextLeg, ContextMessage
-from terrace.plan.residency import recomputed
+from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage
 from terrace.plan.tensor_traffic import TensorMessage
-from terrace.program import Instruction, Op, Program
+from terrace.program import Op, Program
+from terrace.program.block_program import Compute, Send, Steps, attention_steps, moments_of
 from terrace.report.tables import new_table, quantity, seconds
-from terrace.simulate.inside import Hidden, hidden_counts, message_seconds
+from terrace.simulate.inside import InBlockPrices
 
-_Alike = tuple[tuple[Hidden, int], ...]
+_Alike = tuple[tuple[TensorMessage, Compute | None, int], ...]
 _WORDS = {
     (ContextLeg.INTO, Op.FORWARD): "queries, keys and values",
     (ContextLeg.INTO, Op.BACKWARD): "gradients of the output",
@@ -37,16 +37,17 @@ def inside_table(program: Program) -> Table:
     for name, op, counts in _kinds(program):
         if op is Op.FORWARD:
             table.add_section()
-        for index, ((message, behind), count) in enumerate(counts):
+        prices = InBlockPrices(program.cluster, program.tensor, None)
+        for index, (message, behind, count) in enumerate(counts):
             words = (name, op.value.lower()) if index == 0 else ("", "")
-            takes_s = sum(message_seconds(program.cluster, program.tensor, message).values())
+            takes_s, _ = prices.price(message)
             table.add_row(
                 *words,
                 f"{count} {message.leg.value}",
                 " and ".join(message.axes),
                 _sent(program, message),
                 seconds(takes_s),
-                "waited for" if behind is None else behind.value,
+                "waited for" if behind is None else behind.kind.value,
             )
     return table
 
@@ -62,42 +63,53 @@ def attention_table(program: Program) -> Table:
     """Return what a rank of the context axis sends in the attention of a micro-batch, in order, for each kind of block.
 
     A row is a moment: what is waited for, or what travels while a round of the ring is computed; rounds alike that
-    follow one another stand in one row. Empty where the plan alone does not say it (`Program.attention`).
+    follow one another stand in one row. Empty where the plan alone does not say it.
     """
     table = new_table("attention over the context axis, for every micro-batch")
     for heading in ("block", "", "sent", "a rank sends", "meanwhile"):
         table.add_column(heading)
-    alike: dict[tuple[bool, tuple[ContextMessage, ...], tuple[ContextMessage, ...]], list[str]] = {}
-    again = recomputed(program.plan, program.blocks)
+    alike: dict[tuple[bool, AttentionBytes], list[str]] = {}
     for index, block in enumerate(program.blocks):
-        forward, backward = (program.attention(Instruction(op, index, 0)) for op in (Op.FORWARD, Op.BACKWARD))
-        if forward:
-            alike.setdefault((index in again, forward, backward), []).append(block.name)
-    for (twice, forward, backward), names in alike.items():
+        attention = program.context.attention(block)
+        if attention is not None:
+            alike.setdefault((program.recomputes(index), attention), []).append(block.name)
+    for (twice, attention), names in alike.items():
         name = names[0] if len(names) == 1 else f"{names[0]} (x {len(names)})"
+        forward, backward = attention_steps(attention.parts, attention.ring)
         table.add_section()
-        _add_moments(table, program, (name, Op.FORWARD), forward)
+        _add_moments(table, program, (name, Op.FORWARD), forward, attention)
         if twice:
             table.add_row("", Op.BACKWARD.value.lower(), "what the forward sends, again", "", "")
-        _add_moments(table, program, ("", Op.BACKWARD), backward[len(forward) if twice else 0 :], named=not twice)
+        _add_moments(table, program, ("", Op.BACKWARD), backward, attention, named=not twice)
     return table
 
 
 def _add_moments(
-    table: Table, program: Program, pass_: tuple[str, Op], messages: Sequence[ContextMessage], *, named: bool = True
+    table: Table,
+    program: Program,
+    pass_: tuple[str, Op],
+    steps: Steps,
+    attention: AttentionBytes,
+    *,
+    named: bool = True,
 ) -> None:
     """Add the rows of a pass; `named` says whether the first one names it."""
     name, op = pass_
-    moments = [
-        (moment, tuple((_WORDS[each.leg, op], _tiers_words(program, each.sends)) for each in group))
-        for moment, group in groupby(messages, key=lambda each: each.leg if each.beside is None else each.beside)
-    ]
+    moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # what is waited for goes by its own name
+    for send in (step for step in steps if isinstance(step, Send)):
+        for message in send.messages:
+            assert isinstance(message, ContextMessage), f"{message} in attention"
+            said = _WORDS[message.leg, op], _tiers_words(program, attention.sends(message))
+            moments.setdefault(send.behind or message.leg, []).append(said)
     first = named
-    for (waited, said), group in groupby(moments, key=lambda moment: (isinstance(moment[0], ContextLeg), moment[1])):
-        rounds = [moment for moment, _ in group]
-        during = f"rounds {rounds[0]} to {rounds[-1]}, each" if len(rounds) > 1 else f"round {rounds[0]}"
-        during = "waited for" if waited else during
-        for index, (what, sent) in enumerate(said):
+    for (waited, rows), group in groupby(
+        moments.items(), key=lambda moment: (isinstance(moment[0], ContextLeg), tuple(moment[1]))
+    ):
+        rounds = [moment.ring_step for moment, _ in group if isinstance(moment, Compute)]
+        during = "waited for"
+        if not waited:
+            during = f"rounds {rounds[0]} to {rounds[-1]}, each" if len(rounds) > 1 else f"round {rounds[0]}"
+        for index, (what, sent) in enumerate(rows):
             words = (name, op.value.lower()) if first else ("", "")
             table.add_row(*words, what, sent, during if index == 0 else "")
             first = False
@@ -107,13 +119,19 @@ def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
     """Yield (name, op, messages with their numbers) of each kind of block, in the order of the program."""
     alike: dict[tuple[_Alike, _Alike], list[str]] = {}
     for index, block in enumerate(program.blocks):
-        forward, backward = (
-            tuple(hidden_counts(program, Instruction(op, index, 0)).items()) for op in (Op.FORWARD, Op.BACKWARD)
-        )
+        steps = program.block_program(index).steps
+        forward, backward = (tuple(_counted(steps(op))) for op in (Op.FORWARD, Op.BACKWARD))
         alike.setdefault((forward, backward), []).append(block.name)
     for (forward, backward), names in alike.items():
         name = names[0] if len(names) == 1 else f"{names[0]} (x {len(names)})"
         yield from ((name, op, counts) for op, counts in ((Op.FORWARD, forward), (Op.BACKWARD, backward)) if counts)
+
+
+def _counted(steps: Steps) -> Iterator[tuple[TensorMessage, Compute | None, int]]:
+    for moment in moments_of(steps):
+        for message, count in moment.messages:
+            if isinstance(message, TensorMessage):
+                yield message, moment.behind, count
 
 
 def _sent(program: Program, message: TensorMessage) -> str:

@@ -13,8 +13,7 @@ a whole block, gathered or of gradients, where it is new each time (`kernels.fre
 the cluster's, and its `marks` say whether they are preset, measured or fitted.
 
 A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with
-members and padding of its own. What is sent inside a block is priced by `terrace.simulate.inside` (tensor ranks) and
-`terrace.simulate.context`.
+members and padding of its own. What is sent inside a block is priced by `terrace.simulate.inside`.
 """
 
 import math
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
+from terrace.plan import MessageClass
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatSpec
 from terrace.plan.memory import keeps_master
@@ -30,8 +30,7 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
-from terrace.simulate.context import NO_ROUNDS, Passes, Rounds, context_waits, exchanges_in
-from terrace.simulate.inside import waits
+from terrace.simulate.inside import NO_ROUNDS, Rounds, rooms_of, waits
 from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s
 from terrace.simulate.links import hop_s, send_s, tier_penalty
@@ -89,28 +88,14 @@ class Costs:
         for tier, degree, num_bytes in self.program.hops(instruction):
             yield tier, hop_s(self.program.cluster, tier, degree, num_bytes)
 
-    def inside_s(self, instruction: Instruction) -> float:
-        """Return the seconds that a FORWARD or a BACKWARD waits for messages inside its block."""
+    def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
+        """Return the seconds that a pass waits for messages inside its block, by message class."""
         block = instruction.block
+        if not self.hides_inside:
+            return waits(self.program, instruction, {})
         weight_s = self.weight_s[block] if self.weight_s else 0.0
-        found = waits(self.program, instruction)
-        hiding = found if self.hides_inside else found.unhidden
-        penalty = self.program.cluster.device.overlap_penalty
-        return hiding.exposed_s(self.backward_s[block] - weight_s, weight_s, penalty, self.forward_s[block])
-
-    def context_s(self, instruction: Instruction) -> float:
-        """Return the seconds that a FORWARD or a BACKWARD waits for the context ranks of its block."""
-        found = self._context_waits(instruction.block)
-        if instruction.op is Op.FORWARD or found is None:
-            return found.forward_s if found else 0.0
-        again = self.program.recomputes(instruction.block)
-        return found.backward_s + (found.forward_s if again else 0.0)
-
-    def _context_waits(self, block: int) -> Passes | None:
-        exchanges = exchanges_in(self.program, block)
-        if exchanges is None:
-            return None
-        return context_waits(self.program.cluster, exchanges, self.rounds, hides=self.hides_inside)
+        rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
+        return waits(self.program, instruction, rooms)
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:

@@ -4,7 +4,7 @@ The walk starts at the end of the compute stream. What computed came after what 
 came after a message; a message came after whichever was last of its being issued, its lane being free, and
 what it reads being there. The pieces so found lie behind one another without a gap and cover the step. A
 message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do. What a block
-waits for inside itself (terrace.simulate.inside, terrace.simulate.context) is on the path as messages of class `tensor`
+waits for inside itself (terrace.simulate.inside) is on the path as messages of class `tensor`
 or `context`.
 """
 
@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.program import Instruction, Op, Program
-from terrace.simulate.context import WAIT_CONTEXT, exchanges_in, tier_seconds
-from terrace.simulate.inside import WAIT_TENSOR, inside_seconds
+from terrace.plan import MessageClass
+from terrace.program import Instruction, Program
+from terrace.simulate.inside import WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording, Span
 
 
@@ -67,7 +67,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
         instruction = recording.program.instructions[span.position]
         if span.category in INSIDE:
             shares, category = (
-                INSIDE[span.category](recording.program, instruction),
+                inside_shares(recording.program, instruction, span.category),
                 span.category.removeprefix("wait "),
             )
         elif span.lane == COMPUTE:
@@ -109,7 +109,8 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             continue
         if wait.category in INSIDE:
             axis = wait.category.removeprefix("wait ")
-            for tier, share in INSIDE[wait.category](program, program.instructions[wait.position]).items():
+            shares = inside_shares(program, program.instructions[wait.position], wait.category)
+            for tier, share in shares.items():
                 seconds[axis, program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
         if wait.stage >= 0:
@@ -150,24 +151,13 @@ def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
     return _shares(weights)
 
 
-def inside_shares(program: Program, instruction: Instruction) -> dict[int, float]:
-    """Return which part of the seconds of tensor messages inside a block belongs to which tier index."""
-    return _shares(inside_seconds(program.cluster, program.tensor, program.inside(instruction)))
+def inside_shares(program: Program, instruction: Instruction, category: str) -> dict[int, float]:
+    """Return which part of the seconds of messages inside a block belongs to which tier index, hidden ones included."""
+    return _shares(inside_seconds(program, instruction, INSIDE[category]))
 
 
-def context_shares(program: Program, instruction: Instruction) -> dict[int, float]:
-    """Return the same of messages of context ranks, those that are hidden included."""
-    exchanges = exchanges_in(program, instruction.block)
-    if exchanges is None:
-        return {}
-    forward, backward = tier_seconds(program.cluster, exchanges)
-    if instruction.op is Op.FORWARD:
-        return _shares(forward)
-    again = forward if program.recomputes(instruction.block) else {}
-    return _shares({tier: backward.get(tier, 0.0) + again.get(tier, 0.0) for tier in {*backward, *again}})
-
-
-INSIDE = {WAIT_TENSOR: inside_shares, WAIT_CONTEXT: context_shares}  # waits inside a block -> tier shares
+# Waits inside a block -> the class of the messages.
+INSIDE = {WAIT_TENSOR: MessageClass.TENSOR, WAIT_CONTEXT: MessageClass.CONTEXT}
 
 
 def _shares(weights: Mapping[int, float]) -> dict[int, float]:

@@ -30,9 +30,7 @@ from terrace.plan.memory import accumulates_in_place
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, PASSES, Instruction, Op, Program, StepReport
-from terrace.simulate.context import WAIT_CONTEXT
 from terrace.simulate.cost import Costs
-from terrace.simulate.inside import WAIT_TENSOR
 
 
 def simulate(program: Program, costs: Costs) -> StepReport:
@@ -189,8 +187,8 @@ class _Pricing:
         ends = (index == 0, index == len(blocks) - 1)
         key = (instruction.op, id(blocks[index].params), *ends, index in self._again)
         if key not in self._inside:
-            waits = ((WAIT_TENSOR, self.costs.inside_s(instruction)), (WAIT_CONTEXT, self.costs.context_s(instruction)))
-            self._inside[key] = tuple((category, seconds) for category, seconds in waits if seconds)
+            waits = self.costs.waits_inside(instruction)
+            self._inside[key] = tuple((f"wait {name.value}", seconds) for name, seconds in waits.items() if seconds)
         return self._inside[key]
 
 

@@ -1,161 +1,158 @@
-"""Seconds of the messages inside a block: what ranks of the tensor axis send one another while they compute.
+"""Seconds that a block waits for the messages inside it, whichever axis they are of (terrace.program.block_program).
 
-They take as long, hop by hop, as a collective of the data axis does on its lane (terrace.simulate.cost), with a launch
-for each message and what coding in a block format takes. A block waits for most of them where they stand
-(terrace.plan.tensor_traffic lists them in order). They travel beside the lanes, and neither slows the other.
+A message takes as long, hop by hop, as a collective of the data axis does on its lane (terrace.simulate.cost), with a
+launch and the coding of block formats; an exchange of context ranks starts all its messages together, so each tier's
+latency counts once. They travel beside the lanes of other messages, and neither slows the other.
+
+A piece of computing that takes C hides up to C of the seconds of its messages, and is slowed meanwhile by the overlap
+penalty: of the device under the tensor axis, of the tier under the context axis. The rest is waited for.
 """
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.cluster import Cluster
+from terrace.plan.context_traffic import AttentionBytes
 from terrace.plan.hops import hops_coding_bytes
-from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, block_messages
-from terrace.plan.wire import MessageClass
-from terrace.program import Instruction, Op, Program
-from terrace.simulate.links import hop_s
+from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
+from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program import Instruction, Program
+from terrace.program.block_program import Compute, InBlockMessage, Kind, Moment, moments_of
+from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
+from terrace.simulate.work import Work
 
 WAIT_TENSOR = f"wait {MessageClass.TENSOR.value}"  # the category of their seconds, of a clock as of a prediction
+WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
+
+Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
+Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages hide
+
+NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))
 
 
-def inside_seconds(cluster: Cluster, tensor: Tensor, messages: Iterable[TensorMessage]) -> dict[int, float]:
-    """Return the seconds of messages one after the other, by tier index; a launch counts on the first tier crossed."""
-    total: dict[int, float] = defaultdict(float)
-    for message in messages:
-        for tier, seconds in message_seconds(cluster, tensor, message).items():
-            total[tier] += seconds
+class PricedMoment(NamedTuple):
+    """Seconds and overlap penalties of messages that share one piece of computing, `times` over."""
+
+    message_class: MessageClass
+    behind: Compute | None
+    parts: tuple[tuple[float, float], ...]
+    times: int
+
+
+class InBlockPrices:
+    """Seconds of single messages inside a block, remembered."""
+
+    def __init__(self, cluster: Cluster, tensor: Tensor | None, attention: AttentionBytes | None) -> None:
+        self._cluster, self._tensor, self._attention = cluster, tensor, attention
+        self._known: dict[InBlockMessage, tuple[float, float]] = {}
+
+    def by_tier(self, message: InBlockMessage) -> dict[int, float]:
+        """Seconds of a message by tier index; a launch counts on the first tier crossed."""
+        if isinstance(message, TensorMessage):
+            assert self._tensor is not None, f"{message} without a tensor axis"
+            return tensor_message_seconds(self._cluster, self._tensor, message)
+        assert self._attention is not None, f"{message} without a context axis"
+        sends = self._attention.sends(message)
+        if message.tier < 0:
+            return exchange_tiers(self._cluster, self._attention.ulysses, sends)
+        return {tier: send_s(self._cluster, tier, num_bytes) for tier, num_bytes in sends}
+
+    def price(self, message: InBlockMessage) -> tuple[float, float]:
+        """Seconds of a message, and the share of them by which computing beside it slows."""
+        found = self._known.get(message)
+        if found is None:
+            own_tier = -1 if isinstance(message, TensorMessage) else message.tier
+            device_penalty = self._cluster.device.overlap_penalty
+            penalty = device_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
+            found = self._known[message] = sum(self.by_tier(message).values()), penalty
+        return found
+
+    def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
+        """The moments with the seconds of their messages."""
+        return tuple(PricedMoment(each.message_class, each.behind, self._parts(each), each.times) for each in moments)
+
+    def _parts(self, moment: Moment) -> tuple[tuple[float, float], ...]:
+        # What a piece hides goes to the messages of the outermost tier first.
+        found: list[tuple[float, float]] = []
+        for message, count in sorted(moment.messages, key=_outermost_first):
+            seconds, penalty = self.price(message)
+            if found and found[-1][1] == penalty:
+                found[-1] = (found[-1][0] + count * seconds, penalty)
+            else:
+                found.append((count * seconds, penalty))
+        return tuple(found)
+
+
+def _outermost_first(counted: tuple[InBlockMessage, int]) -> int:
+    message, _ = counted
+    return 0 if isinstance(message, TensorMessage) else -message.tier
+
+
+def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass, float]:
+    """Seconds that messages add to computing, by message class."""
+    total: dict[MessageClass, float] = defaultdict(float)
+    for moment in moments:
+        left_s = 0.0 if moment.behind is None else rooms.get(moment.behind, 0.0)
+        added_s = 0.0
+        for seconds, penalty in moment.parts:
+            covered_s = min(seconds, left_s)
+            left_s -= covered_s
+            added_s += seconds - covered_s + penalty * covered_s
+        total[moment.message_class] += moment.times * added_s
+    return {each: total[each] for each in MessageClass if each in total}
+
+
+def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
+    """Seconds of the pieces of a block whose outputs, gradients of inputs and of weights take so long."""
+    (first, first_back), (later, later_back) = rounds
+    return {
+        Compute(Kind.OUTPUTS): forward_s,
+        Compute(Kind.INPUT_GRADIENTS): input_s,
+        Compute(Kind.WEIGHT_GRADIENTS): weight_s,
+        Compute(Kind.ROUND, 0): first,
+        Compute(Kind.ROUND, 1): later,
+        Compute(Kind.ROUND_GRADIENTS, 0): first_back,
+        Compute(Kind.ROUND_GRADIENTS, 1): later_back,
+    }
+
+
+def block_prices(program: Program, block: int) -> InBlockPrices:
+    """Prices of the messages inside a block of a program."""
+    return InBlockPrices(program.cluster, program.tensor, program.context.attention(program.blocks[block]))
+
+
+def waits(program: Program, instruction: Instruction, rooms: Rooms) -> dict[MessageClass, float]:
+    """Seconds that a pass waits for messages inside its block, by message class."""
+    steps = program.block_program(instruction.block).steps(instruction.op)
+    return exposed(block_prices(program, instruction.block).priced(moments_of(steps)), rooms)
+
+
+def inside_seconds(program: Program, instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
+    """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
+    prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)
+    for moment in moments_of(program.block_program(instruction.block).steps(instruction.op)):
+        for message, count in moment.messages if moment.message_class is message_class else ():
+            for tier, seconds in prices.by_tier(message).items():
+                total[tier] += moment.times * count * seconds
     return dict(total)
 
 
-class Behind(Enum):
-    """What is computed while a message travels."""
-
-    FORWARD = "outputs"
-    INPUTS = "gradients of inputs"
-    WEIGHTS = "gradients of weights"
-
-
-Hidden = tuple[TensorMessage, Behind | None]
-
-
-class Waits(NamedTuple):
-    """Seconds of the messages of one instruction: those that are waited for, and those beside which something runs."""
-
-    alone_s: float
-    beside_inputs_s: float
-    beside_weights_s: float
-    beside_forward_s: float = 0.0
-
-    @property
-    def unhidden(self) -> "Waits":
-        """The same messages where nothing runs beside any."""
-        return Waits(sum(self), 0.0, 0.0)
-
-    def exposed_s(self, input_s: float, weight_s: float, penalty: float, forward_s: float = 0.0) -> float:
-        """Return the seconds that are added to computing.
-
-        `input_s`, `weight_s` and `forward_s` are what the gradients of inputs and of weights and the outputs take: what
-        messages may hide behind. They are slowed by `penalty` meanwhile, as anything that runs beside a message.
-        """
-        total = self.alone_s
-        rooms = (self.beside_inputs_s, input_s), (self.beside_weights_s, weight_s), (self.beside_forward_s, forward_s)
-        for seconds, room_s in rooms:
-            covered_s = min(seconds, room_s)
-            total += seconds - covered_s + penalty * covered_s
-        return total
+def attention_bytes(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> AttentionBytes:
+    """Bytes of the messages in a layer's attention; the degrees by tier multiply to those of `work`."""
+    head_bytes = work.model.head_dim * FORMATS[work.compute].element_bytes
+    queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
+    return AttentionBytes(
+        tuple(ulysses),
+        tuple(ring),
+        inputs=work.tokens * (queries + keys),
+        outputs=work.tokens * queries,
+        keys=work.attended * keys,
+    )
 
 
-def waits(program: Program, instruction: Instruction) -> Waits:
-    """Return the seconds of the messages inside a FORWARD or a BACKWARD."""
-    cluster, tensor = program.cluster, program.tensor
-
-    def price(message: TensorMessage) -> float:
-        return math.fsum(message_seconds(cluster, tensor, message).values())
-
-    return waits_of(hidden_counts(program, instruction), price)
-
-
-def waits_of(counts: Mapping[Hidden, int], price: Callable[[TensorMessage], float]) -> Waits:
-    """Return the seconds of messages that are sent so many times each, of which one takes what `price` says."""
-    total: dict[Behind | None, float] = dict.fromkeys((None, *Behind), 0.0)
-    for (message, behind), count in counts.items():
-        total[behind] += count * price(message)
-    return Waits(total[None], total[Behind.INPUTS], total[Behind.WEIGHTS], total[Behind.FORWARD])
-
-
-def hidden_counts(program: Program, instruction: Instruction) -> dict[Hidden, int]:
-    """Return how often each of the messages inside a FORWARD or a BACKWARD is sent beside the same computing.
-
-    They do not depend on the tiers on which the ranks are.
-    """
-    return dict(Counter(hidden_behind(program, instruction)))
-
-
-def hidden_behind(program: Program, instruction: Instruction) -> list[Hidden]:
-    """Return the messages inside a block in order, each with what the runtime computes meanwhile: None is nothing.
-
-    The one place that says so (terrace.runtime.tensor does it). In the backward of attention or MLP the sum over the
-    rows that ends it runs beside the weight gradients of its first products, a sum over the columns beside that of its
-    last, and the second gather of its input beside the gradients before it. So does the last sum of a head whose tokens
-    are whole. Of messages in parts (`Plan.tensor_chunks`) the first part that is gathered and the last that is summed
-    are waited for; the others run beside the products of their neighbours. Everything else is waited for. The room is
-    the whole block's, not that of attention and MLP apart.
-    """
-    tensor = program.tensor
-    forward, backward = block_messages(tensor, program.blocks, instruction.block)
-    has_regions = all(any(each.leg is Leg.REDUCE for each in messages) for messages in (forward, backward))
-    num_parts = len(tensor.token_chunks) if has_regions and tensor.splits_tokens else 1
-    if instruction.op is Op.FORWARD:
-        return _forward(tensor, forward, num_parts)
-    again = program.inside(instruction)
-    again = again[: len(again) - len(backward)]  # the forward of a block that is recomputed
-    regathers = tensor.splits_tokens and not again
-    found = _backward(tensor, backward, num_parts, regathers) if has_regions else _outer_backward(tensor, backward)
-    return [*_forward(tensor, again, num_parts), *found]
-
-
-def _forward(tensor: Tensor, messages: Sequence[TensorMessage], num_parts: int) -> list[Hidden]:
-    found: list[Hidden] = []
-    passed = dict.fromkeys(Leg, 0)
-    for message in messages:
-        behind = None
-        if message.axes == tensor.rows.axes:
-            waited_for = num_parts - 1 if message.leg is Leg.REDUCE else 0
-            behind = None if passed[message.leg] % num_parts == waited_for else Behind.FORWARD
-            passed[message.leg] += 1
-        found.append((message, behind))
-    return found
-
-
-def _backward(tensor: Tensor, messages: Sequence[TensorMessage], num_parts: int, regathers: bool) -> list[Hidden]:
-    """Of attention and MLP: their gradient in parts, the sum, what columns add, and perhaps the input once more."""
-    found: list[Hidden] = []
-    gathered = 0  # over the rows, of the region
-    for message in messages:
-        behind: Behind | None = Behind.WEIGHTS
-        if message.leg is Leg.NUMBERS:
-            behind = None
-        elif message.leg is Leg.GATHER and message.axes == tensor.rows.axes and tensor.splits_tokens:
-            behind = Behind.INPUTS if gathered else None
-            gathered = (gathered + 1) % (num_parts + regathers)
-        found.append((message, behind))
-    return found
-
-
-def _outer_backward(tensor: Tensor, messages: Sequence[TensorMessage]) -> list[Hidden]:
-    """Of embedding and head: only a head whose tokens are whole sums its gradient beside that of its weight."""
-    rows, splits = tensor.rows.axes, tensor.splits_tokens
-    return [
-        (each, Behind.WEIGHTS if each.axes == rows and each.leg is not Leg.NUMBERS and not splits else None)
-        for each in messages
-    ]
-
-
-def message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMessage) -> dict[int, float]:
-    """Return the seconds of one message by tier index."""
+def tensor_message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMessage) -> dict[int, float]:
+    """Seconds of one message of the tensor axis by tier index."""
     degrees, total = tensor.line(message.axes).degrees, dict[int, float]()
     for tier, num_bytes in tensor.sends(message):
         total[tier] = hop_s(cluster, tier, degrees[tier], num_bytes)

@@ -12,8 +12,8 @@ is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum t
 For GPT with dropout that is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. What stands outside the
 tensor-parallel products is cut over the rows under sequence parallelism. Tensor columns cut the residual stream and
 the hidden side of every product, and repeat the rest. Query, key and value count as one product, and so do gate and
-up. Attention goes over the rounds of a ring, and over the heads of a Ulysses rank. Messages are not in these figures:
-`terrace.simulate.inside`, `terrace.simulate.context`.
+up. Attention goes over the rounds of a ring, and over the heads of a Ulysses rank. Messages are not in these figures
+(`terrace.simulate.inside`).
 """
 
 import math

@@ -3,6 +3,8 @@
 import functools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.validation import fsdp
 from bench.validation.__main__ import PAGE, page, tables
@@ -77,3 +79,12 @@ def test_presets_mark_nothing_as_measured_or_fitted() -> None:
         cluster = load_cluster(name)
         assert not cluster.device.marks
         assert not any(tier.marks for tier in cluster.tiers)
+
+
+@settings(deadline=None)
+@given(*[st.floats(0, 1e3)] * 3, st.floats(0, 1))
+def test_overlap_lies_between_the_longer_and_both_in_turn(
+    compute_s: float, message_s: float, tail_s: float, penalty: float
+) -> None:
+    step_s = fsdp.overlapped_s(compute_s, message_s, penalty, tail_s)
+    assert max(compute_s, message_s) + tail_s <= step_s <= (compute_s + message_s + tail_s) * (1 + 1e-9)

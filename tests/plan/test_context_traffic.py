@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from terrace.base.errors import PlanError
 from terrace.cli.main import main
 from terrace.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
+from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass, Plan, preset, step_bytes
 from terrace.plan.context import Pool, local_tokens
-from terrace.plan.context_traffic import ContextLeg, ContextMessage, ContextTraffic
+from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage, ContextTraffic
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.program import Op, Program, build, program_text, verify
+from terrace.program.block_program import Send, Steps, attention_steps, messages_of
 from terrace.program.lowering import build_stages
 from terrace.report import ASSIGNED, attention_table
 from terrace.sequence.static import static_spread
@@ -50,13 +53,27 @@ def planned(cluster: Cluster, mapping: dict[str, Any], **changes: Any) -> Plan:
     return replace(preset("zero3", cluster), mapping=mapping, compute="fp64", master="fp64", **changes)
 
 
-def by_leg(messages: tuple[ContextMessage, ...]) -> Counter[tuple[ContextLeg, int]]:
-    """Return bytes by leg and tier."""
-    sent: Counter[tuple[ContextLeg, int]] = Counter()
-    for message in messages:
-        for tier, num_bytes in message.sends:
-            sent[message.leg, tier] += num_bytes
-    return sent
+def by_leg(attention: AttentionBytes) -> list[Counter[tuple[ContextLeg, int]]]:
+    """Bytes of a forward and of a backward, by leg and tier; they add up to the closed formula."""
+    found = []
+    for steps, total in zip(attention_steps(attention.parts, attention.ring), attention.totals(), strict=True):
+        sent: Counter[tuple[ContextLeg, int]] = Counter()
+        for message in messages_of(steps):
+            assert isinstance(message, ContextMessage)
+            for tier, num_bytes in attention.sends(message):
+                sent[message.leg, tier] += num_bytes
+        by_tier = Counter[int]()
+        for (_, tier), num_bytes in sent.items():
+            by_tier[tier] += num_bytes
+        assert by_tier == total
+        found.append(sent)
+    return found
+
+
+def attention_of(plan: Plan, mesh: Mesh, sequence: int, blocks: Sequence[BlockSpec]) -> AttentionBytes:
+    found = ContextTraffic(plan, mesh, sequence).attention(blocks[LAYER])
+    assert found is not None
+    return found
 
 
 TIERS = ("package", "node", "system")
@@ -80,7 +97,10 @@ def test_the_formula_is_what_every_spread_sends(
     }
     plan = planned(cluster, mapping, micro_batch=micro_batch)
     mesh, blocks = Mesh.of(cluster, plan), block_specs(llama(8, kv_heads))
-    forward, backward = (by_leg(each) for each in ContextTraffic(plan, mesh, sequence).messages(blocks)[LAYER])
+    if math.prod(math.prod(each) for each in degrees) == 1:
+        assert ContextTraffic(plan, mesh, sequence).attention(blocks[LAYER]) is None
+        return
+    forward, backward = by_leg(attention_of(plan, mesh, sequence, blocks))
     member = data.draw(st.integers(0, cluster.world_size - 1))
     pool = Pool.of(cluster, plan, 0)
     spread = static_spread(plan, mesh, sequence, 0, list(range(0, micro_batch * sequence, sequence)), member)
@@ -128,8 +148,8 @@ def test_bytes_are_those_of_the_published_table(num_ranks: int, kv_heads: int) -
         plan = planned(cluster, {"package": {"context": {form: num_ranks}}}, micro_batch=B)
         found: Counter[ContextLeg] = Counter()
         blocks = block_specs(llama(8, kv_heads))
-        for messages in ContextTraffic(plan, Mesh.of(cluster, plan), L).messages(blocks)[LAYER]:
-            for (leg, _), num_bytes in by_leg(messages).items():
+        for sends in by_leg(attention_of(plan, Mesh.of(cluster, plan), L, blocks)):
+            for (leg, _), num_bytes in sends.items():
                 found[leg] += num_bytes
         return found
 
@@ -150,8 +170,8 @@ def test_usp_crosses_the_outer_tier_with_keys_alone_and_the_reverse_with_everyth
     def sent(inside: str, across: str) -> list[int]:
         plan = planned(cluster, {"package": {"context": {inside: 4}}, "node": {"context": {across: 2}}}, micro_batch=B)
         found = Counter[int]()
-        for messages in ContextTraffic(plan, Mesh.of(cluster, plan), L).messages(blocks)[LAYER]:
-            for (_, tier), num_bytes in by_leg(messages).items():
+        for sends in by_leg(attention_of(plan, Mesh.of(cluster, plan), L, blocks)):
+            for (_, tier), num_bytes in sends.items():
                 found[tier] += num_bytes
         return [found[tier] // ITEM for tier in range(2)]
 
@@ -200,17 +220,20 @@ def test_without_the_length_of_a_sequence_there_is_no_program() -> None:
         build(cluster, planned(cluster, {"package": {"context": 2}}), block_specs(llama()), 1)
 
 
-def test_messages_are_in_order_and_say_beside_which_round_they_travel() -> None:
+def test_messages_are_in_order_and_say_behind_which_round_they_travel() -> None:
     cluster = cluster_of(2, 2)
     plan = planned(cluster, {"package": {"context": 2}, "node": {"context": 2}})
-    forward, backward = ContextTraffic(plan, Mesh.of(cluster, plan), 8).messages(block_specs(llama()))[LAYER]
-    crossed = [(each.leg.value, each.sends[0][0], each.beside) for each in backward]
-    assert [(each.leg.value, each.sends[0][0], each.beside) for each in forward] == [
-        ("keys", 0, 0),
-        ("keys", 1, 1),
-        ("keys", 0, 2),
-    ]
-    assert crossed == [
+    attention = attention_of(plan, Mesh.of(cluster, plan), 8, block_specs(llama()))
+
+    def told(steps: Steps) -> list[tuple[str, int, int | None]]:
+        sends = [step for step in steps if isinstance(step, Send)]
+        rounds = [None if each.behind is None else each.behind.ring_step for each in sends]
+        messages = [message for message in messages_of(steps) if isinstance(message, ContextMessage)]
+        return [(each.leg.value, each.tier, number) for each, number in zip(messages, rounds, strict=True)]
+
+    forward, backward = map(told, attention_steps(attention.parts, attention.ring))
+    assert forward == [("keys", 0, 0), ("keys", 1, 1), ("keys", 0, 2)]
+    assert backward == [
         ("keys", 0, 0),
         ("keys", 1, 1),
         ("gradients", 1, 2),
@@ -259,7 +282,7 @@ def test_slices_send_what_their_heads_say() -> None:
     plan = planned(cluster, {"package": {"tensor": 4}, "node": {"context": 2}})
     mesh = Mesh.of(cluster, plan)
     blocks = block_specs(llama(8, 2))
-    whole, cut = (ContextTraffic(plan, mesh, 8).messages(each) for each in (blocks, slice_blocks(blocks, mesh)))
+    whole, cut = (attention_of(plan, mesh, 8, each) for each in (blocks, slice_blocks(blocks, mesh)))
     assert whole == cut
-    forward, _ = whole[LAYER]
-    assert forward[0].sends == ((1, 2 * 4 * 2 * ITEM),)  # keys and values of 4 tokens, one head of 2
+    keys = ContextMessage(ContextLeg.KEYS, tier=1)
+    assert whole.sends(keys) == ((1, 2 * 4 * 2 * ITEM),)  # keys and values of 4 tokens, one head of 2

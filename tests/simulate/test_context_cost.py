@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import ClusterError
 from terrace.cluster import Cluster, Device, Tier
 from terrace.model.config import forward_flops
-from terrace.plan import step_bytes
+from terrace.plan import MessageClass, step_bytes
 from terrace.plan.context_traffic import ContextLeg, ContextMessage
 from terrace.planner import Pins, Space, Task, find, plan_of
 from terrace.planner.estimate import Part
@@ -19,15 +19,17 @@ from terrace.planner.space import Rows, closed, open_shapes
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
 from terrace.program import Instruction, Op, Program, build
+from terrace.program.block_program import Compute, Send, Steps
 from terrace.sequence.balanced import most_attended, place_capacity
 from terrace.simulate import critical_path, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
-from terrace.simulate.context import Rounds, context_waits, exchanges_in, exchanges_of
 from terrace.simulate.footprint import work_of
+from terrace.simulate.inside import Rounds, attention_bytes
 from terrace.simulate.layers import core_rounds
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.work import Work
+from tests.support.attention_waits import attention_waits
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, small_task
 
 REPLICATED = Placement(-1, -1, -1)
@@ -66,30 +68,36 @@ def program_of(task: Task, choice: Choice) -> Program:
     return build(task.cluster, plan_of(task, choice), task.blocks, num_micros(task, choice), task.sequence)
 
 
-def by_hand(program: Program, messages: tuple[ContextMessage, ...], rounds_s: tuple[float, float]) -> float:
-    """Price the messages one by one, each beside the round of which the formula says so."""
+def by_hand(program: Program, steps: Steps, first_s: float, later_s: float) -> float:
+    """Price the messages one by one, each behind the round that its step names."""
     cluster, waited_s = program.cluster, 0.0
-    left_s = {index: rounds_s[min(index, 1)] for index in range(len(messages))}
-    for message in messages:
+    attention = program.context.attention(program.blocks[LAYER])
+    assert attention is not None
+    left_s: dict[Compute, float] = {}
+    for send in (step for step in steps if isinstance(step, Send)):
+        (message,) = send.messages
+        assert isinstance(message, ContextMessage)
         if message.leg in (ContextLeg.INTO, ContextLeg.BACK):
-            for tier, num_bytes in message.sends:
+            for tier, num_bytes in attention.sends(message):
                 degree = program.mesh.group("ulysses")[tier]
                 waited_s += cluster.tiers[tier].latency_s
                 waited_s += num_bytes / rate_bytes_per_s(cluster, tier, num_bytes, degree=degree)
             waited_s += cluster.device.kernels.launch_s
             continue
-        ((tier, num_bytes),) = message.sends
+        ((tier, num_bytes),) = attention.sends(message)
         seconds = send_s(cluster, tier, num_bytes)
-        covered_s = 0.0 if message.beside is None else min(seconds, left_s[message.beside])
-        if message.beside is not None:
-            left_s[message.beside] -= covered_s
+        covered_s = 0.0
+        if send.behind is not None:
+            room_s = left_s.setdefault(send.behind, later_s if send.behind.ring_step else first_s)
+            covered_s = min(seconds, room_s)
+            left_s[send.behind] -= covered_s
         waited_s += seconds - covered_s + tier_penalty(cluster, tier) * covered_s
     return waited_s
 
 
 @pytest.mark.parametrize("rows", FORMS)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 50.0])
-def test_the_closed_form_is_the_list_of_messages_priced_one_by_one(rows: Rows, scale: float) -> None:
+def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(rows: Rows, scale: float) -> None:
     """Whatever the rounds hide: nothing, some, all. Also the bytes that a task's numbers say are the program's."""
     task = replace(
         small_task(two_tiers(20e9), batch=16, model=gpt(2, 512, 8, vocab=1000, positions=4096)), sequence=4096
@@ -97,22 +105,24 @@ def test_the_closed_form_is_the_list_of_messages_priced_one_by_one(rows: Rows, s
     choice = choice_of(rows, recompute=1, micro_batch=2 if rows[1][0] == 4 else 1)
     program = program_of(task, choice)
     work = work_of(task.cluster, program.plan, task.model, task.sequence)
-    exchanges = exchanges_in(program, LAYER)
-    assert exchanges == exchanges_of(work, *(program.mesh.group(form) for form in ("ulysses", "ring")))
-    assert exchanges is not None
+    attention = program.context.attention(program.blocks[LAYER])
+    assert attention == attention_bytes(work, *(program.mesh.group(form) for form in ("ulysses", "ring")))
+    assert attention is not None
     first, later = ((scale * forward, scale * backward) for forward, backward in core_rounds(task.cluster.device, work))
     rounds: Rounds = (first, later)
-    waits = context_waits(task.cluster, exchanges, rounds)
-    forward = program.attention(Instruction(Op.FORWARD, LAYER))
-    backward = program.attention(Instruction(Op.BACKWARD, LAYER))[len(forward) :]  # its forward is run again first
-    assert waits.forward_s == pytest.approx(by_hand(program, forward, (first[0], later[0])), rel=1e-9)
-    assert waits.backward_s == pytest.approx(by_hand(program, backward, (first[1], later[1])), rel=1e-9)
-    assert exchanges_in(program, 0) is None
     costs = replace(step_costs(program, work), rounds=rounds)
-    assert costs.context_s(Instruction(Op.BACKWARD, LAYER)) == waits.backward_s + waits.forward_s
-    assert costs.context_s(Instruction(Op.BACKWARD, 0)) == 0.0
-    alone = context_waits(task.cluster, exchanges, rounds, hides=False)
-    assert alone.backward_s >= waits.backward_s
+    block = program.block_program(LAYER)
+    forward_s, recomputed_s = (
+        costs.waits_inside(Instruction(op, LAYER))[MessageClass.CONTEXT] for op in (Op.FORWARD, Op.BACKWARD)
+    )
+    assert forward_s == pytest.approx(by_hand(program, block.forward, first[0], later[0]), rel=1e-9)
+    backward_s = by_hand(program, block.backward, first[1], later[1])
+    assert recomputed_s == pytest.approx(forward_s + backward_s, rel=1e-9)
+    assert (forward_s, backward_s) == pytest.approx(attention_waits(task.cluster, attention, rounds), rel=1e-9)
+    assert program.context.attention(program.blocks[0]) is None
+    assert costs.waits_inside(Instruction(Op.BACKWARD, 0)) == {}
+    alone = replace(costs, hides_inside=False).waits_inside(Instruction(Op.BACKWARD, LAYER))
+    assert alone[MessageClass.CONTEXT] >= recomputed_s
 
 
 @pytest.mark.parametrize("rows", FORMS[:4])

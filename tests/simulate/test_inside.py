@@ -11,13 +11,14 @@ from rich.console import Console
 from terrace.base.errors import PlanError
 from terrace.cluster import Cluster, Tier, load_cluster
 from terrace.model.config import block_specs, parse_model
-from terrace.plan import Plan, step_bytes
+from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.program import Instruction, Op, Program, build, verify
+from terrace.program.block_program import Compute, Kind, moments_of
 from terrace.report import inside_table
 from terrace.simulate import Costs, changes, critical_path, memory_curve, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
-from terrace.simulate.inside import Behind, Waits, inside_seconds, waits
+from terrace.simulate.inside import PricedMoment, block_prices, exposed, inside_seconds, rooms_of
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.work import Work
 from tests.support.planner_cases import gpt
@@ -57,19 +58,31 @@ def program_of(cluster: Cluster, tensor: Any, num_micros: int = 2, **more: Any) 
     return program
 
 
+def behind(program: Program, op: Op) -> dict[Kind | None, float]:
+    """Seconds of the messages of a layer's pass, by the computing that hides them."""
+    moments = block_prices(program, 1).priced(moments_of(program.block_program(1).steps(op)))
+    return {
+        None if each.behind is None else each.behind.kind: sum(seconds for seconds, _ in each.parts) for each in moments
+    }
+
+
+ALONE, OUTPUTS, INPUTS, WEIGHTS = None, Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS
+
+
 def test_messages_of_a_layer_by_hand() -> None:
     """Two rows, fp32: T H elements in halves, 8 messages forward and back, two more to gather the inputs again."""
     program = program_of(cluster_of(2, 2), 2)
     one_s = LATENCY_S + SEQUENCE * 64 * 4 / 2 / RATE
-    forward, backward = Instruction(Op.FORWARD, 1, 0), Instruction(Op.BACKWARD, 1, 0)
-    assert waits(program, forward) == pytest.approx(Waits(4 * one_s, 0.0, 0.0))
+    assert behind(program, Op.FORWARD) == pytest.approx({ALONE: 4 * one_s})
     # Waited for are the gathers of two outputs' gradients; two sums run beside the gradients of weights.
-    assert waits(program, backward) == pytest.approx(Waits(2 * one_s, 2 * one_s, 2 * one_s))
+    backward = {ALONE: 2 * one_s, INPUTS: 2 * one_s, WEIGHTS: 2 * one_s}
+    assert behind(program, Op.BACKWARD) == behind(program, Op.BACKWARD_INPUT) == pytest.approx(backward)
+    assert behind(program, Op.BACKWARD_WEIGHT) == {}
     again = program_of(cluster_of(2, 2), 2, recompute=("layers.*",))
-    assert waits(again, backward) == pytest.approx(Waits(6 * one_s, 0.0, 2 * one_s))
+    assert behind(again, Op.BACKWARD) == pytest.approx({ALONE: 6 * one_s, WEIGHTS: 2 * one_s})
     whole = program_of(cluster_of(2, 2), 2, sequence_parallel=False)
-    assert waits(whole, forward) == pytest.approx(Waits(4 * one_s, 0.0, 0.0))
-    assert waits(whole, backward) == pytest.approx(Waits(0.0, 0.0, 4 * one_s))
+    assert behind(whole, Op.FORWARD) == pytest.approx({ALONE: 4 * one_s})
+    assert behind(whole, Op.BACKWARD) == pytest.approx({WEIGHTS: 4 * one_s})
 
 
 def told(program: Program) -> list[list[str]]:
@@ -78,7 +91,7 @@ def told(program: Program) -> list[list[str]]:
     with console.capture() as capture:
         console.print(inside_table(program))
     lines = [re.split(r" {2,}", line.strip()) for line in capture.get().splitlines()]
-    return [cells for cells in lines if cells[-1] in ("waited for", *(each.value for each in Behind))]
+    return [cells for cells in lines if cells[-1] in ("waited for", *(each.value for each in Kind))]
 
 
 def test_people_read_the_messages_of_each_kind_of_block() -> None:
@@ -90,8 +103,8 @@ def test_people_read_the_messages_of_each_kind_of_block() -> None:
         ["layers.0 (x 2)", "forward", "2 gather", *one, "waited for"],
         ["2 reduce", *one, "waited for"],
         ["layers.0 (x 2)", "backward", "2 gather", *one, "waited for"],
-        ["2 reduce", *one, "gradients of weights"],
         ["2 gather", *one, "gradients of inputs"],
+        ["2 reduce", *one, "gradients of weights"],
     ]
     assert ["1 numbers", "columns and rows", "384 B on t0", "1.4 ms", "waited for"] in rows
     again = told(program_of(cluster_of(2, 2), 2, recompute=("layers.*",)))
@@ -102,16 +115,26 @@ def test_messages_in_parts_by_hand() -> None:
     """Four parts: of what a region gathers the first is waited for, of what it sums the last; three are hidden."""
     program = program_of(cluster_of(2, 2), 2, tensor_chunks=4)
     one_s, part_s = (LATENCY_S + SEQUENCE * 64 * 4 / 2 / parts / RATE for parts in (1, 4))
-    forward, backward = Instruction(Op.FORWARD, 1, 0), Instruction(Op.BACKWARD, 1, 0)
-    assert waits(program, forward) == pytest.approx(Waits(4 * part_s, 0.0, 0.0, 12 * part_s))
-    assert waits(program, backward) == pytest.approx(Waits(2 * part_s, 6 * part_s + 2 * one_s, 2 * one_s))
-    assert Waits(1.0, 0.0, 0.0, 4.0).exposed_s(9.0, 9.0, 0.5, 3.0) == 1.0 + 1.0 + 1.5
+    assert behind(program, Op.FORWARD) == pytest.approx({ALONE: 4 * part_s, OUTPUTS: 12 * part_s})
+    backward = {ALONE: 2 * part_s, INPUTS: 6 * part_s + 2 * one_s, WEIGHTS: 2 * one_s}
+    assert behind(program, Op.BACKWARD) == pytest.approx(backward)
 
 
 def test_what_hides_a_message_ends_and_is_slowed() -> None:
-    assert Waits(1.0, 2.0, 4.0).exposed_s(10.0, 3.0, 0.0) == 1.0 + 0.0 + 1.0
-    assert Waits(1.0, 2.0, 4.0).exposed_s(0.5, 10.0, 0.0) == 1.0 + 1.5 + 0.0
-    assert Waits(1.0, 2.0, 4.0).exposed_s(10.0, 10.0, 0.25) == 1.0 + 0.5 + 1.0
+    def added_s(penalty: float, input_s: float, weight_s: float) -> float:
+        parts = {ALONE: 1.0, INPUTS: 2.0, WEIGHTS: 4.0}
+        moments = [
+            PricedMoment(MessageClass.TENSOR, None if kind is None else Compute(kind), ((seconds, penalty),), 1)
+            for kind, seconds in parts.items()
+        ]
+        return exposed(moments, rooms_of(9.0, input_s, weight_s))[MessageClass.TENSOR]
+
+    assert added_s(0.0, 10.0, 3.0) == 1.0 + 0.0 + 1.0
+    assert added_s(0.0, 0.5, 10.0) == 1.0 + 1.5 + 0.0
+    assert added_s(0.25, 10.0, 10.0) == 1.0 + 0.5 + 1.0
+    ring = PricedMoment(MessageClass.CONTEXT, Compute(Kind.ROUND, 1), ((3.0, 0.5), (2.0, 0.0)), 4)
+    rooms = {Compute(Kind.ROUND, 1): 4.0}
+    assert exposed([ring], rooms) == {MessageClass.CONTEXT: 4 * (1.5 + 1.0)}  # the first message takes its room first
 
 
 @pytest.mark.parametrize("tensor", [2, {"columns": 2}, {"rows": 2, "columns": 2}])
@@ -122,7 +145,9 @@ def test_a_step_waits_for_the_sum_of_its_passes(tensor: Any, sequence_parallel: 
     costs = step_costs(program, work_of(cluster, program.plan, MODEL, SEQUENCE))
     report = simulate(program, costs)
     passes = [each for each in program.instructions if each.op in (Op.FORWARD, Op.BACKWARD)]
-    assert report.time_s["wait tensor"] == pytest.approx(math.fsum(map(costs.inside_s, passes)))
+    assert report.time_s["wait tensor"] == pytest.approx(
+        math.fsum(costs.waits_inside(each).get(MessageClass.TENSOR, 0.0) for each in passes)
+    )
     assert report.time_s["wait tensor"] > 0
     assert report.time_s["forward"] == pytest.approx(program.num_micros * sum(costs.forward_s))
     assert report.sent_bytes == step_bytes(cluster, program.plan, program.blocks, program.num_micros, SEQUENCE)
@@ -140,7 +165,7 @@ def test_the_critical_path_names_the_tiers_of_messages_inside() -> None:
     inside = {tier: spent for (tier, category), spent in path.seconds.items() if category == "tensor"}
     assert sum(inside.values()) == pytest.approx(recording.report.time_s["wait tensor"])
     assert inside["t1"] > inside["t0"] > 0
-    by_hand = inside_seconds(cluster, program.tensor, program.inside(Instruction(Op.FORWARD, 1, 0)))
+    by_hand = inside_seconds(program, Instruction(Op.FORWARD, 1, 0), MessageClass.TENSOR)
     assert set(by_hand) == {0, 1}
 
 

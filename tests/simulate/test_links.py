@@ -1,4 +1,4 @@
-"""Messages on tiers: closed answers, bounds, and how ranks share a link."""
+"""Messages on tiers: closed answers, bounds."""
 
 import math
 from dataclasses import replace
@@ -8,20 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.validation.bandwidth import nested
-from bench.validation.rows import gpt
 from terrace.base.errors import ClusterError
 from terrace.cluster import Cluster, Device, Tier, load_cluster
 from terrace.simulate.links import (
     all_gather_s,
     all_reduce_s,
-    all_to_all_s,
-    overlapped_s,
+    exchange_tiers,
     rate_bytes_per_s,
     reduce_scatter_s,
     send_s,
-    tensor_messages,
 )
-from terrace.simulate.work import Work
 
 DEVICE = Device(name="device", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e12})
 
@@ -31,7 +27,6 @@ def _tier(name: str, size: int, gigabytes: float, latency_s: float = 0.0, **more
 
 
 PLAIN = Cluster(name="plain", device=DEVICE, tiers=(_tier("node", 8, 300), _tier("system", 4, 25)))
-SHARED = replace(PLAIN, tiers=(PLAIN.tiers[0], replace(PLAIN.tiers[1], shared=True)))
 groups = st.tuples(st.integers(1, 8), st.integers(1, 4))
 sizes = st.floats(1, 1e10)
 presets = st.sampled_from(["dgx-a100", "frontier", "perlmutter", "ethernet", "gb200-nvl72"]).map(load_cluster)
@@ -90,10 +85,11 @@ def test_small_sums_climb_a_tree(group: tuple[int, int], num_bytes: float) -> No
         assert tiny_s < 2 * all_gather_s(late, group, 1.0)
 
 
-def test_an_all_to_all_sends_outside_what_lives_outside() -> None:
-    assert all_to_all_s(PLAIN, (8,), 300e9) == pytest.approx(7 / 8)
-    inside, outside = 7 / 32 * 32e9 / 300e9, 24 / 32 * 32e9 / 25e9
-    assert all_to_all_s(PLAIN, (8, 4), 32e9) == pytest.approx(inside + outside)
+def test_an_exchange_waits_for_each_tier_s_latency_once() -> None:
+    assert exchange_tiers(PLAIN, (8, 4), []) == {}
+    late = replace(PLAIN, tiers=(_tier("node", 8, 300, 1.0), _tier("system", 4, 25, 2.0)))
+    found = exchange_tiers(late, (8, 4), [(0, 600 * 10**9), (1, 25 * 10**9)])
+    assert found == pytest.approx({0: 1.0 + 2.0, 1: 2.0 + 1.0}, rel=1e-4)
 
 
 def test_efficiency_and_half_size() -> None:
@@ -111,55 +107,11 @@ def test_members_wired_in_pairs() -> None:
     assert rate_bytes_per_s(switched, 0, 1e9, degree=2) == rate_bytes_per_s(switched, 0, 1e9, degree=8)
 
 
-def test_ranks_share_an_outer_link() -> None:
-    """The figure is the share of a rank while all 8 send; alone it has 8 shares, up to what the node lets out."""
-    full_s = send_s(SHARED, 1, 25e9)
-    assert full_s == pytest.approx(1.0)
-    assert send_s(SHARED, 1, 25e9, concurrent=8) == pytest.approx(full_s)
-    assert send_s(SHARED, 1, 25e9, concurrent=4) == pytest.approx(full_s / 2)
-    assert send_s(SHARED, 1, 25e9, concurrent=1) == pytest.approx(full_s / 8)
-    fast = replace(SHARED, tiers=(SHARED.tiers[0], replace(SHARED.tiers[1], bandwidth_bytes_per_s=200e9)))
-    assert send_s(fast, 1, 300e9, concurrent=1) == pytest.approx(1.0), "no faster than the tier inside"
-    assert send_s(PLAIN, 1, 25e9, concurrent=1) == pytest.approx(1.0), "a link of its own has nothing to share"
-    assert all_gather_s(SHARED, (1, 4), 25e9, concurrent=2) == pytest.approx(3 / 4 / 4)
-    assert all_gather_s(SHARED, (8,), 300e9, concurrent=1) == all_gather_s(PLAIN, (8,), 300e9)
-
-
-@pytest.mark.parametrize("concurrent", [0, 9])
-def test_ranks_that_are_not_there_share_nothing(concurrent: int) -> None:
-    with pytest.raises(ClusterError, match=f"{concurrent} ranks cannot share tier 'system'"):
-        all_gather_s(SHARED, (1, 4), 1e6, concurrent=concurrent)
-    with pytest.raises(ClusterError, match="a member holds 1 to 8"):
-        send_s(SHARED, 1, 1e6, concurrent=concurrent)
-
-
 @pytest.mark.parametrize("group", [(9,), (0,), (1, 5), (1, 1, 2)])
 def test_groups_that_do_not_fit(group: tuple[int, ...]) -> None:
-    for collective in (all_gather_s, all_reduce_s, all_to_all_s):
+    for collective in (all_gather_s, all_reduce_s):
         with pytest.raises(ClusterError, match="a group"):
             collective(PLAIN, group, 1e6)
-
-
-@settings(deadline=None)
-@given(*[st.floats(0, 1e3)] * 3, st.floats(0, 1))
-def test_overlap_lies_between_the_longer_and_both_in_turn(
-    compute_s: float, message_s: float, tail_s: float, penalty: float
-) -> None:
-    step_s = overlapped_s(compute_s, message_s, penalty, tail_s)
-    assert max(compute_s, message_s) + tail_s <= step_s <= (compute_s + message_s + tail_s) * (1 + 1e-9)
-
-
-def test_tensor_messages() -> None:
-    work = Work(model=gpt(2, 1024, 16, 512, 1024), sequence=512, tensor=8, sequence_parallel=False)
-    sum_s = all_reduce_s(PLAIN, (8,), 512 * 1024 * 2)
-    plain = tensor_messages(PLAIN, (8, 1), work)
-    assert (plain.forward_s, plain.backward_s, plain.again_s) == (2 * sum_s, 2 * sum_s, 0)
-    assert tensor_messages(PLAIN, (8,), replace(work, recompute="full")).again_s == 2 * sum_s
-    gather_s = all_gather_s(PLAIN, (8,), 512 * 1024 * 2)
-    parallel = tensor_messages(PLAIN, (8,), replace(work, sequence_parallel=True))
-    assert (parallel.forward_s, parallel.backward_s) == pytest.approx((4 * gather_s, 6 * gather_s))
-    with pytest.raises(ClusterError, match="a group of 4 ranks for tensor = 8"):
-        tensor_messages(PLAIN, (4,), work)
 
 
 def test_nested_groups() -> None:

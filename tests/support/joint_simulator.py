@@ -120,7 +120,7 @@ class _World:
 
     def _inside(self, instruction: Instruction) -> None:
         """Ranks of the tensor axis wait for one another inside a block, then for what they send."""
-        seconds = self.costs.inside_s(instruction)
+        seconds = self.costs.waits_inside(instruction).get(MessageClass.TENSOR, 0.0)
         if not seconds:
             return
         tensor = self.program.tensor.both

@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
@@ -92,7 +93,7 @@ class _Rank:
 
     def _inside(self, instruction: Instruction) -> None:
         """What tensor ranks send inside a block takes its time on no lane."""
-        seconds = self.costs.inside_s(instruction)
+        seconds = self.costs.waits_inside(instruction).get(MessageClass.TENSOR, 0.0)
         if seconds:
             self.time_s["wait tensor"] += seconds
             self.now_s += seconds

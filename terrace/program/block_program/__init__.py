@@ -1,0 +1,62 @@
+"""A block's own program: what ranks that run the same block send one another, and what hides each message.
+
+Each axis inside a block writes its steps in a file of its own (`tensor`, `context`); `block_program` joins them.
+"""
+
+from collections.abc import Sequence
+
+from terrace.model.spec import BlockSpec
+from terrace.plan.context_traffic import ContextTraffic
+from terrace.plan.tensor_traffic import Tensor
+from terrace.program.block_program.context import attention_steps
+from terrace.program.block_program.steps import (
+    Await,
+    BlockProgram,
+    Compute,
+    InBlockMessage,
+    Kind,
+    Moment,
+    Send,
+    Step,
+    Steps,
+    messages_of,
+    moments_of,
+)
+from terrace.program.block_program.tensor import tensor_steps
+
+__all__ = [
+    "Await",
+    "BlockProgram",
+    "Compute",
+    "InBlockMessage",
+    "Kind",
+    "Moment",
+    "Send",
+    "Step",
+    "Steps",
+    "attention_steps",
+    "block_program",
+    "messages_of",
+    "moments_of",
+]
+
+
+def block_program(
+    tensor: Tensor, context: ContextTraffic, blocks: Sequence[BlockSpec], index: int, *, recomputed: bool
+) -> BlockProgram:
+    """The program of block `index` of `blocks`, as a tensor rank holds them, on one micro-batch.
+
+    With `balance = "cost"` the messages of attention depend on the batch, and are not in it.
+    Raises `PlanError` where there are messages and sequences have no length.
+    """
+    block = blocks[index]
+    forward, backward = attention = attention_of(context, block)
+    if tensor.degree > 1:
+        forward, backward = tensor_steps(tensor, blocks, block, attention, recomputed)
+    return BlockProgram(forward, backward, recomputed)
+
+
+def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
+    """Steps of a block's attention, forward and backward; none where it has none or they depend on the batch."""
+    bytes_of = context.attention(block)
+    return ((), ()) if bytes_of is None else attention_steps(bytes_of.parts, bytes_of.ring)

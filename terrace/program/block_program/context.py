@@ -1,0 +1,86 @@
+"""Steps of attention under the context axis: R rounds of a ring over P places, with Ulysses exchanges at both ends.
+
+    forward    into                       queries, keys and values, dealt out to the parts of the place   waited for
+               keys of round s + 1                                                          behind round s
+               back                       outputs                                                         waited for
+    backward   into                       gradients of the outputs                                        waited for
+               keys of round s + 1, and, from s = 2 on, gradients of the keys of s - 1      behind round s
+               home                       gradients of the last round's keys                              waited for
+               back                       gradients of queries, keys and values                           waited for
+
+Weight gradients that are held back run while `into` and `home` of a backward travel, unless they ran before. Under a
+tensor axis they did, so none of their seconds are counted as hiding these messages.
+
+A step of the ring goes over the outermost tier whose turn it is (terrace.sequence.segments).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+
+from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.program.block_program.steps import Await, Compute, Kind, Send, Step, Steps, wait_for
+
+
+@lru_cache(maxsize=4096)
+def attention_steps(ulysses: int, ring: tuple[int, ...]) -> tuple[Steps, Steps]:
+    """Steps of the forward and of the backward of a layer's attention, for ring degrees by tier, innermost first."""
+    if ulysses * prod(ring) == 1:
+        return (), ()
+    return tuple(_forward(ulysses, ring)), tuple(_backward(ulysses, ring))
+
+
+def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
+    tiers = list(ring_step_tiers(ring))
+    yield from _dealt(ulysses, ContextLeg.INTO, backward=False)
+    for step in range(len(tiers) + 1):
+        piece = Compute(Kind.ROUND, step)
+        keys = [Send((ContextMessage(ContextLeg.KEYS, tier=tier),), piece) for tier in tiers[step : step + 1]]
+        yield from keys
+        yield piece
+        yield from map(Await, keys)
+    yield from _dealt(ulysses, ContextLeg.BACK, backward=False)
+
+
+def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
+    tiers = list(ring_step_tiers(ring))
+    yield from _dealt(ulysses, ContextLeg.INTO, backward=True, meanwhile=(Compute(Kind.WEIGHT_GRADIENTS),))
+    returning: list[Send] = []  # gradients of the round before
+    for step in range(len(tiers) + 1):
+        piece = Compute(Kind.ROUND_GRADIENTS, step)
+        keys = [
+            Send((ContextMessage(ContextLeg.KEYS, tier=tier, backward=True),), piece) for tier in tiers[step : step + 1]
+        ]
+        yield from keys
+        yield piece
+        yield from map(Await, returning)
+        returning = []
+        if 0 < step < len(tiers):  # gradients of this round's keys follow the keys, beside the next round
+            gradients = ContextMessage(ContextLeg.GRADIENTS, tier=tiers[step], backward=True)
+            returning = [Send((gradients,), Compute(Kind.ROUND_GRADIENTS, step + 1))]
+        elif step:
+            returning = [Send((ContextMessage(ContextLeg.HOME, tier=max(tiers), backward=True),))]
+        yield from returning
+        yield from map(Await, keys)
+    if tiers:
+        yield Compute(Kind.WEIGHT_GRADIENTS)
+        yield from map(Await, returning)
+    yield from _dealt(ulysses, ContextLeg.BACK, backward=True)
+
+
+def _dealt(ulysses: int, leg: ContextLeg, *, backward: bool, meanwhile: Steps = ()) -> Steps:
+    if ulysses == 1:
+        return ()
+    send, arrival = wait_for(Send((ContextMessage(leg, backward=backward),)))
+    return send, *meanwhile, arrival
+
+
+def ring_step_tiers(degrees: Sequence[int]) -> Iterator[int]:
+    """The tier that each step of a ring goes over."""
+    for step in range(1, prod(degrees)):
+        crossed, stride = 0, 1
+        for tier, degree in enumerate(degrees):
+            if degree > 1 and step % stride == 0:
+                crossed = tier
+            stride *= degree
+        yield crossed

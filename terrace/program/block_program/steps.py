@@ -1,0 +1,120 @@
+"""The steps of a block: computing, and the messages among ranks that run the same block, in the order of issue.
+
+    Compute(kind, ring_step)  a piece of computing behind which messages may hide
+    Send(messages, behind)    put on the lane of messages inside blocks, one after the other
+    Await(send)               computing stops until the messages of `send` are there
+
+Between a `Send` and its `Await` the device computes. `Send.behind` names the piece whose seconds hide the messages;
+None counts all of them as waited for. A piece hides no more than it takes, so its messages share its seconds.
+
+The runtime issues these steps (tests compare a recording of it, step by step), and the simulator prices them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from terrace.plan.context_traffic import ContextMessage
+from terrace.plan.tensor_traffic import TensorMessage
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import PASSES, Op
+
+InBlockMessage = TensorMessage | ContextMessage
+
+
+class Kind(StrEnum):
+    """Pieces of computing that hide messages."""
+
+    OUTPUTS = "outputs"
+    INPUT_GRADIENTS = "gradients of inputs"
+    WEIGHT_GRADIENTS = "gradients of weights"
+    ROUND = "round"  # attention to the keys of one ring step
+    ROUND_GRADIENTS = "gradients of a round"
+
+
+class Compute(NamedTuple):
+    """A piece of computing; a round has the number of its ring step."""
+
+    kind: Kind
+    ring_step: int = 0
+
+
+@dataclass(frozen=True)
+class Send:
+    """Messages that one piece of work on the lane carries, and the computing that hides them."""
+
+    messages: tuple[InBlockMessage, ...]
+    behind: Compute | None = None
+
+
+@dataclass(frozen=True)
+class Await:
+    """The end of the oldest equal `send` that is still under way."""
+
+    send: Send
+
+
+Step = Compute | Send | Await
+Steps = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """The steps of a block on one micro-batch; `backward` is without recomputation."""
+
+    forward: Steps
+    backward: Steps
+    recomputed: bool = False
+
+    def steps(self, op: Op) -> Steps:
+        """Steps of a pass; half a backward has all of them in its first half."""
+        if op not in PASSES or op is Op.BACKWARD_WEIGHT:
+            return ()
+        if op is Op.FORWARD:
+            return self.forward
+        return self.forward + self.backward if self.recomputed else self.backward
+
+
+def messages_of(steps: Iterable[Step]) -> Iterator[InBlockMessage]:
+    """Messages of `steps` in the order in which they are issued."""
+    for step in steps:
+        if isinstance(step, Send):
+            yield from step.messages
+
+
+class Moment(NamedTuple):
+    """Messages that share the seconds of one piece of computing, `times` over; None: messages that are waited for.
+
+    All pieces of later ring steps take equally long, and have number 1 here.
+    """
+
+    message_class: MessageClass
+    behind: Compute | None
+    messages: tuple[tuple[InBlockMessage, int], ...]  # with how often each is sent
+    times: int
+
+
+@lru_cache(maxsize=4096)
+def moments_of(steps: Steps) -> tuple[Moment, ...]:
+    """Moments of a pass, equal ones folded into one."""
+    beside: dict[tuple[MessageClass, Compute | None], Counter[InBlockMessage]] = {}
+    for step in steps:
+        if isinstance(step, Send):
+            for message in step.messages:
+                beside.setdefault((message.message_class, step.behind), Counter())[message] += 1
+    times: Counter[tuple[MessageClass, Compute | None, frozenset[tuple[InBlockMessage, int]]]] = Counter()
+    order: dict[object, tuple[tuple[InBlockMessage, int], ...]] = {}
+    for (message_class, behind), counts in beside.items():
+        alike = behind if behind is None else Compute(behind.kind, min(behind.ring_step, 1))
+        key = message_class, alike, frozenset(counts.items())
+        order.setdefault(key, tuple(counts.items()))
+        times[key] += 1
+    return tuple(Moment(key[0], key[1], order[key], number) for key, number in times.items())
+
+
+def wait_for(send: Send) -> Steps:
+    """A send that is awaited where it stands."""
+    return send, Await(send)

@@ -1,0 +1,210 @@
+"""Steps of a block under the tensor axis, from the dims that its parameters declare (bytes: plan.tensor_traffic).
+
+A region is attention or the MLP: products from the residual stream to an inner dim, then one product back.
+
+    region, sequence parallel      forward    gather the input; products; reduce the output
+                                   backward   gather the output's gradient; gather the input again, behind the
+                                              gradients of inputs; reduce the input's gradient, behind the gradients
+                                              of weights
+    region, whole tokens           forward    all-reduce the output
+                                   backward   all-reduce the input's gradient, behind the gradients of weights
+    columns                        forward    all-reduce after each product into the region
+                                   backward   all-reduce before the product out of it, behind gradients of weights
+
+With `tensor_chunks` the messages of a region travel in parts, each beside the products of its neighbours: of a gather
+the first part is waited for, of a reduction the last. A recomputed block does not gather its input again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec
+from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, hidden_size, is_inner, is_norm
+from terrace.program.block_program.steps import Await, Compute, Kind, Send, Step, Steps
+
+_OUTPUTS, _INPUTS, _WEIGHTS = map(Compute, (Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS))
+_ALL_REDUCE = Leg.REDUCE, Leg.GATHER
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The elements of the activations that columns sum up, one for each product into the region; then out of it."""
+
+    products: tuple[int, ...]
+    output: int
+    attends: bool
+
+
+_NORM = None  # a parameter of a norm, in a list of regions and norms
+_Part = _Region | None
+
+
+def tensor_steps(
+    tensor: Tensor, blocks: Sequence[BlockSpec], block: BlockSpec, attention: tuple[Steps, Steps], recomputed: bool
+) -> tuple[Steps, Steps]:
+    """Steps of a forward and of a backward of `block`, one of `blocks`, with the steps of its `attention` inside.
+
+    Raises `PlanError` where sequences have no length.
+    """
+    if tensor.tokens < 1:
+        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+    writer = _Writer(tensor, hidden_size(blocks), regathers=tensor.splits_tokens and not recomputed)
+    parts = _parts(tensor, block)
+    if any(part is not _NORM for part in parts):
+        forward, backward = writer.layer(parts, attention)
+    elif parts:
+        forward, backward = writer.head(len(parts))
+    else:
+        looks_up = any(param.trainable for param in block.params if param.dims[0][0] == "vocab")
+        forward, backward = writer.embedding(), writer.embedding_backward() if looks_up else iter(())
+    return tuple(forward), tuple(backward)
+
+
+def _parts(tensor: Tensor, block: BlockSpec) -> list[_Part]:
+    """Norms and regions of a block, in the order of its parameters."""
+    found: list[_Part] = []
+    products: list[int] = []
+    for param in block.params:
+        if is_norm(param):
+            found.append(_NORM)
+        elif is_inner(param) and param.dims[0][0] != "hidden":
+            one_of = param.dims[0][1] if "rows" in param.shared else 1  # of key-value heads that all ranks hold
+            products.append(_inner(tensor, param.shape[0] // one_of))
+        elif is_inner(param):
+            attends = param.dims[1][0] == "heads"
+            found.append(_Region(tuple(products), _inner(tensor, param.shape[1]), attends))
+            products = []
+    return found
+
+
+def _inner(tensor: Tensor, size: int) -> int:
+    """Elements of an activation of all tokens and `size` features, padded for the columns to divide them."""
+    return tensor.columns.padded(tensor.tokens * size)
+
+
+class _Writer:
+    """Writes steps of blocks of one hidden size."""
+
+    def __init__(self, tensor: Tensor, hidden: int, *, regathers: bool) -> None:
+        self.tensor, self.regathers, self.splits = tensor, regathers, tensor.splits_tokens
+        self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
+        self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden
+        self.cut = tensor.rows.padded(self.whole // tensor.columns.degree)
+        in_parts = self.splits and tensor.plan.tensor_chunks > 1
+        self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
+
+    def layer(self, parts: Sequence[_Part], attention: tuple[Steps, Steps]) -> tuple[Iterator[Step], Iterator[Step]]:
+        """Regions with the norms before them."""
+        return self._layer(parts, attention[0]), self._layer_backward(parts, attention[1])
+
+    def embedding(self) -> Iterator[Step]:
+        """Rows of the look-up are summed over columns, then over rows."""
+        yield from self._wait(self.columns, self.whole, Leg.REDUCE)
+        yield from self._wait(self.rows, self.cut, *((Leg.REDUCE,) if self.splits else _ALL_REDUCE))
+
+    def embedding_backward(self) -> Iterator[Step]:
+        """The gradient of a matrix that is trained needs all of the stream's."""
+        if self.splits:
+            yield from self._wait(self.rows, self.cut, Leg.GATHER)
+        yield from self._wait(self.columns, self.whole, Leg.GATHER)
+
+    def head(self, num_norms: int) -> tuple[Iterator[Step], Iterator[Step]]:
+        """A norm, the stream gathered whole, and three numbers a token for the loss."""
+        return self._head(num_norms), self._head_backward(num_norms)
+
+    def _head(self, num_norms: int) -> Iterator[Step]:
+        yield from self._norms(num_norms)
+        if self.splits:
+            yield from self._wait(self.rows, self.cut, Leg.GATHER)
+        yield from self._wait(self.columns, self.whole, Leg.GATHER)
+        yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
+
+    def _head_backward(self, num_norms: int) -> Iterator[Step]:
+        yield from self._wait(self.columns, self.whole, Leg.REDUCE)
+        if self.splits:
+            yield from self._wait(self.rows, self.cut, Leg.REDUCE)
+        else:
+            yield from self._wait(self.rows, self.cut, *_ALL_REDUCE, behind=_WEIGHTS)
+        yield from self._norms(num_norms)
+
+    def _layer(self, parts: Sequence[_Part], attention: Steps) -> Iterator[Step]:
+        for part in parts:
+            if part is _NORM:
+                yield from self._norms(1)
+                continue
+            if self.splits:
+                yield from self._enter()
+            for numel in part.products:
+                yield from self._wait(self.columns, numel, *_ALL_REDUCE)
+            yield from attention if part.attends else ()
+            yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
+
+    def _enter(self) -> Iterator[Step]:
+        """Gather the input of a region; in parts, the first product starts with the first part."""
+        if not self.parts:
+            yield from self._wait(self.rows, self.cut, Leg.GATHER)
+            return
+        gathers = self._in_parts(Leg.GATHER, alone=0, behind=_OUTPUTS)
+        yield from gathers
+        for gather in gathers:
+            yield from (Await(gather), _OUTPUTS)
+
+    def _leave(self) -> Iterator[Step]:
+        """Reduce the output of a region; in parts, the last product ends with the last part."""
+        if not self.parts:
+            yield from self._wait(self.rows, self.cut, Leg.REDUCE)
+            return
+        reductions = self._in_parts(Leg.REDUCE, alone=len(self.parts) - 1, behind=_OUTPUTS)
+        for reduction in reductions:
+            yield from (_OUTPUTS, reduction)
+        yield from map(Await, reductions)
+
+    def _layer_backward(self, parts: Sequence[_Part], attention: Steps) -> Iterator[Step]:
+        for part in reversed(parts):
+            if part is _NORM:
+                yield from self._norms(1)
+                continue
+            again = Send(self._messages(self.rows, self.cut, Leg.GATHER), _INPUTS) if self.regathers else None
+            if self.splits:
+                yield from self._leave_backward(again)
+            yield from self._wait(self.columns, part.output, *_ALL_REDUCE, behind=_WEIGHTS)
+            yield from attention if part.attends else ()
+            if again is not None:
+                yield from (_INPUTS, Await(again))
+            legs = (Leg.REDUCE,) if self.splits else _ALL_REDUCE
+            yield from self._wait(self.rows, self.cut, *legs, behind=_WEIGHTS)
+
+    def _leave_backward(self, again: Send | None) -> Iterator[Step]:
+        """Gather the gradient of a region's output, then begin to gather its input `again`."""
+        regather = () if again is None else (again,)
+        if not self.parts:
+            yield from (*self._wait(self.rows, self.cut, Leg.GATHER), *regather)
+            return
+        gathers = self._in_parts(Leg.GATHER, alone=0, behind=_INPUTS)
+        yield from (*gathers, *regather)
+        for gather in gathers:
+            yield from (Await(gather), _INPUTS)
+
+    def _in_parts(self, leg: Leg, *, alone: int, behind: Compute) -> list[Send]:
+        """A message in parts, the part `alone` of which nothing hides."""
+        return [
+            Send(self._messages(self.rows, numel, leg), None if index == alone else behind)
+            for index, numel in enumerate(self.parts)
+        ]
+
+    def _norms(self, number: int) -> Iterator[Step]:
+        """Sums of one number a token over the columns, a message for each parameter of a norm."""
+        tensor = self.tensor
+        tokens = tensor.padded_tokens // tensor.rows.degree if self.splits else tensor.tokens
+        for _ in range(number):
+            yield from self._wait(self.columns, tokens, Leg.NUMBERS)
+
+    def _wait(self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None) -> Iterator[Step]:
+        """A message, the computing beside it, and its end; nothing where there is nobody to talk to."""
+        if self.tensor.line(axes).degree > 1 and numel:
+            send = Send(self._messages(axes, numel, *legs), behind)
+            yield from (send, Await(send)) if behind is None else (send, behind, Await(send))
+
+    def _messages(self, axes: tuple[str, ...], numel: int, *legs: Leg) -> tuple[TensorMessage, ...]:
+        return tuple(TensorMessage(leg, axes, numel) for leg in legs)
