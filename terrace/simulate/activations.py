@@ -9,8 +9,6 @@ the tensors that each keeps. The kernels differ in what they keep, so a backend 
   the product. The head's logits are there a chunk of tokens at a time (terrace.runtime.head), all in its
   backward: it keeps its input alone. Where attention is plain products, it keeps q, k, v and
   the softmax in fp32, and a copy of its output with the heads merged.
-- `published`: the counting of Korthikanti et al. (2205.05198, section 4): 16-bit tensors, no statistics of norms or
-  of attention, no copies; a gated MLP keeps three tensors, for a kernel that recomputes act(gate).
 
 Documents and windows are in terrace.simulate.masks.
 
@@ -42,7 +40,7 @@ BlockKind = Literal["embedding", "layer", "head"]
 _TOKEN_BYTES = 8
 
 # What torch's generators remember, so that a recomputed block drops the same elements.
-_RANDOM_STATE_BYTES: dict[Backend, int] = {"published": 0, "cpu": 5056, "cuda": 16}
+_RANDOM_STATE_BYTES: dict[Backend, int] = {"cpu": 5056, "cuda": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +113,9 @@ class _Decoder(BlockTape):
         if again:
             # The gradient of the output is there already while the forward runs for the second time.
             backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
-        kept_input = sizes[INPUT]
         forward, backward = sizes[INPUT] if self.runs_at_once else forward + random, backward + random
-        if again and self.backend == "published":
-            kept_input *= self.cut  # Table 2 keeps the whole input on every rank
         return BlockActivations(
-            input_bytes=kept_input,
+            input_bytes=sizes[INPUT],
             output_bytes=sizes[OUTPUT],
             saved=({"random state": random} if random else {}) if again else kept_by_operation(tape, sizes),
             logits_bytes=0 if again else self.logits_bytes,
@@ -136,14 +131,12 @@ class _Decoder(BlockTape):
         whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
         stream = self.residual * self.item
         self.sizes |= {INPUT: 0, "rows": stream, OUTPUT: stream}
-        self._mask("mask", OUTPUT)
-        keeps = ("mask",) if work.dropout else ()
         if not model.learned_positions:
-            self._add("look up", (INPUT,), OUTPUT, keeps, whole, matrix + whole)
+            self._add("look up", (INPUT,), OUTPUT, (), whole, matrix + whole)
             return
         self._add("look up", (INPUT,), "rows", (), whole, matrix + whole)
         used = min(work.sequence, work.tokens) * self.hidden * self.item  # summed over the sequences first
-        self._add("positions", ("rows",), OUTPUT, keeps, 0, used + model.max_positions * self.hidden * self.item, True)
+        self._add("positions", ("rows",), OUTPUT, (), 0, used + model.max_positions * self.hidden * self.item, True)
 
     def layer(self) -> None:
         """Attention and MLP with their residuals."""
@@ -163,10 +156,7 @@ class _Decoder(BlockTape):
         self.sizes |= {INPUT: self.residual * self.item, OUTPUT: 4}  # the loss in fp32
         vocab = -(-model.vocab_size // work.tensor)
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
-        if self.backend == "published":
-            self._norm("final norm", INPUT, "head input")
-            self._whole_loss(vocab, whole)
-        elif work.tensor > 1:
+        if work.tensor > 1:
             self._norm("final norm", INPUT, "head input")
             self._exchanged_loss(self._gathered("head input", whole), vocab)
         else:
@@ -174,22 +164,6 @@ class _Decoder(BlockTape):
             self._norm("final norm", INPUT, "head input", keeps_target=True)
             adds = chunk_bytes(work.tokens, vocab, model.hidden_size, self.item, self.wide, self.backend)
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
-
-    def _whole_loss(self, vocab: int, whole: int) -> None:
-        """Logits and log-probabilities that are there whole, and kept."""
-        logits = self.work.tokens * vocab
-        wide, narrow = logits * self.wide, logits * self.item
-        self.sizes["logits"] = narrow
-        self._product("logits", "head input", "logits", self.work.model.hidden_size * vocab, whole=whole)
-        source = "logits"
-        if self.wide > self.item:
-            self.sizes["wide logits"] = wide
-            source = "wide logits"
-            self._add("widen", ("logits",), source, forward_adds=0)
-        self.sizes["log-probabilities"] = self.logits_bytes = wide
-        # The narrow logits outlive the conversion; backward has the loss's gradient of the log-probabilities too.
-        forward_adds = narrow if source != "logits" else 0
-        self._add("cross-entropy", (source,), OUTPUT, ("log-probabilities",), forward_adds, backward_adds=wide)
 
     def _exchanged_loss(self, source: str, vocab: int) -> None:
         """The loss of tensor ranks, which runs forward first: what a token is known by, and one chunk of logits."""
@@ -213,7 +187,7 @@ class _Decoder(BlockTape):
         parts = {"query": self.heads, "key": self.kv_heads, "value": self.kv_heads}
         stages = {name: [name] for name in parts}  # the tensors that a product's result passes, the last one first
         for name in ("query", "key"):
-            if rotary and self.backend != "published":
+            if rotary:
                 stages[name].append(f"{name} before RoPE")
             if model.qk_norm:
                 stages[name].append(f"{name} before norm")
@@ -223,14 +197,14 @@ class _Decoder(BlockTape):
             self._product(name, source, stages[name][-1], weight, whole=self.gathered_beside)
             if model.qk_norm and name != "value":
                 self._head_norm(f"{name} norm", stages[name][-1], stages[name][-2], tokens * heads)
-        if rotary and self.backend != "published":
+        if rotary:
             for name in ("query", "key"):
                 whole = self.sizes[name]
                 self._add("RoPE", (f"{name} before RoPE",), name, forward_adds=whole, backward_adds=whole)
         self.sizes["mixed"] = self.query * self.item
         self._core()
         merged = "mixed"
-        if self.backend != "published" and (self._plain or self.in_pieces) and not self._is_spread:
+        if (self._plain or self.in_pieces) and not self._is_spread:
             merged = "merged"
             self.sizes[merged] = self.sizes["mixed"]
             self._add("merge heads", ("mixed",), merged)
@@ -243,7 +217,7 @@ class _Decoder(BlockTape):
 
     @property
     def _is_spread(self) -> bool:
-        return self.work.ulysses * self.work.places > 1 and self.backend != "published"
+        return self.work.ulysses * self.work.places > 1
 
     def _seen(self) -> tuple[str, ...]:
         """Return what the core of attention reads, once it has copied what it must not read in place."""
@@ -261,29 +235,19 @@ class _Decoder(BlockTape):
             self._spread_core()
             return
         model, reads = self.work.model, self._seen()
-        statistics = self.work.tokens * self.heads * self.wide if self.backend != "published" else 0
+        statistics = self.work.tokens * self.heads * self.wide
         if not self._plain:
             self.sizes["log-sums"] = statistics
-            keeps = (*reads, "mixed", "log-sums") if self.backend != "published" else reads
             # The gradient of the output, times the output, is summed per token and head.
-            self._add("attention", reads, "mixed", keeps, backward_adds=statistics)
+            self._add("attention", reads, "mixed", (*reads, "mixed", "log-sums"), backward_adds=statistics)
             return
-        wide = self.item if self.backend == "published" else self.wide
-        score = self.scores * wide
-        self.sizes |= {"softmax": score, "dropped": score, "attention mask": self.scores}
-        core = ("softmax", "dropped", "attention mask") if self.work.dropout else ("softmax",)
-        if self.backend == "published":
-            inputs: tuple[str, ...] = reads
-        else:
-            # Queries and keys are scaled first; in fp32, and for every query head, as plain products take them.
-            inputs = ("scaled query", "scaled key", "wide value")
-            self.sizes |= dict.fromkeys(inputs, self.query * wide)
-            if self.item == wide and model.num_kv_heads == model.num_heads:
-                inputs = ("scaled query", "scaled key", "value")
-        again = self.work.recompute == "selective"
-        keeps = reads if again else (*inputs, *core)
-        adds = 2 * score + (sum(self.sizes[name] for name in core) if again else 0)
-        self._add("attention", reads, "mixed", keeps, forward_adds=adds, backward_adds=adds)
+        # Queries and keys are scaled first; in fp32, and for every query head, as plain products take them.
+        inputs = ("scaled query", "scaled key", "wide value")
+        self.sizes |= dict.fromkeys(inputs, self.query * self.wide) | {"softmax": self.scores * self.wide}
+        if self.item == self.wide and model.num_kv_heads == model.num_heads:
+            inputs = ("scaled query", "scaled key", "value")
+        adds = 2 * self.sizes["softmax"]
+        self._add("attention", reads, "mixed", (*inputs, "softmax"), forward_adds=adds, backward_adds=adds)
 
     def _spread_core(self) -> None:
         """Attention over context ranks (terrace.runtime.context): its operands and its output are kept where it runs.
@@ -317,7 +281,7 @@ class _Decoder(BlockTape):
         self._add("attention", reads, output, (*kept, "log-sums"), forward_adds, backward_adds)
 
     def _mlp(self, source: str, target: str) -> None:
-        model, published = self.work.model, self.backend == "published"
+        model = self.work.model
         weight, inner = self.inner * self.hidden, self.work.tokens * self.inner * self.item
         self.sizes |= dict.fromkeys(("up", "gate", "active", "product"), inner)
         beside = self.gathered_beside
@@ -327,8 +291,7 @@ class _Decoder(BlockTape):
         if model.gated_mlp:
             self._product("gate", source, "gate", weight, whole=beside)
             self._add("activation", ("gate",), "active", ("active",) if by_result else ("gate",))
-            kept = ("active", "up") if not published or by_result else ("up",)
-            self._add("gating", ("active", "up"), "product", kept)
+            self._add("gating", ("active", "up"), "product", ("active", "up"))
             self._product("down", "product", target, weight, (source, "up"), self.whole)
         else:
             self._add("activation", ("up",), "active", ("active",) if by_result else ("up",))

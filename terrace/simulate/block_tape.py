@@ -11,7 +11,7 @@ from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import Operation
 from terrace.simulate.work import Work
 
-Backend = Literal["published", "cpu", "cuda"]
+Backend = Literal["cpu", "cuda"]
 
 _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
 
@@ -38,14 +38,14 @@ class BlockTape:
         self.hidden = -(-model.hidden_size // work.columns)
         self.residual = work.tokens * self.hidden // self.cut  # elements
         self.query = work.tokens * self.heads * model.head_dim
-        # Piece by piece on a CPU: else, and in the published counting, over whole rows.
+        # Piece by piece on a CPU, else over whole rows.
         self.in_pieces = self.backend == "cpu" and work.is_masked
         keys = min(work.sequence, CPU_PLAIN_SEQUENCE) if self.in_pieces else work.sequence
         self.scores = work.tokens * self.heads * keys
         # What tensor ranks gather for a matrix product, or sum up after one, is whole for as long as it runs.
         self.whole = work.tokens * self.hidden * self.item if self.cut > 1 else 0
         # A region drops its gathered input after its forward, unless the block is being recomputed for its backward.
-        self.keeps_gathered = self.backend != "published" and work.recompute == "full"
+        self.keeps_gathered = work.recompute == "full"
         self.gathered_beside = 0 if self.keeps_gathered else self.whole
 
     def _norm(self, name: str, source: str, target: str, keeps_target: bool = False) -> None:
@@ -64,9 +64,7 @@ class BlockTape:
         widened = f"widened by {name}"
         keeps: tuple[str, ...] = (source,)
         adds = 0
-        if self.backend == "published":
-            pass
-        elif norm == "layer":
+        if norm == "layer":
             self.sizes[statistics] = 2 * num_rows * (self.item if self.backend == "cpu" else self.wide)
             keeps = (source, statistics)
         elif self.backend == "cuda":
@@ -112,17 +110,12 @@ class BlockTape:
             target,
             (source,),
             forward_adds=whole,
-            backward_adds=weight_numel * self.item + (1 if self.backend == "published" else 2) * whole,
+            backward_adds=weight_numel * self.item + 2 * whole,
             variables=variables,
         )
 
     def _residual(self, name: str, stream: str, branch: str, target: str) -> None:
-        mask = f"mask of {name}"
-        self._mask(mask, target)
-        self._add(name, (stream, branch), target, (mask,) if self.work.dropout else (), is_sum=True)
-
-    def _mask(self, name: str, like: str) -> None:
-        self.sizes[name] = self.sizes[like] // self.item if self.work.dropout else 0  # one byte an element
+        self._add(name, (stream, branch), target, is_sum=True)
 
     def _add(
         self,

@@ -124,7 +124,7 @@ def footprint(
     worst = max(candidates, key=lambda categories: sum(categories.values()))
     factor = (CUDA_ALLOCATOR_FACTOR if backend == "cuda" else 1.0) if allocator_factor is None else allocator_factor
     if context_bytes is None:
-        context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES, "published": 0}[backend]
+        context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
     return worst | {"allocator": int((factor - 1) * sum(worst.values())), "context": context_bytes}
 
 

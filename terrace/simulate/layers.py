@@ -100,15 +100,10 @@ def hardware_flops(work: Work, batch: int) -> int:
     """Return the FLOPs that `batch` sequences of `work.sequence` cost, with what recomputation runs again.
 
     With full recomputation of the layers, for GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al.
-    2104.04473, equation 3, by which their Table 1 counts. Selective recomputation adds the forward of the
-    attention core, 4 B S^2 H a layer. What a flash kernel recomputes inside itself is not counted.
+    2104.04473, equation 3, by which their Table 1 counts. What a flash kernel recomputes inside itself is not counted.
     """
     model, sequence = work.model, work.sequence
-    again = 0
-    if work.recompute == "full":
-        again = model.num_layers * forward_flops(model, 1, batch, sequence)
-    elif work.recompute == "selective" and not work.flash:
-        again = model.num_layers * 4 * batch * sequence**2 * model.num_heads * model.head_dim
+    again = model.num_layers * forward_flops(model, 1, batch, sequence) if work.recompute == "full" else 0
     return model_flops(model, sequence, batch) + again
 
 
@@ -128,9 +123,7 @@ def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds
         weight_s=weight_s,
     )
     seconds = _host_bound(seconds, device.kernels.host_layer_s)
-    if work.recompute == "full":
-        return replace(seconds, again_s=seconds.forward_s)
-    return replace(seconds, again_s=core[0]) if work.recompute == "selective" and not work.flash else seconds
+    return replace(seconds, again_s=seconds.forward_s) if work.recompute == "full" else seconds
 
 
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:

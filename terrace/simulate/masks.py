@@ -38,7 +38,7 @@ def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> 
 
     On a CPU every piece under a window but the first copies its own and those of the piece before.
     """
-    if not work.is_masked or backend == "published":
+    if not work.is_masked:
         return 0
     if backend == "cuda":
         return query_bytes if work.model.num_heads != work.model.num_kv_heads else 0
@@ -52,7 +52,7 @@ def mask_bytes(work: Work, backend: str) -> int:
 
     Without documents the same masks, of one row, serve all micro-batches.
     """
-    if not work.is_masked or backend == "published":
+    if not work.is_masked:
         return 0
     item, window, sequence = FORMATS[work.compute].element_bytes, work.model.sliding_window, work.sequence
     if backend == "cuda":

@@ -17,9 +17,8 @@ class Work:
     The `tensor` ranks are rows x columns (terrace.plan.slices): linear layers are cut by both, the core of attention
     and what lies inside the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows too.
 
-    `recompute` tells what a layer's backward runs again: nothing, the core of attention (QK^T, softmax and
-    the product with V; Korthikanti et al. 2205.05198, section 5), or all of it. `flash` tells a kernel that never
-    writes the S x S scores; such a kernel recomputes the core by itself, so `selective` then changes nothing.
+    `recompute` says whether a layer's backward runs its forward again. `flash` is a kernel that never writes the S x S
+    scores, and recomputes the core of attention (QK^T, softmax and the product with V) by itself.
     `documents` tells that a row may hold several, which attend to themselves alone (terrace.model.attention).
 
     The context axis is `ulysses` x `ring` ranks (terrace.plan.context): between attention each holds `tokens`, padding
@@ -38,10 +37,10 @@ class Work:
     balance: Literal["tokens", "cost"] = "tokens"
     pooled: int = 1  # data ranks; of effect with balance = "cost" alone
     sequence_parallel: bool = True  # norms and residual cut over the tensor rows; without effect at one row
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "full"] = "none"
     flash: bool = True
     causal: bool = True
-    dropout: bool = False  # whether dropout masks are kept, one byte an element
+    dropout: bool = False  # whether masks of one byte an element are written and read
     compute: Literal["bf16", "fp32", "fp64"] = "bf16"
     documents: bool = False
 
