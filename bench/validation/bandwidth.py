@@ -4,14 +4,15 @@ import math
 
 from bench.validation.rows import Row, Table, read_rows
 from terrace.cluster import Cluster, load_cluster
-from terrace.simulate.links import all_gather_s
+from terrace.simulate.links import gather_s, rate_bytes_per_s
 
 _NUM_NODES = 64
 _MESSAGE_BYTES = 1e9  # large: the table has no sizes
 
 _TEXT = """
 GB/s of one device in a ring over `size` ranks, when the `inner` ranks inside belong to groups of another kind.
-The model gives (g - 1)/g S / time for a gather of 1 GB.
+The model gives (g - 1)/g S / time for a gather of 1 GB, along one ring where that is faster than tier after tier: the
+runtime, and the steps that are predicted, go tier after tier, while these figures are of rings.
 """
 _NOTES = {
     "perlmutter": """
@@ -68,4 +69,20 @@ def nested(cluster: Cluster, inner: int, size: int) -> tuple[int, ...]:
 
 def _gigabytes_per_s(cluster: Cluster, group: tuple[int, ...]) -> float:
     num_ranks = math.prod(group)
-    return (num_ranks - 1) / num_ranks * _MESSAGE_BYTES / all_gather_s(cluster, group, _MESSAGE_BYTES) / 1e9
+    seconds = min(gather_s(cluster, group, _MESSAGE_BYTES), ring_s(cluster, group, _MESSAGE_BYTES))
+    return (num_ranks - 1) / num_ranks * _MESSAGE_BYTES / seconds / 1e9
+
+
+def ring_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> float:
+    """Seconds of a gather along one ring over all n ranks of a group of several, at the model's rates b_i of tiers.
+
+    (n - 1) max latency_i + (n - 1)/n S / min over tiers of r_i b_i(S), r_i = g_1 ... g_(i-1): the ring crosses a tier
+    at every boundary between members, with the links of all r_i ranks of the group inside a member.
+    """
+    num_ranks = math.prod(group)
+    crossed = [tier for tier, degree in enumerate(group) if degree > 1]
+    slowest = min(
+        math.prod(group[:tier]) * rate_bytes_per_s(cluster, tier, num_bytes, degree=group[tier]) for tier in crossed
+    )
+    latency_s = max(cluster.tiers[tier].latency_s for tier in crossed)
+    return (num_ranks - 1) * (latency_s + num_bytes / num_ranks / slowest) + cluster.device.kernels.launch_s

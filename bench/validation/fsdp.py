@@ -11,7 +11,7 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster import Cluster, load_cluster
 from terrace.model.config import block_specs, num_params
 from terrace.simulate.layers import block_seconds, model_flops, optimizer_s
-from terrace.simulate.links import all_gather_s, reduce_scatter_s
+from terrace.simulate.links import gather_s
 from terrace.simulate.work import Work
 
 VOCAB = 50368
@@ -128,9 +128,9 @@ def step_s(cluster: Cluster, work: Work, global_batch: int, reduced_bytes: int) 
         compute_s += count * (seconds.forward_s + seconds.backward_s)
         gathers = 1 if block == 0 else 2  # the tied matrix is gathered for the embedding, then held for the head
         params = specs[block].num_trainable
-        messages_s += count * gathers * all_gather_s(cluster, group, _PARAM_BYTES * params)
-        messages_s += count * reduce_scatter_s(cluster, group, reduced_bytes * params)
-    first_s = all_gather_s(cluster, group, _PARAM_BYTES * specs[0].num_trainable)
+        messages_s += count * gathers * gather_s(cluster, group, _PARAM_BYTES * params)
+        messages_s += count * gather_s(cluster, group, reduced_bytes * params)
+    first_s = gather_s(cluster, group, _PARAM_BYTES * specs[0].num_trainable)
     penalty = _NODE_PENALTY if num_devices <= _NODE_SIZE else _NIC_PENALTY
     micro_s = overlapped_s(compute_s, messages_s, penalty, first_s)
     num_micros = global_batch / num_devices / work.micro_batch  # a fraction: the last one may be smaller

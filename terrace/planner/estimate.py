@@ -30,7 +30,7 @@ from terrace.simulate.footprint import (
     has_flash_attention,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, block_seconds, optimizer_s
-from terrace.simulate.links import all_gather_s, rate_bytes_per_s, send_s
+from terrace.simulate.links import gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.states import KINDS as STATE_KINDS
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
@@ -195,7 +195,7 @@ class Estimator:
             found = max((send_s(self.task.cluster, tier, part) for tier in shape.crossed), default=0.0)
             if shape.crossed and not self.task.software.sequence_parallel:
                 # The parts are put together on the other side (Narayanan et al. 2104.04473, section 4.1).
-                found += all_gather_s(self.task.cluster, axis_group(rows, TENSOR), part * shape.tensor)
+                found += gather_s(self.task.cluster, axis_group(rows, TENSOR), part * shape.tensor)
             self._edges[key] = found
         return found
 

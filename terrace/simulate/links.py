@@ -1,23 +1,19 @@
-"""Seconds of a message on the tiers of a cluster: an alpha-beta model, hierarchical or a flat ring.
+"""Seconds of a message on the tiers of a cluster: an alpha-beta model, tier after tier.
 
 A group is a tuple of degrees, innermost tier first: how many of its members differ on that tier. (2, 1, 4) on
 package, node, system is 8 ranks: pairs of a package on 4 nodes. Tiers that are left out have degree 1.
 
-With S the bytes that the whole group holds, g_i the degrees and b_i the rate of tier i for one rank, a gather is
-the cheaper of two algorithms, as NCCL's tuner would choose; a reduction is its mirror, an all-reduce both:
+With S the bytes that the whole group holds, g_i the degrees and b_i the rate of tier i for one rank, a gather takes
 
-    hierarchical  sum over tiers of (g_i - 1) latency_i + (g_i - 1)/g_i S_i / b_i(S_i),  S_1 = S, S_(i+1) = S_i / g_i
-    flat ring     (n - 1) max latency_i + (n - 1)/n S / min over tiers of r_i b_i(S),  r_i = g_1 ... g_(i-1)
+    sum over tiers of (g_i - 1) latency_i + (g_i - 1)/g_i S_i / b_i(S_i),  S_1 = S, S_(i+1) = S_i / g_i
 
-A flat ring crosses a tier at every boundary between members, with the links of all r_i ranks of the group inside a
-member (one channel each). A small all-reduce may climb a tree instead, 2 log2(n) steps with twice its bytes.
+and a reduction, its mirror, as much; that is how the runtime sends them (terrace.plan.hops).
 
-Who shares what. A tier's bandwidth is what each device gets when all devices use the tier at the same time, on
-links of their own or (`shared`) on one link for all ranks inside a member. So several groups that each bring one
-rank a node, as data-parallel groups beside tensor ranks do, never slow one another further: that is the figure.
+A tier's bandwidth is the share of each device when all devices use the tier at the same time, on links of their own or
+(`shared`) on one link for all ranks inside a member. Several groups that each bring one rank a node, as data-parallel
+groups beside tensor ranks do, never slow one another further.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 from terrace.base.errors import ClusterError
@@ -48,35 +44,17 @@ def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
     return (degree - 1) * cluster.tiers[tier].latency_s + num_bytes / rate
 
 
-def all_gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Return the seconds until every rank of a group holds all `num_bytes`, of which each began with its part.
+def gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
+    """Seconds until every rank of a group holds all `num_bytes`, of which each began with its part.
 
-    This and the functions below raise `ClusterError` for a group that the cluster cannot hold.
+    A reduction takes as long. Raises `ClusterError` for a group that the cluster cannot hold.
     """
-    degrees = _degrees(cluster, group)
-    if math.prod(degrees) == 1 or not num_bytes:
-        return 0.0
-    hierarchical = _hierarchical_s(cluster, degrees, num_bytes)
-    return min(hierarchical, _flat_s(cluster, degrees, num_bytes)) + cluster.device.kernels.launch_s
-
-
-def reduce_scatter_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Return the seconds until every rank of a group holds its part of the sum of `num_bytes`."""
-    return all_gather_s(cluster, group, num_bytes)
-
-
-def all_reduce_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Return the seconds until every rank of a group holds the sum of `num_bytes`."""
-    degrees = _degrees(cluster, group)
-    num_ranks = math.prod(degrees)
-    if num_ranks == 1 or not num_bytes:
-        return 0.0
-    launch_s = cluster.device.kernels.launch_s
-    ring_s = 2 * all_gather_s(cluster, group, num_bytes) - launch_s
-    crossed = [tier for tier, degree in enumerate(degrees) if degree > 1]
-    latency_s = sum(2 * math.log2(degrees[tier]) * cluster.tiers[tier].latency_s for tier in crossed)
-    slowest = min(_share(cluster, degrees, tier, num_bytes) for tier in crossed)
-    return min(ring_s, latency_s + 2 * num_bytes / slowest + launch_s)
+    total_s = 0.0
+    for tier, degree in enumerate(_degrees(cluster, group)):
+        if degree > 1 and num_bytes:
+            total_s += hop_s(cluster, tier, degree, num_bytes * (degree - 1) / degree)
+            num_bytes /= degree
+    return total_s + cluster.device.kernels.launch_s if total_s else 0.0
 
 
 def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, int]]) -> dict[int, float]:
@@ -118,27 +96,3 @@ def _degrees(cluster: Cluster, group: Group) -> tuple[int, ...]:
         if not 1 <= degree <= tier.size:
             raise ClusterError(f"a group of degree {degree} on tier {tier.name!r}: give 1 to {tier.size}")
     return degrees
-
-
-def _hierarchical_s(cluster: Cluster, degrees: Group, num_bytes: float) -> float:
-    total = 0.0
-    for tier, degree in enumerate(degrees):
-        if degree > 1:
-            rate = rate_bytes_per_s(cluster, tier, num_bytes, degree=degree)
-            total += (degree - 1) * (cluster.tiers[tier].latency_s + num_bytes / degree / rate)
-            num_bytes /= degree
-    return total
-
-
-def _flat_s(cluster: Cluster, degrees: Group, num_bytes: float) -> float:
-    num_ranks = math.prod(degrees)
-    crossed = [tier for tier, degree in enumerate(degrees) if degree > 1]
-    slowest = min(_share(cluster, degrees, tier, num_bytes) for tier in crossed)
-    latency_s = max(cluster.tiers[tier].latency_s for tier in crossed)
-    return (num_ranks - 1) * (latency_s + num_bytes / num_ranks / slowest)
-
-
-def _share(cluster: Cluster, degrees: Group, tier: int, num_bytes: float) -> float:
-    """Return the rate at which a ring over the whole group leaves a member of tier `tier`."""
-    inside = math.prod(degrees[:tier])
-    return inside * rate_bytes_per_s(cluster, tier, num_bytes, degree=degrees[tier])
