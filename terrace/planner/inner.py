@@ -13,7 +13,7 @@ from terrace.plan.tensor_traffic import Tensor
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, LAYER, TENSOR, Task, columns_of, tensor_entry, ulysses_of
 from terrace.program.block_program import Moment, attention_steps, moments_of
-from terrace.program.block_program.tensor import tensor_steps
+from terrace.program.block_program.regions import tensor_steps
 from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
 from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.states import kind_blocks

@@ -1,6 +1,6 @@
 """A block's own program: what ranks that run the same block send one another, and what hides each message.
 
-Each axis inside a block writes its steps in a file of its own (`tensor`, `context`); `block_program` joins them.
+Each axis inside a block writes its steps in a file of its own (`regions` the tensor axis, `attention` the context axis); `block_program` joins them.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.tensor_traffic import Tensor
-from terrace.program.block_program.context import attention_steps
+from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import (
     Await,
     BlockProgram,
@@ -22,7 +23,6 @@ from terrace.program.block_program.steps import (
     messages_of,
     moments_of,
 )
-from terrace.program.block_program.tensor import tensor_steps
 
 __all__ = [
     "Await",
