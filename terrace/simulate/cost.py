@@ -19,6 +19,7 @@ members and padding of its own. What is sent inside a block is priced by `terrac
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
@@ -30,7 +31,8 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
-from terrace.simulate.inside import NO_ROUNDS, Rounds, rooms_of, waits
+from terrace.program.block_program import moments_of
+from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s
 from terrace.simulate.links import hop_s, send_s, tier_penalty
@@ -89,13 +91,21 @@ class Costs:
             yield tier, hop_s(self.program.cluster, tier, degree, num_bytes)
 
     def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
-        """Return the seconds that a pass waits for messages inside its block, by message class."""
+        """Seconds that a pass waits for messages inside its block, by message class."""
         block = instruction.block
-        if not self.hides_inside:
-            return waits(self.program, instruction, {})
         weight_s = self.weight_s[block] if self.weight_s else 0.0
-        rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
-        return waits(self.program, instruction, rooms)
+        rooms: Rooms = {}
+        if self.hides_inside:
+            rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
+        alike = id(self.program.blocks[block].params)  # the same messages, at the same prices
+        prices = self._prices.get(alike)
+        if prices is None:
+            prices = self._prices[alike] = block_prices(self.program, block)
+        return exposed(prices.priced(moments_of(self.program.block_program(block).steps(instruction.op))), rooms)
+
+    @cached_property
+    def _prices(self) -> dict[int, InBlockPrices]:
+        return {}
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:

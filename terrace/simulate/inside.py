@@ -122,12 +122,6 @@ def block_prices(program: Program, block: int) -> InBlockPrices:
     return InBlockPrices(program.cluster, program.tensor, program.context.attention(program.blocks[block]))
 
 
-def waits(program: Program, instruction: Instruction, rooms: Rooms) -> dict[MessageClass, float]:
-    """Seconds that a pass waits for messages inside its block, by message class."""
-    steps = program.block_program(instruction.block).steps(instruction.op)
-    return exposed(block_prices(program, instruction.block).priced(moments_of(steps)), rooms)
-
-
 def inside_seconds(program: Program, instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
     """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
     prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)

@@ -174,7 +174,7 @@ def _block_s(costs: Costs, block: int) -> float:
     """Seconds of a block's forward and backward on one micro-batch."""
     again_s = costs.forward_s[block] if costs.program.recomputes(block) else 0.0
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
-    waits_s = math.fsum(costs.inside_s(each) + costs.context_s(each) for each in passes)
+    waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
     return costs.forward_s[block] + costs.backward_s[block] + again_s + waits_s
 
 
