@@ -128,10 +128,7 @@ class Tensor:
 
     def hops(self, message: TensorMessage) -> list[Hop]:
         """Return the hops of a message that is gathered or reduced."""
-        line = self.line(message.axes)
-        hops = gather_hops if message.leg is Leg.GATHER else reduce_hops
-        ends = (line.outermost, DEVICE) if message.leg is Leg.GATHER else (DEVICE, line.outermost)
-        return hops(line, self.plan, MessageClass.TENSOR, message.numel, *ends)
+        return line_hops(self.line(message.axes), self.plan, message.leg, message.numel)
 
     def sends(self, message: TensorMessage) -> Iterator[tuple[int, int]]:
         """Yield (tier index, bytes that a rank sends) of a message."""
@@ -143,6 +140,13 @@ class Tensor:
             if degree > 1:
                 yield tier, (degree - 1) * held
                 held *= degree
+
+
+def line_hops(line: Layout, plan: Plan, leg: Leg, numel: int) -> list[Hop]:
+    """The hops of a gather or a reduction of `numel` padded elements over a line of ranks."""
+    if leg is Leg.GATHER:
+        return gather_hops(line, plan, MessageClass.TENSOR, numel, line.outermost, DEVICE)
+    return reduce_hops(line, plan, MessageClass.TENSOR, numel, DEVICE, line.outermost)
 
 
 def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:

@@ -67,7 +67,7 @@ class Mail:
                     )
                     for block in range(len(costs.program.blocks))
                 )
-                found = self._lanes[key] = Lane(costs.program.lane(instruction), each)
+                found = self._lanes[key] = Lane(costs.program.message(instruction).lane, each)
             return found
 
         second = backward > DEVICE

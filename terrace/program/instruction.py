@@ -12,16 +12,20 @@
 | TIE             | add the gradient shard that another stage has of the same block, once a step      |
 | SYNC            | finish the accumulated gradient over the tiers outside, once a step               |
 | CLIP            | global gradient norm, loss and token count: one message, one scale                |
-| ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier    |
+| ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
 | REFRESH         | bring the new parameters back to the params tier                                  |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
-Communication is issued without blocking; an instruction waits only for what it reads.
+Communication is issued without blocking; an instruction waits only for what it reads. `SPECS` declares the fields and
+the message class of every op, once for the verifier, the printer, the simulator and the executor.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+
+from terrace.plan.wire import MessageClass
 
 
 class Op(StrEnum):
@@ -46,10 +50,43 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # as fast as its text's: instructions are looked up by the thousand
 
 
-_PEER = {Op.SEND: "to", Op.RECV: "from", Op.TIE: "with"}
-PASSES = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
-COLLECTIVES = frozenset({Op.GATHER, Op.REDUCE, Op.SYNC, Op.CLIP, Op.ORTHOGONALISE, Op.REFRESH})
-INWARD = frozenset({Op.GATHER, Op.ORTHOGONALISE, Op.REFRESH})  # of them, those that cross the outermost tier first
+@dataclass(frozen=True)
+class OpSpec:
+    """The declaration of an op: the `fields` its instructions set, the class of the message they send.
+
+    `message_backward` is the class of an instruction with `backward` set, where it differs. `peer` is the word before
+    the other stage of a point-to-point op.
+    """
+
+    fields: Collection[str] = ("block",)
+    message: MessageClass | None = None
+    message_backward: MessageClass | None = None
+    is_pass: bool = False
+    peer: str = ""
+
+
+_PASS = OpSpec(("block", "micro"), is_pass=True)
+_POINT_TO_POINT = ("block", "micro", "backward", "peer")
+
+SPECS: dict[Op, OpSpec] = {
+    Op.GATHER: OpSpec(("block", "backward", "secondary"), MessageClass.GATHER, MessageClass.GATHER_BACKWARD),
+    Op.FREE: OpSpec(),
+    Op.FORWARD: _PASS,
+    Op.BACKWARD: _PASS,
+    Op.BACKWARD_INPUT: _PASS,
+    Op.BACKWARD_WEIGHT: _PASS,
+    Op.REDUCE: OpSpec(("block", "micro"), MessageClass.REDUCE),
+    Op.TIE: OpSpec(("block", "peer"), MessageClass.TIE, peer="with"),
+    Op.SYNC: OpSpec(message=MessageClass.SYNC),
+    Op.CLIP: OpSpec((), MessageClass.CONTROL),
+    Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
+    Op.UPDATE: OpSpec(),
+    Op.REFRESH: OpSpec(message=MessageClass.REFRESH),
+    Op.SEND: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="to"),
+    Op.RECV: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="from"),
+}
+PASSES = frozenset(op for op, spec in SPECS.items() if spec.is_pass)
+COLLECTIVES = frozenset(op for op, spec in SPECS.items() if spec.message is not None and not spec.peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +106,12 @@ class Instruction:
     secondary: bool = False
     peer: int = -1
 
+    @property
+    def message_class(self) -> MessageClass | None:
+        """The class of the message it sends or receives; None for an op that does not communicate."""
+        spec = SPECS[self.op]
+        return spec.message_backward or spec.message if self.backward else spec.message
+
     def __str__(self) -> str:
         words = [self.op.value]
         if self.op in (Op.SEND, Op.RECV):
@@ -82,5 +125,5 @@ class Instruction:
             if self.secondary:
                 words.append("from the secondary copy")
         if self.peer >= 0:
-            words.append(f"{_PEER[self.op]} stage {self.peer}")
+            words.append(f"{SPECS[self.op].peer} stage {self.peer}")
         return " ".join(words)

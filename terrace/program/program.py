@@ -1,9 +1,9 @@
 """The Program: the instructions of one rank with what they refer to."""
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
@@ -11,28 +11,24 @@ from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
-from terrace.plan.hops import block_hops, coding_bytes, control_numbers, lossy_messages
-from terrace.plan.layout import message_lane, message_tiers
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage
-from terrace.plan.wire import CONTROL_NUMBER_BYTES, FORMATS
+from terrace.plan.wire import FORMATS
 from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.message import (
+    Message,
+    block_message,
+    context_message,
+    control_message,
+    stage_message,
+    tensor_message,
+)
 
-_MESSAGES = {
-    Op.GATHER: MessageClass.GATHER,
-    Op.REDUCE: MessageClass.REDUCE,
-    Op.SYNC: MessageClass.SYNC,
-    Op.CLIP: MessageClass.CONTROL,
-    Op.ORTHOGONALISE: MessageClass.ORTHOGONALISE,
-    Op.REFRESH: MessageClass.REFRESH,
-    Op.SEND: MessageClass.PIPELINE,
-    Op.RECV: MessageClass.PIPELINE,
-    Op.TIE: MessageClass.TIE,
-}
+_Alike = tuple[Op, int, bool, bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,38 +87,68 @@ class Program:
         return any(flat.layout.has_secondary for block in self.stage.held for flat in self.flats[block])
 
     def peer(self, rank: int, instruction: Instruction) -> int:
-        """Return the rank that a SEND, a RECV or a TIE of `rank` is about."""
+        """The rank of the other stage that a SEND, a RECV or a TIE of `rank` names."""
         return self.mesh.at_stage(rank, instruction.peer)
 
-    def message(self, instruction: Instruction) -> MessageClass:
-        """Return the class of the messages that an instruction sends."""
-        if instruction.op is Op.GATHER and instruction.backward:
-            return MessageClass.GATHER_BACKWARD
-        return _MESSAGES[instruction.op]
+    @cached_property
+    def counts(self) -> dict[Instruction, int]:
+        """How often each distinct instruction runs; those that differ in their micro-batch alone are one, the first."""
+        times: dict[_Alike, int] = {}
+        first: dict[_Alike, Instruction] = {}
+        for instruction in self.instructions:
+            key = _alike(instruction)
+            if key in times:
+                times[key] += 1
+            else:
+                times[key], first[key] = 1, instruction
+        return {first[key]: count for key, count in times.items()}
 
-    def crossed(self, instruction: Instruction) -> tuple[int, ...]:
-        """Return the indexes of the tiers on which an instruction has someone to talk to."""
+    def message(self, instruction: Instruction) -> Message:
+        """The message of a communicating instruction, resolved once for all that differ in their micro-batch alone."""
+        key = _alike(instruction)
+        found = self._messages.get(key)
+        if found is None:
+            found = self._messages[key] = self._resolved(instruction)
+        return found
+
+    @cached_property
+    def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
+        """Bytes each rank sends per step, by message class and tier."""
+        total: dict[tuple[MessageClass, str], int] = defaultdict(int)
+        for instruction, times in self.counts.items():
+            messages = self.messages_inside(instruction)
+            if instruction.message_class is not None:
+                messages = (self.message(instruction), *messages)
+            for message in messages:
+                for tier, num_bytes in message.sends:
+                    total[message.message_class, self.layout.tiers[tier]] += times * num_bytes
+        return dict(total)
+
+    @cached_property
+    def _messages(self) -> dict[_Alike, Message]:
+        return {}
+
+    @cached_property
+    def _of_blocks(self) -> dict[tuple[MessageClass, int | None, int], Message]:
+        return {}
+
+    def _resolved(self, instruction: Instruction) -> Message:
+        message_class = instruction.message_class
+        assert message_class is not None, f"{instruction} sends nothing"
         if instruction.peer >= 0:
-            return (self.mesh.edge_tier(self.stage.index, instruction.peer),)
-        return message_tiers(self.among(instruction), self.message(instruction), self._source(instruction))
-
-    def among(self, instruction: Instruction) -> Layout:
-        """Return the layout of the ranks that a collective instruction is among."""
-        return self.world if instruction.op is Op.CLIP else self.everyone
-
-    def lane(self, instruction: Instruction) -> int:
-        """Return the lane of a collective instruction (terrace.plan.layout.message_lane)."""
-        return message_lane(self.among(instruction), self.message(instruction), self._source(instruction))
-
-    def sends(self, instruction: Instruction) -> Iterator[tuple[int, int]]:
-        """Yield (tier index, bytes) for every message of an instruction; what a RECV takes in, others have sent."""
-        if instruction.op is Op.SEND:
-            yield self.mesh.edge_tier(self.stage.index, instruction.peer), self.edge_bytes
-        elif instruction.op is Op.TIE:
             tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
-            yield tier, tie_bytes(self.flats[instruction.block], self.plan.master)
-        elif instruction.op is not Op.RECV:
-            yield from ((tier, num_bytes) for tier, _, num_bytes in self.hops(instruction))
+            if instruction.op is Op.TIE:
+                return stage_message(message_class, tier, tie_bytes(self.flats[instruction.block], self.plan.master))
+            return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
+        if message_class is MessageClass.CONTROL:
+            return control_message(self.everyone, self.world, self.plan)
+        source = self.layout.params_backward if instruction.secondary else None
+        flats = self.flats[instruction.block]
+        key = (message_class, source, id(flats))  # blocks that are alike share their flat buffers, and so the message
+        found = self._of_blocks.get(key)
+        if found is None:
+            found = self._of_blocks[key] = block_message(message_class, self.everyone, self.plan, flats, source)
+        return found
 
     @cached_property
     def state_bytes(self) -> dict[str, int]:
@@ -134,27 +160,6 @@ class Program:
         """Bytes of a message between stages."""
         return self.edge.numel * FORMATS[self.plan.compute].element_bytes
 
-    def hops(self, instruction: Instruction) -> Iterator[tuple[int, int, int]]:
-        """Yield (tier index, members, bytes) for every collective that an instruction makes this rank take part in."""
-        layout, message = self.among(instruction), self.message(instruction)
-        if message is MessageClass.CONTROL:
-            message_bytes = control_numbers(self.everyone, self.plan) * CONTROL_NUMBER_BYTES
-            for tier in self.crossed(instruction):
-                yield tier, layout.degrees[tier], (layout.degrees[tier] - 1) * message_bytes
-            return
-        for flat in self._carried(instruction):
-            hops = block_hops(flat.layout, self.plan, message, flat.padded, self._source(instruction))
-            yield from ((hop.tier, hop.degree, hop.sent_bytes) for hop in chain(*hops))
-
-    def coding_bytes(self, instruction: Instruction) -> float:
-        """Return the bytes of memory that coding and decoding the messages of a collective moves on this rank."""
-        message = self.message(instruction)
-        if message is MessageClass.CONTROL or not self._codes:
-            return 0.0
-        source = self._source(instruction)
-        carried = self._carried(instruction)
-        return sum(coding_bytes(flat.layout, self.plan, message, flat.padded, source) for flat in carried)
-
     def block_program(self, block: int) -> BlockProgram:
         """The program of a block on one micro-batch: computing and messages in the order of issue."""
         again = block in self._recomputed
@@ -163,23 +168,32 @@ class Program:
             self._block_programs[key] = block_program(self.tensor, self.context, self.blocks, block, recomputed=again)
         return self._block_programs[key]
 
-    def sends_inside(self, instruction: Instruction) -> Iterator[tuple[MessageClass, int, int]]:
-        """Yield (class, tier index, bytes) for every message inside a pass or a RECV."""
-        if instruction.op is Op.RECV:
-            messages: Iterable[InBlockMessage] = () if self.edge.gathers is None else (self.edge.gathers,)
-        else:
-            messages = messages_of(self.block_program(instruction.block).steps(instruction.op))
-        for message in messages:
-            for tier, num_bytes in self.message_sends(message, instruction.block):
-                yield message.message_class, tier, num_bytes
+    def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
+        """The messages that a pass sends inside its block, or a RECV to complete what came, in order; resolved once."""
+        op, block = instruction.op, instruction.block
+        messages: Iterable[InBlockMessage] = ()
+        if op is Op.RECV:
+            block = -1  # all that arrives has the same shape
+            messages = () if self.edge.gathers is None else (self.edge.gathers,)
+        elif op not in PASSES:
+            return ()
+        found = self._inside.get((op, block))
+        if found is None:
+            if op in PASSES:
+                messages = messages_of(self.block_program(block).steps(op))
+            found = self._inside[op, block] = tuple(self.message_inside(message, block) for message in messages)
+        return found
 
-    def message_sends(self, message: InBlockMessage, block: int) -> Iterable[tuple[int, int]]:
-        """(tier index, bytes that a rank sends) of a message inside a block."""
+    def message_inside(self, message: InBlockMessage, block: int) -> Message:
+        """One message inside a block, resolved."""
         if isinstance(message, TensorMessage):
-            return self.tensor.sends(message)
+            found = self._of_lines.get(message)
+            if found is None:
+                found = self._of_lines[message] = tensor_message(self.tensor, message)
+            return found
         attention = self.context.attention(self.blocks[block])
         assert attention is not None, f"block {block} sends {message}"
-        return attention.sends(message)
+        return context_message(attention.sends(message))
 
     @cached_property
     def context(self) -> ContextTraffic:
@@ -190,8 +204,13 @@ class Program:
     def _block_programs(self) -> dict[tuple[int, bool], BlockProgram]:
         return {}
 
-    def _source(self, instruction: Instruction) -> int | None:
-        return self.layout.params_backward if instruction.secondary else None
+    @cached_property
+    def _inside(self) -> dict[tuple[Op, int], tuple[Message, ...]]:
+        return {}
+
+    @cached_property
+    def _of_lines(self) -> dict[TensorMessage, Message]:
+        return {}
 
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block runs its forward again."""
@@ -201,13 +220,6 @@ class Program:
     def _recomputed(self) -> frozenset[int]:
         return recomputed(self.plan, self.blocks)
 
-    @cached_property
-    def _codes(self) -> bool:
-        return bool(lossy_messages(self.everyone, self.plan))
 
-    def _carried(self, instruction: Instruction) -> list[FlatSpec]:
-        """Return the flat buffers that a collective of a block carries."""
-        flats = self.flats[instruction.block]
-        if instruction.op is Op.ORTHOGONALISE:
-            return [flat for flat in flats if flat.num_orthogonal]
-        return [flat for flat in flats if flat.trainable or instruction.op is Op.GATHER]
+def _alike(instruction: Instruction) -> _Alike:
+    return instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from terrace.plan import MessageClass
 from terrace.plan.residency import recomputed
-from terrace.program.instruction import COLLECTIVES, INWARD, PASSES, Instruction, Op
+from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 
 
@@ -29,20 +29,20 @@ def _note(program: Program, instruction: Instruction, again: frozenset[int]) -> 
     if instruction.op in PASSES:
         twice = instruction.op is not Op.FORWARD and instruction.op is not Op.BACKWARD_WEIGHT
         notes = ["recomputes its forward"] if twice and instruction.block in again else []
-        sends = program.sends_inside(instruction)
-        tiers = sorted({tier for message, tier, _ in sends if message is MessageClass.CONTEXT})
+        attending = (
+            each for each in program.messages_inside(instruction) if each.message_class is MessageClass.CONTEXT
+        )
+        tiers = sorted({tier for message in attending for tier in message.tiers})
         notes += ["attends over " + ", ".join(program.layout.tiers[tier] for tier in tiers)] if tiers else []
         return "; ".join(notes)
-    if instruction.peer >= 0:
-        return ", ".join(program.layout.tiers[tier] for tier in program.crossed(instruction))
-    if instruction.op not in COLLECTIVES:
+    message_class = instruction.message_class
+    if message_class is None:
         return ""
-    crossed = [program.layout.tiers[tier] for tier in program.crossed(instruction)]
-    if instruction.op in INWARD:
-        crossed.reverse()
-    if not crossed:
+    names = [program.layout.tiers[tier] for tier in program.message(instruction).tiers]
+    if instruction.peer >= 0:
+        return ", ".join(names)
+    if not names:
         return "local"
-    message = program.message(instruction)
-    if instruction.op is Op.CLIP:
-        return "control: " + ", ".join(crossed)
-    return ", ".join(f"{tier} ({program.plan.wire_format(message, tier).name})" for tier in crossed)
+    if message_class is MessageClass.CONTROL:
+        return "control: " + ", ".join(names)
+    return ", ".join(f"{tier} ({program.plan.wire_format(message_class, tier).name})" for tier in names)

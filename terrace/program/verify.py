@@ -25,7 +25,7 @@ from terrace.base.errors import ProgramError
 from terrace.plan.flats import orthogonalised
 from terrace.plan.layout import DEVICE
 from terrace.plan.stage import units
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify_totals import check_bytes, check_memory
 
@@ -40,21 +40,8 @@ def verify(program: Program, rank: int = 0) -> None:
     check_memory(program, rank, walker.peak_resident)
 
 
-# The fields an op uses, `block` alone where it is not here; a SEND or RECV uses all but `secondary`.
-_FIELDS = {
-    Op.GATHER: {"block", "backward", "secondary"},
-    Op.FORWARD: {"block", "micro"},
-    Op.BACKWARD: {"block", "micro"},
-    Op.BACKWARD_INPUT: {"block", "micro"},
-    Op.BACKWARD_WEIGHT: {"block", "micro"},
-    Op.TIE: {"block", "peer"},
-    Op.REDUCE: {"block", "micro"},
-    Op.CLIP: set(),
-    Op.SEND: {"block", "micro", "backward", "peer"},
-    Op.RECV: {"block", "micro", "backward", "peer"},
-}
 _DEFAULTS = {item.name: item.default for item in fields(Instruction) if item.name != "op"}
-_UNUSED = {op: [name for name in _DEFAULTS if name not in _FIELDS.get(op, {"block"})] for op in Op}
+_UNUSED = {op: [name for name in _DEFAULTS if name not in spec.fields] for op, spec in SPECS.items()}
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from terrace.base.errors import ProgramError
 from terrace.plan import Layout
-from terrace.program.instruction import COLLECTIVES, INWARD, PASSES, Instruction, Op
+from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify import verify
 
@@ -62,8 +62,10 @@ def _collectives_by_tier(program: Program) -> dict[tuple[int, Layout], list[Inst
     by_tier: dict[tuple[int, Layout], list[Instruction]] = defaultdict(list)
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
-            for tier in program.crossed(instruction):
-                by_tier[tier, program.among(instruction)].append(instruction)
+            message = program.message(instruction)
+            assert message.ranks is not None, f"{instruction} is among ranks"
+            for tier in sorted(message.tiers):
+                by_tier[tier, message.ranks].append(instruction)
     return by_tier
 
 
@@ -86,9 +88,7 @@ def _items(program: Program) -> list[_Item]:
     received: dict[tuple[bool, int, int], Instruction] = {}
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
-            tiers = program.crossed(instruction)
-            inward = instruction.op in INWARD
-            items += [_Item(instruction, tier) for tier in (reversed(tiers) if inward else tiers)]
+            items += [_Item(instruction, tier) for tier in program.message(instruction).tiers]
         elif instruction.op is Op.SEND:
             items.append(_Item(instruction, message=instruction))
         elif instruction.op is Op.TIE:
@@ -154,7 +154,9 @@ class _Play:
         program = self.programs[rank]
         if item.instruction.op is Op.TIE:
             return tuple(sorted((rank, program.peer(rank, item.instruction))))
-        return program.among(item.instruction).peers(rank, item.tier)
+        ranks = program.message(item.instruction).ranks
+        assert ranks is not None, f"{item.instruction} is among ranks"
+        return ranks.peers(rank, item.tier)
 
     def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
         """Return (sender, receiver, whether a gradient, block, micro-batch)."""

@@ -1,18 +1,16 @@
 """What a program sends and keeps in all, held against the closed formulas of its plan."""
 
-from collections import defaultdict
-
 from terrace.base.errors import ProgramError
-from terrace.plan import MessageClass, step_bytes
+from terrace.plan import step_bytes
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.wire import FORMATS
-from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
+from terrace.program.instruction import PASSES, Op
 from terrace.program.program import Program
 
 
 def check_bytes(program: Program, rank: int) -> None:
     """Raise `ProgramError` where the program does not send exactly the bytes that the plan declares."""
-    sent = _sent_bytes(program)
+    sent = program.sent_bytes
     stage = program.stage if program.stage.num_stages > 1 else None
     declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, stage)
     for key in sorted(sent.keys() | declared.keys()):
@@ -47,26 +45,6 @@ def check_memory(program: Program, rank: int, peak_resident: int) -> None:
             f"rank {rank}: the model state needs {needed / 1e9:.3g} GB a rank but the device has {limit / 1e9:.3g} GB: "
             "place states further out, or use a device with more memory"
         )
-
-
-def _sent_bytes(program: Program) -> dict[tuple[MessageClass, str], int]:
-    """Return the bytes by message class and tier; instructions that differ in their micro-batch alone are one."""
-    times: dict[tuple[object, ...], int] = defaultdict(int)
-    samples: dict[tuple[object, ...], Instruction] = {}
-    for instruction in program.instructions:
-        key = (instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer)
-        times[key] += 1
-        samples[key] = instruction
-    sent: dict[tuple[MessageClass, str], int] = defaultdict(int)
-    for kind, instruction in samples.items():
-        if instruction.op in (*COLLECTIVES, Op.SEND, Op.TIE):
-            message = program.message(instruction)
-            for tier, num_bytes in program.sends(instruction):
-                sent[message, program.layout.tiers[tier]] += times[kind] * num_bytes
-        elif instruction.op in (*PASSES, Op.RECV):
-            for message, tier, num_bytes in program.sends_inside(instruction):
-                sent[message, program.layout.tiers[tier]] += times[kind] * num_bytes
-    return sent
 
 
 def _peak_gradients(program: Program) -> int:

@@ -78,13 +78,15 @@ class Comm:
         """The ranks that take part in a message, sorted; the watchdog is told them while this rank waits."""
         if instruction.peer >= 0:
             return tuple(sorted((self.rank, self.program.peer(self.rank, instruction))))
-        among, tiers = self.program.among(instruction), self.program.crossed(instruction)
-        if (among, tiers) not in self._peers:
+        message = self.program.message(instruction)
+        assert message.ranks is not None, f"{instruction} is among ranks"
+        key = message.ranks, message.tiers
+        if key not in self._peers:
             ranks = [self.rank]
-            for tier in tiers:
-                ranks = [peer for each in ranks for peer in among.peers(each, tier)]
-            self._peers[among, tiers] = tuple(sorted(ranks))
-        return self._peers[among, tiers]
+            for tier in message.tiers:
+                ranks = [peer for each in ranks for peer in message.ranks.peers(each, tier)]
+            self._peers[key] = tuple(sorted(ranks))
+        return self._peers[key]
 
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""

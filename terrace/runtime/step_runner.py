@@ -177,7 +177,7 @@ class StepRunner:
                 after.ticket.wait()
             work()
 
-        lane = self._program.lane(self._program.instructions[self._counter])
+        lane = self._program.message(self._program.instructions[self._counter]).lane
         return Pending(self._lanes[lane].submit(when_ready), self._counter)
 
     def _parameters_of(self, block: int) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ class StepRunner:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
     def _gather(self, now: Instruction) -> None:
-        flats, message = self._state.flats[now.block], self._program.message(now)
+        flats, message = self._state.flats[now.block], self._program.message(now).message_class
         gather = _each(flats, lambda flat: flat.gather(self._collectives, message, now.secondary))
         self._gathers[now.block] = self._submit(gather, after=self._refreshes.pop(now.block, None))
 

@@ -94,14 +94,15 @@ class Tracer:
         def submitted(work: Work, after: Any = None) -> Any:
             position = runner._counter
             instruction = program.instructions[position]
-            name = program.message(instruction).value
-            return submit(self._timed(step, work, program.lane(instruction), position, name), after)
+            message = program.message(instruction)
+            name = message.message_class.value
+            return submit(self._timed(step, work, message.lane, position, name), after)
 
         def around(work: Work) -> Work:
             position = runner._counter
             instruction = program.instructions[position]
-            tier = program.mesh.edge_tier(program.stage.index, instruction.peer)
-            return self._timed(step, work, tier, position, program.message(instruction).value)
+            message = program.message(instruction)
+            return self._timed(step, work, message.lane, position, message.message_class.value)
 
         hidden: list[tuple[object, str, Callable[..., Any]]] = [
             (clock, "start", started),

@@ -72,14 +72,15 @@ class Costs:
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
         """Return the seconds of a message to another stage, and how much computing slows beside it."""
         cluster = self.program.cluster
-        ((tier, num_bytes),) = self.program.sends(instruction)
+        ((tier, num_bytes),) = self.program.message(instruction).sends
         return send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier)
 
     def _own_s(self, instruction: Instruction) -> float:
         """Return the seconds of a collective that pass inside the rank: coding, and the memory of the whole block."""
         device = self.program.cluster.device
-        seconds = self.program.coding_bytes(instruction) / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
-        if instruction.op in (Op.GATHER, Op.REDUCE) and any(self.program.sends(instruction)):
+        message = self.program.message(instruction)
+        seconds = message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
+        if instruction.op in (Op.GATHER, Op.REDUCE) and message.sends:
             flats = self.program.flats[instruction.block]
             numel = sum(flat.numel for flat in flats if flat.trainable or instruction.op is Op.GATHER)
             seconds += fresh_s(device, numel * FORMATS[self.program.plan.compute].element_bytes)
@@ -87,8 +88,8 @@ class Costs:
 
     def _hops(self, instruction: Instruction) -> Iterator[tuple[int, float]]:
         """Yield the tiers that a collective crosses, with the seconds it takes on each."""
-        for tier, degree, num_bytes in self.program.hops(instruction):
-            yield tier, hop_s(self.program.cluster, tier, degree, num_bytes)
+        for hop in self.program.message(instruction).hops:
+            yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
 
     def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
         """Seconds that a pass waits for messages inside its block, by message class."""

@@ -143,11 +143,12 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
     """Return which part of a message's seconds belongs to which tier index; the parts sum to 1."""
     if instruction.peer >= 0:
-        return {program.crossed(instruction)[0]: 1.0}
+        return {program.message(instruction).tiers[0]: 1.0}
     tiers = program.cluster.tiers
     weights: dict[int, float] = defaultdict(float)
-    for tier, degree, num_bytes in program.hops(instruction):
-        weights[tier] += (degree - 1) * tiers[tier].latency_s + num_bytes / tiers[tier].bandwidth_bytes_per_s
+    for hop in program.message(instruction).hops:
+        tier = tiers[hop.tier]
+        weights[hop.tier] += (hop.degree - 1) * tier.latency_s + hop.sent_bytes / tier.bandwidth_bytes_per_s
     return _shares(weights)
 
 

@@ -24,12 +24,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProgramError
-from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.residency import recomputed
-from terrace.program import COLLECTIVES, PASSES, Instruction, Op, Program, StepReport
+from terrace.program import PASSES, Instruction, Op, Program, StepReport
 from terrace.simulate.cost import Costs
 
 
@@ -39,14 +38,13 @@ def simulate(program: Program, costs: Costs) -> StepReport:
     Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
     """
     check_alone(program)
-    plays, counts = price(program, costs)
-    return report(program, _time(program, plays), counts)
+    return report(program, _time(program, price(program, costs)))
 
 
 def step_seconds(program: Program, costs: Costs) -> dict[str, float]:
     """Return the seconds by category alone, for who asks for many steps; raises as `simulate` does."""
     check_alone(program)
-    return _time(program, price(program, costs)[0])
+    return _time(program, price(program, costs))
 
 
 def check_alone(program: Program) -> None:
@@ -67,22 +65,9 @@ def _time(program: Program, plays: list["Play"]) -> dict[str, float]:
     return dict(rank.time_s)
 
 
-def report(program: Program, time_s: dict[str, float], counts: dict[Instruction, int]) -> StepReport:
-    """Return the report of a step that took `time_s` and ran every distinct instruction so many times."""
-    sent_bytes: dict[tuple[MessageClass, str], int] = defaultdict(int)
-    for instruction, count in counts.items():
-        if instruction.op in (*COLLECTIVES, Op.SEND, Op.TIE):
-            message = program.message(instruction)
-            for tier, num_bytes in program.sends(instruction):
-                sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
-        elif instruction.op in (*PASSES, Op.RECV):
-            for message, tier, num_bytes in program.sends_inside(instruction):
-                sent_bytes[message, program.layout.tiers[tier]] += count * num_bytes
-    return StepReport(
-        time_s=dict(time_s),
-        sent_bytes=dict(sent_bytes),
-        memory_bytes=program.state_bytes,
-    )
+def report(program: Program, time_s: dict[str, float]) -> StepReport:
+    """The report of a step that took `time_s`, seconds by category."""
+    return StepReport(time_s=dict(time_s), sent_bytes=program.sent_bytes, memory_bytes=program.state_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,25 +90,18 @@ _Alike = tuple[Op, int, bool, bool, int]
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 
 
-def price(program: Program, costs: Costs) -> tuple[list[Play], dict[Instruction, int]]:
-    """Return what to do for every instruction in order, and how often each distinct one runs.
-
-    Instructions that differ in nothing but their micro-batch are one event.
-    """
+def price(program: Program, costs: Costs) -> list[Play]:
+    """The play of every instruction, in order; those that differ in their micro-batch alone share an event."""
     pricing = _Pricing(program, costs)
     known: dict[_Alike, Play] = {}
-    counts: dict[_Alike, int] = defaultdict(int)
-    samples: dict[_Alike, Instruction] = {}
     plays = []
     for instruction in program.instructions:
         key = (instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer)
-        counts[key] += 1
         play = known.get(key)
         if play is None:
             play = known[key] = pricing.play(instruction)
-            samples[key] = instruction
         plays.append(play)
-    return plays, {samples[key]: count for key, count in counts.items()}
+    return plays
 
 
 class _Pricing:
@@ -146,19 +124,19 @@ class _Pricing:
         if op in (Op.FREE, Op.RECV) or (op is Op.REDUCE and not self._buffered[block]):
             return Rank.nothing, Event(op, block, 0.0, -1, "")
         if op in (Op.SEND, Op.TIE):
-            category = f"wait {self.program.message(instruction).value}"
+            category = f"wait {instruction.message_class}"
             seconds, penalty = self.costs.point_to_point(instruction)
             return Rank.nothing, Event(op, block, seconds, Rank.SENDING, category, penalty=penalty)
         # Blocks that are alike send the same messages. CLIP has no block.
         alike = id(self.program.flats[block]) if block >= 0 else -1
         key = (op, instruction.backward, instruction.secondary, alike)
         if key not in self._messages:
-            category = f"wait {self.program.message(instruction).value}"
+            category = f"wait {instruction.message_class}"
             self._messages[key] = Event(
                 op,
                 block,
                 self.costs.collective_s(instruction),
-                self.program.lane(instruction),
+                self.program.message(instruction).lane,
                 category,
                 penalty=self.costs.penalty(instruction),
             )

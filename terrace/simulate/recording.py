@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from terrace.program import COLLECTIVES, Instruction, Op, Program, StepReport
+from terrace.program import Instruction, Program, StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
 
@@ -95,14 +95,14 @@ def record(program: Program, costs: Costs) -> Recording:
     Raises `ProgramError` for a program that talks to other stages.
     """
     check_alone(program)
-    plays, counts = price(program, costs)
+    plays = price(program, costs)
     rank = Recorder(program)
     for _ in range(2):
         rank.restart()
         for position, (act, event) in enumerate(plays):
             rank.begin(position)
             act(rank, event)
-    return rank.recording(counts)
+    return rank.recording()
 
 
 class Recorder(Rank):
@@ -114,7 +114,6 @@ class Recorder(Rank):
         "first",
         "halts",
         "longer_s",
-        "messages",
         "newest",
         "origin",
         "position",
@@ -126,8 +125,6 @@ class Recorder(Rank):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.program = program
-        sends = (*COLLECTIVES, Op.SEND, Op.TIE)
-        self.messages = {play: program.message(play).value for play in program.instructions if play.op in sends}
         self.newest = dict.fromkeys(range(COMPUTE, len(program.layout.tiers) + 1), -1)  # the last span of every lane
         self.first, self.origin = 0, 0.0  # of the step: its first span, and the clock at its start
         self.cause: tuple[int, int] | None = None  # (stage, span) of another stage that the next wait is for
@@ -152,7 +149,7 @@ class Recorder(Rank):
         self.started_s.append(self.now_s)
         self.done_s.append(self.now_s)
 
-    def recording(self, counts: dict[Instruction, int], begin_s: float = 0.0) -> Recording:
+    def recording(self, begin_s: float = 0.0) -> Recording:
         """The last step, which ran every distinct instruction so often."""
         wall_s = self.wall()
         origin_s = wall_s(self.origin)
@@ -162,7 +159,7 @@ class Recorder(Rank):
         )
         return Recording(
             program=self.program,
-            report=report(self.program, self.time_s, counts),
+            report=report(self.program, self.time_s),
             spans=tuple(spans),
             first=self.first,
             started_s=tuple(wall_s(moment_s) - origin_s for moment_s in self.started_s),
@@ -197,15 +194,18 @@ class Recorder(Rank):
         start_s = max(self.now_s, free_s, ready[0])
         behind = self.newest[lane] if free_s >= ready[0] else ready[1]
         after = self.newest[COMPUTE] if start_s == self.now_s else behind
-        category = self.messages[self.program.instructions[self.position]]
-        return done_s, self._add(lane, start_s, done_s, category, after)
+        return done_s, self._add(lane, start_s, done_s, self._message(), after)
 
     def exchange(self, event: Event) -> None:
         """Wait for an exchange with another stage, which takes no lane."""
-        lane, category = len(self.program.layout.tiers), self.messages[self.program.instructions[self.position]]
-        done_s = self.now_s + event.seconds
-        number = self._add(lane, self.now_s, done_s, category, self.newest[COMPUTE])
+        lane, done_s = len(self.program.layout.tiers), self.now_s + event.seconds
+        number = self._add(lane, self.now_s, done_s, self._message(), self.newest[COMPUTE])
         self.wait((done_s, number), event.category)
+
+    def _message(self) -> str:
+        message_class = self.program.instructions[self.position].message_class
+        assert message_class is not None, "only messages take a lane"
+        return message_class.value
 
     def wait(self, moment: Moment, category: str) -> None:
         """Wait, and note for which span."""

@@ -89,9 +89,7 @@ class _Clock(NamedTuple):
 class _Pipeline:
     def __init__(self, programs: Sequence[Program], costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
         self.programs = programs
-        priced = [price(program, cost) for program, cost in zip(programs, costs, strict=True)]
-        self.plays = [plays for plays, _ in priced]
-        self.counts = [counts for _, counts in priced]
+        self.plays = [price(program, cost) for program, cost in zip(programs, costs, strict=True)]
         self.ranks = [rank(program) for program in programs]
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
         self.passes: list[list[Passed]] = [[] for _ in programs]
@@ -110,15 +108,15 @@ class _Pipeline:
             [Passed(each.instruction, each.start_s - first_s, each.end_s - first_s) for each in passed]
             for passed in self.passes
         ]
-        stages = zip(self.programs, self.ranks, self.counts, strict=True)
-        return StagesStep([report(program, rank.time_s, counts) for program, rank, counts in stages], passes)
+        stages = zip(self.programs, self.ranks, strict=True)
+        return StagesStep([report(program, rank.time_s) for program, rank in stages], passes)
 
     def recordings(self) -> list[Recording]:
         """What every stage wrote down of the last step."""
         first_s, found = min(self.begun_s), []
-        for rank, counts, begun_s in zip(self.ranks, self.counts, self.begun_s, strict=True):
+        for rank, begun_s in zip(self.ranks, self.begun_s, strict=True):
             assert isinstance(rank, Recorder), "only recorders have recordings"
-            found.append(rank.recording(counts, begun_s - first_s))
+            found.append(rank.recording(begun_s - first_s))
         return found
 
     def _step(self) -> None:

@@ -130,7 +130,7 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
     if instruction.block >= 0:
         args["block"] = program.blocks[instruction.block].name
     if span.lane != COMPUTE and instruction.op in COLLECTIVES:
-        for tier, num_bytes in program.sends(instruction):
+        for tier, num_bytes in program.message(instruction).sends:
             key = f"bytes on {program.layout.tiers[tier]}"
             args[key] = args.get(key, 0) + num_bytes
     start_s = max(0.0, span.start_s)

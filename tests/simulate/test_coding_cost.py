@@ -46,8 +46,9 @@ def test_a_gather_codes_once_and_decodes_the_whole() -> None:
 def test_dtypes_cost_no_coding(name: str) -> None:
     cluster = cluster_of(2, 2, 2)
     program = build(cluster, with_wires(cluster, preset(name, cluster), "bf16"), BLOCKS, 2)
-    assert not any(program.coding_bytes(each) for each in program.instructions if each.op in (Op.GATHER, Op.REDUCE))
-    assert program.coding_bytes(Instruction(Op.CLIP)) == 0
+    block_messages = [each for each in program.instructions if each.op in (Op.GATHER, Op.REDUCE)]
+    assert not any(program.message(each).coding_bytes for each in block_messages)
+    assert program.message(Instruction(Op.CLIP)).coding_bytes == 0
 
 
 def test_a_slow_codec_lengthens_the_step_and_a_dtype_does_not_care() -> None:

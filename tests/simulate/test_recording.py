@@ -124,7 +124,7 @@ def _alone_s(program: Program, costs: Costs) -> float:
 
 
 def _in_place(program: Program, instruction: Instruction) -> bool:
-    return instruction.op is Op.REDUCE and not program.crossed(instruction)
+    return instruction.op is Op.REDUCE and not program.message(instruction).tiers
 
 
 @settings(max_examples=60, deadline=None)

@@ -45,7 +45,7 @@ def _busiest_lane_s(program: Program, costs: Costs) -> float:
     lanes_s: dict[int, float] = defaultdict(float)
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
-            lanes_s[program.lane(instruction)] += costs.collective_s(instruction)
+            lanes_s[program.message(instruction).lane] += costs.collective_s(instruction)
     return max(lanes_s.values(), default=0.0)
 
 

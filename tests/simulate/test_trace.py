@@ -64,7 +64,7 @@ def test_messages_in_a_trace_carry_the_bytes_of_the_report(name: str) -> None:
     for position in carried:
         instruction = recording.program.instructions[position]
         if instruction.op.value == "REFRESH":
-            for index, num_bytes in recording.program.sends(instruction):
+            for index, num_bytes in recording.program.message(instruction).sends:
                 sent[recording.program.layout.tiers[index]] += num_bytes
     assert total == sent
 

@@ -79,7 +79,7 @@ class _World:
             for rank in self.ranks:
                 rank.compute(self.costs.update_s[block], "update")
         elif op is Op.GATHER:
-            category = f"wait {self.program.message(instruction).value}"
+            category = f"wait {instruction.message_class}"
             ready = [rank.refreshes.pop(block, 0.0) for rank in self.ranks]
             for rank, done_s in zip(self.ranks, self._issue(instruction, ready), strict=True):
                 rank.gathers[block] = (done_s, category)
@@ -149,10 +149,10 @@ class _World:
         hops = list(self._hops(instruction))
         if not hops:
             return at_s
-        lane = self.program.lane(instruction)
+        lane = self.program.message(instruction).lane
         device = self.cluster.device
         codec_bytes_per_s = device.memory_bandwidth_bytes_per_s * device.kernels.codec
-        coding_s = self.program.coding_bytes(instruction) / codec_bytes_per_s
+        coding_s = self.program.message(instruction).coding_bytes / codec_bytes_per_s
         at_s = [max(at, rank.lanes_s[lane]) + coding_s for rank, at in zip(self.ranks, at_s, strict=True)]
         for layout, tier, num_bytes in hops:
             seconds = self._hop_s(layout.degrees[tier], tier, num_bytes)
@@ -163,9 +163,10 @@ class _World:
 
     def _hops(self, instruction: Instruction) -> Iterator[tuple[Layout, int, int]]:
         """Yield (layout of who takes part, tier, bytes a rank sends), one flat buffer after the other."""
-        program, message = self.program, self.program.message(instruction)
+        program, message = self.program, instruction.message_class
+        assert message is not None, f"{instruction} sends nothing"
         if message is MessageClass.CONTROL:
-            yield from ((program.everyone, tier, num_bytes) for tier, num_bytes in program.sends(instruction))
+            yield from ((program.everyone, tier, num_bytes) for tier, num_bytes in program.message(instruction).sends)
             return
         source = program.layout.params_backward if instruction.secondary else None
         for flat in program.flats[instruction.block]:

@@ -42,9 +42,8 @@ class _Rank:
     def step(self, instruction: Instruction) -> None:
         op, block = instruction.op, instruction.block
         if op is Op.GATHER:
-            message = self.program.message(instruction)
             refreshed_s = self.refreshes.pop(block, 0.0)
-            self.gathers[block] = (self._issue(instruction, refreshed_s), f"wait {message.value}")
+            self.gathers[block] = (self._issue(instruction, refreshed_s), f"wait {instruction.message_class}")
         elif op is Op.FORWARD:
             self._await_parameters(block)
             self._compute(self.costs.forward_s[block], "forward")
@@ -100,7 +99,7 @@ class _Rank:
 
     def _issue(self, instruction: Instruction, ready_s: float = 0.0) -> float:
         """Return when a message will be there that may start at `ready_s`."""
-        lane, seconds = self.program.lane(instruction), self.costs.collective_s(instruction)
+        lane, seconds = self.program.message(instruction).lane, self.costs.collective_s(instruction)
         if not seconds:
             return max(ready_s, self.now_s)
         start_s = max(self.now_s, ready_s)

@@ -23,7 +23,7 @@ def test_a_block_format_on_the_tier_of_the_pipeline_measures_nothing() -> None:
     programs = programs_of(plan, OUTER.sizes)
     verify_ranks(programs)
     clip = next(now for now in programs[0].instructions if str(now) == "CLIP")
-    assert dict(programs[0].sends(clip)) == {0: 3 * CONTROL_NUMBER_BYTES, 1: 3 * CONTROL_NUMBER_BYTES}
+    assert dict(programs[0].message(clip).sends) == {0: 3 * CONTROL_NUMBER_BYTES, 1: 3 * CONTROL_NUMBER_BYTES}
 
 
 def test_an_empty_schedule_is_no_schedule() -> None:
@@ -40,8 +40,8 @@ def test_buffers_of_a_tied_block_are_exchanged_one_after_the_other() -> None:
     assert len(apart) == 2
     untied = replace(program, stage=replace(program.stage, ties=()))
     assert program.state_bytes["buffers"] - untied.state_bytes["buffers"] == max(apart)
-    tie = next(now for now in program.instructions if now.peer >= 0 and program.message(now) is MessageClass.TIE)
-    assert sum(num_bytes for _, num_bytes in program.sends(tie)) == sum(apart)
+    tie = next(now for now in program.instructions if now.peer >= 0 and now.message_class is MessageClass.TIE)
+    assert sum(num_bytes for _, num_bytes in program.message(tie).sends) == sum(apart)
 
 
 def test_a_program_for_sequences_of_another_length_is_refused() -> None:

@@ -120,7 +120,7 @@ def _check(recording: Recording) -> None:
     messages = [span for span in own if span.lane != COMPUTE and program.instructions[span.position].op in COLLECTIVES]
     assert set(sent) == {span.position for span in messages} | set(_without_gradient(recording))
     for span in messages:
-        assert span.lane == max(0, program.lane(program.instructions[span.position]))
+        assert span.lane == max(0, program.message(program.instructions[span.position]).lane)
         assert span.end_s >= span.start_s
     for span in stream:
         if span.category.startswith("wait ") and span.after >= 0:

@@ -169,10 +169,10 @@ def recount(case: Setting) -> Bytes:
     for instruction in program.instructions:
         if instruction.op in (Op.FREE, Op.FORWARD, Op.BACKWARD, Op.UPDATE):
             continue
-        message = program.message(instruction).value
+        message, crossed = program.message(instruction).message_class.value, program.message(instruction).tiers
         spec = case.blocks[instruction.block]
         sizes = [spec.num_trainable, spec.num_frozen] if instruction.op is Op.GATHER else [spec.num_trainable]
-        for tier in program.crossed(instruction):
+        for tier in crossed:
             name, ways = case.cluster.tiers[tier].name, case.cluster.tiers[tier].size - 1
             if instruction.op is Op.CLIP:
                 sent[message, name] += ways * 8 * num_control
@@ -184,9 +184,7 @@ def recount(case: Setting) -> Bytes:
                 if instruction.op in (Op.GATHER, Op.REFRESH) or (
                     instruction.op is Op.SYNC and tier >= outside_optimizer
                 ):
-                    sent[message, name] += ways * gathered_bytes(
-                        case, message, tier, program.crossed(instruction), size
-                    )
+                    sent[message, name] += ways * gathered_bytes(case, message, tier, crossed, size)
     return {key: count for key, count in sent.items() if count}
 
 

@@ -1,0 +1,184 @@
+"""Messages: everything a communicating instruction sends, resolved once from the plan and read by all.
+
+A `Message` names its class, its lane, the ranks it is among, and its transfers. A `Transfer` is one run of collectives:
+over the tiers of its reduction from the innermost outward, then over those of its gather from the outermost inward,
+with wire format and bytes of every hop (terrace.plan.hops). A message of a block has a transfer for each flat buffer it
+carries (terrace.plan.flats), one after the other on one lane; a message inside a block has at most one.
+
+The verifier, the printer, the simulator, the planner and the runtime read these values; the closed formulas of
+terrace.plan.traffic are what the verifier holds them to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from terrace.plan.flats import FlatSpec
+from terrace.plan.hops import Hop, block_hops, control_numbers, hops_coding_bytes
+from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
+from terrace.plan.memory import gather_buffers, reduce_buffers
+from terrace.plan.plan import Plan
+from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, line_hops, number_bytes
+from terrace.plan.wire import FORMATS, MessageClass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """The collectives of one flat buffer, or of one message inside a block, over the ranks that differ on `axes`.
+
+    `reduce_buffers` and `gather_buffers` are the bytes of each buffer that the lane's memory must hold, in order.
+    """
+
+    message_class: MessageClass
+    lane: int
+    axes: tuple[str, ...]
+    flat: int = -1  # number of the flat buffer in its block
+    reduction: tuple[Hop, ...] = ()
+    gathering: tuple[Hop, ...] = ()
+    reduce_buffers: tuple[int, ...] = ()
+    gather_buffers: tuple[int, ...] = ()
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """All hops in the order in which they are crossed."""
+        return (*self.reduction, *self.gathering)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What an instruction, or a moment inside a block, makes a rank send.
+
+    `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
+    bytes) of each collective or point-to-point message; empty for a RECV, whose bytes the other rank sends.
+    `coding_bytes` is the memory traffic of coding and decoding block formats.
+    """
+
+    message_class: MessageClass
+    lane: int
+    tiers: tuple[int, ...]
+    ranks: Layout | None = None  # None for point to point, and for messages among a context axis
+    transfers: tuple[Transfer, ...] = ()
+    sends: tuple[tuple[int, int], ...] = ()
+    coding_bytes: float = 0.0
+
+    @cached_property
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops of all transfers, in order."""
+        return tuple(hop for transfer in self.transfers for hop in transfer.hops)
+
+
+def block_message(
+    message_class: MessageClass, everyone: Layout, plan: Plan, flats: Sequence[FlatSpec], source: int | None = None
+) -> Message:
+    """The message of a class about one block, whose flat buffers are `flats`.
+
+    `everyone` is the layout of all ranks that hold some part of a block. `source` is the tier that a gather of
+    parameters starts from, where it is not the one its class names.
+    """
+    lane = message_lane(everyone, message_class, source)
+    transfers = []
+    for number, flat in enumerate(flats):
+        if _carries(message_class, flat):
+            reduction, gathering = block_hops(flat.layout, plan, message_class, flat.padded, source)
+            transfers.append(
+                Transfer(
+                    message_class=message_class,
+                    lane=lane,
+                    axes=flat.layout.axes,
+                    flat=number,
+                    reduction=tuple(reduction),
+                    gathering=tuple(gathering),
+                    reduce_buffers=tuple(reduce_buffers(plan, message_class, reduction)),
+                    gather_buffers=tuple(gather_buffers(plan, message_class, gathering)),
+                )
+            )
+    tiers = message_tiers(everyone, message_class, source)
+    if message_class in _INWARD:
+        tiers = tiers[::-1]
+    return _collective(message_class, plan, lane, tiers, everyone, transfers)
+
+
+def _carries(message_class: MessageClass, flat: FlatSpec) -> bool:
+    if message_class is MessageClass.ORTHOGONALISE:
+        return flat.num_orthogonal > 0
+    return flat.trainable or message_class in _OF_ALL
+
+
+_OF_ALL = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD)  # classes that carry frozen buffers as well
+_INWARD = (*_OF_ALL, MessageClass.ORTHOGONALISE, MessageClass.REFRESH)
+
+
+def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
+    """The message of CLIP: on each tier a rank sends all numbers to every peer, and adds up those that came."""
+    tiers = tuple(tier for tier, degree in enumerate(world.degrees) if degree > 1)
+    numbers = control_numbers(everyone, plan)
+    hops = tuple(Hop(tier, world.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
+    lane, message_class = max(tiers, default=0), MessageClass.CONTROL
+    return _collective(
+        message_class,
+        plan,
+        lane,
+        tiers,
+        world,
+        [Transfer(message_class=message_class, lane=lane, axes=world.axes, gathering=hops)],
+    )
+
+
+def stage_message(message_class: MessageClass, tier: int, num_bytes: int, *, received: bool = False) -> Message:
+    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`."""
+    return Message(
+        message_class=message_class, lane=tier, tiers=(tier,), sends=() if received else ((tier, num_bytes),)
+    )
+
+
+def tensor_message(tensor: Tensor, message: TensorMessage) -> Message:
+    """A message inside a block, among the ranks of a line of the tensor axis."""
+    line, plan, message_class = tensor.line(message.axes), tensor.plan, MessageClass.TENSOR
+    if message.leg is Leg.NUMBERS:
+        hops, wire, pieces = [], FORMATS["fp32" if number_bytes(plan) == 4 else "fp64"], 1
+        for tier, degree in enumerate(line.degrees):
+            if degree > 1:  # what came over the tiers inside travels on
+                hops.append(Hop(tier, degree, wire, message.numel, pieces))
+                pieces *= degree
+        transfer = Transfer(message_class=message_class, lane=INSIDE, axes=line.axes, gathering=tuple(hops))
+    else:
+        transfer = line_transfer(line, plan, message.leg, message.numel)
+    return _collective(message_class, plan, INSIDE, tuple(hop.tier for hop in transfer.hops), line, [transfer])
+
+
+def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
+    """A gather or a reduction of `numel` padded elements over a line of the tensor axis."""
+    hops, message_class = tuple(line_hops(line, plan, leg, numel)), MessageClass.TENSOR
+    transfer = Transfer(message_class=message_class, lane=INSIDE, axes=line.axes)
+    if leg is Leg.GATHER:
+        return replace(transfer, gathering=hops, gather_buffers=tuple(gather_buffers(plan, message_class, hops)))
+    return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
+
+
+def context_message(sends: tuple[tuple[int, int], ...]) -> Message:
+    """A message inside a block among the ranks of the context axis, with (tier index, bytes) of what a rank sends."""
+    tiers = tuple(tier for tier, _ in sends)
+    return Message(message_class=MessageClass.CONTEXT, lane=INSIDE, tiers=tiers, sends=sends)
+
+
+def _collective(
+    message_class: MessageClass,
+    plan: Plan,
+    lane: int,
+    tiers: tuple[int, ...],
+    ranks: Layout,
+    transfers: Sequence[Transfer],
+) -> Message:
+    hops = [hop for transfer in transfers for hop in transfer.hops]
+    coding = 0.0
+    if any(hop.wire.block for hop in hops):
+        coding = sum(hops_coding_bytes(plan, message_class, each.reduction, each.gathering) for each in transfers)
+    return Message(
+        message_class=message_class,
+        lane=lane,
+        tiers=tiers,
+        ranks=ranks,
+        transfers=tuple(transfers),
+        sends=tuple((hop.tier, hop.sent_bytes) for hop in hops),
+        coding_bytes=coding,
+    )
