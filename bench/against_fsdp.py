@@ -147,7 +147,7 @@ def engine_for(job: Job, rank: int, placement: str, num_micros: int) -> Engine:
         num_micros=num_micros,
         objective=token_loss,
         rank=rank,
-        adamw=ADAMW,
+        optimizer=ADAMW,
         timeout=timedelta(seconds=120),
     )
 

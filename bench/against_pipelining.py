@@ -186,7 +186,7 @@ def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
         num_micros=job.micros,
         objective=token_loss,
         rank=rank,
-        adamw=ADAMW,
+        optimizer=ADAMW,
         initial=lambda block, name, shape: initial_value(config, block, name, shape, 0),
         timeout=timedelta(seconds=120),
         declared=block_specs(config),

@@ -129,7 +129,7 @@ def engine_for(job: Job, rank: int, num_ranks: int, form: str) -> Engine:
         num_micros=job.micros,
         objective=token_loss,
         rank=rank,
-        adamw=ADAMW,
+        optimizer=ADAMW,
         timeout=timedelta(seconds=120),
         declared=block_specs(job.model),
         sequence=job.sequence,

@@ -58,7 +58,7 @@ def make_engine(config: ModelConfig) -> Engine:
         plan=preset("ddp", cluster),
         num_micros=1,
         objective=token_loss,
-        adamw=ADAMW,
+        optimizer=ADAMW,
     )
 
 

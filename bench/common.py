@@ -20,9 +20,9 @@ from terrace.cluster import Cluster, Device, Tier
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks
 from terrace.model.init import initialise
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 
-ADAMW = AdamWConfig(lr=1e-3)
+ADAMW = OptimizerConfig(lr=1e-3)
 
 Step = Callable[[int], float]  # the number of a step -> its loss
 Batch = tuple[Tensor, Tensor]

@@ -31,7 +31,7 @@ from terrace.model.init import initialise
 from terrace.plan import Plan, preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 from terrace.train.schedule import learning_rate
 
@@ -93,7 +93,7 @@ def run(world: World, job: Job) -> Found:
     cluster, config = local_cluster(TIERS), decoder(job.hidden, job.layers)
     blocks = build_blocks(config)
     initialise(blocks, config, seed=job.seed, dtype=torch.float32)
-    optimizer = AdamWConfig(lr=job.lr)
+    optimizer = OptimizerConfig(lr=job.lr)
     schedule = TrainConfig(steps=job.steps, batch=8, sequence=job.sequence, warmup_steps=job.steps // 20)
     engine = Engine(
         blocks,
@@ -103,7 +103,7 @@ def run(world: World, job: Job) -> Found:
         num_micros=1,
         objective=token_loss,
         rank=world.rank,
-        adamw=optimizer,
+        optimizer=optimizer,
     )
     batches = Batches(job.tokens, job.sequence, schedule.batch, job.seed)
     losses, errors, begin_s = [], [], time.monotonic()

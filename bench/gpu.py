@@ -54,7 +54,7 @@ def new_engine(config: ModelConfig, plan: Plan, device: str, micros: int, watch:
         num_micros=micros,
         objective=token_loss,
         device=device,
-        adamw=ADAMW,
+        optimizer=ADAMW,
         initial=initial,
         progress=progress,
     )

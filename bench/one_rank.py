@@ -80,7 +80,7 @@ def engine_step(config: ModelConfig, num_micros: int, batch: int, recompute: boo
         plan=plan,
         num_micros=num_micros,
         objective=token_loss,
-        adamw=ADAMW,
+        optimizer=ADAMW,
     )
 
     def step(number: int) -> float:

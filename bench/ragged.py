@@ -183,7 +183,7 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
             num_micros=1,
             objective=token_loss,
             rank=world.rank,
-            adamw=ADAMW,
+            optimizer=ADAMW,
             declared=block_specs(job.model),
             sequence=job.sequence,
             timeout=timedelta(seconds=120),

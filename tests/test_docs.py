@@ -16,7 +16,7 @@ from terrace.cluster.cluster import Kernels
 from terrace.data.config import DataConfig
 from terrace.model.lora import LoraConfig
 from terrace.plan import Plan
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 from tests.support.tiny_runs import environment, terrace
 
@@ -54,7 +54,7 @@ def _keys(*tables: type) -> list[str]:
         ("clusters.md", _keys(Cluster, Device, Kernels, Tier)),
         ("plans.md", _keys(Plan)),
         ("lora.md", _keys(LoraConfig)),
-        ("training.md", _keys(DataConfig, TrainConfig, AdamWConfig)),
+        ("training.md", _keys(DataConfig, TrainConfig, OptimizerConfig)),
     ],
 )
 def test_every_key_of_a_file_is_documented(document: str, keys: list[str]) -> None:

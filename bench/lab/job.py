@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 
-ADAMW = AdamWConfig(lr=3e-4)
+ADAMW = OptimizerConfig(lr=3e-4)
 BF16_BYTES = 2
 WIRE = "bf16"
 

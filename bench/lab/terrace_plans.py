@@ -34,7 +34,7 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestan
         num_micros=setting.num_micros,
         objective=token_loss,
         rank=setting.rank,
-        adamw=ADAMW,
+        optimizer=ADAMW,
         timeout=TIMEOUT,
     )
     expected: dict[str, int] = defaultdict(int)

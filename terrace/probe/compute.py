@@ -26,7 +26,7 @@ from terrace.probe.grid import (
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.norm import squared_norm
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.work import Work
 
 COMPUTE = ("fp32", "bf16")  # the dtypes that training computes in
@@ -151,7 +151,7 @@ def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[Optim
         gradients = [torch.full((numel,), 1e-3, device=watch.device) for _ in range(_NUM_SHARDS)]
         masters = [torch.zeros(numel, device=watch.device) for _ in range(_NUM_SHARDS)]
         updates = [
-            ShardedAdamW(master, gradient, numel, AdamWConfig())
+            ShardedAdamW(master, gradient, numel, OptimizerConfig())
             for master, gradient in zip(masters, gradients, strict=True)
         ]
 

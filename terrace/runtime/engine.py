@@ -71,7 +71,7 @@ class Engine:
         objective: Objective,
         rank: int = 0,
         device: torch.device | str = "cpu",
-        adamw: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
         initial: InitialValue | None = None,
         freeze: Sequence[str] = (),
         timeout: timedelta = timedelta(minutes=10),
@@ -83,7 +83,7 @@ class Engine:
         compiled: bool = False,
     ) -> None:
         names = list(names or (f"block.{index}" for index in range(len(blocks))))
-        settings = adamw or OptimizerConfig()
+        settings = optimizer or OptimizerConfig()
         check_settings(plan, settings)
         specs = with_dims(describe(blocks, names, freeze), declared)
         self.program = _checked(program, rank, cluster, plan, specs, num_micros, sequence)

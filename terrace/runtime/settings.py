@@ -59,5 +59,3 @@ class OptimizerConfig:
 
 _OF_MUON = ("momentum", "newton_schulz_steps", "adamw_lr")
 _WITHOUT_EFFECT = {"adamw": _OF_MUON, "lion": (*_OF_MUON, "eps"), "muon": ()}
-
-AdamWConfig = OptimizerConfig  # the same, where the optimizer is left at its default

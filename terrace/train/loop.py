@@ -114,7 +114,7 @@ class _Run:
             objective=token_loss,
             rank=world.rank,
             device=device_of(),
-            adamw=run.optimizer,
+            optimizer=run.optimizer,
             initial=self._initial,
             freeze=run.train.freeze,
             declared=run.blocks(),

@@ -13,11 +13,11 @@ of the peak rate, `train.final_lr_fraction`:
 
 import math
 
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 
 
-def learning_rate(step: int, train: TrainConfig, optimizer: AdamWConfig) -> float:
+def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> float:
     """Return the learning rate of step `step` (from 0)."""
     if step < train.warmup_steps:
         return optimizer.lr * (step + 1) / train.warmup_steps

@@ -32,7 +32,7 @@ from terrace.program import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine, StepResult
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import find_world, read_cluster, read_plan
 from terrace.train.trainer_report import TrainerReport
@@ -77,7 +77,7 @@ class Trainer:
         cluster: Cluster | Mapping[str, Any] | str = "local",
         loss: Loss,
         lr: float,
-        optimizer: AdamWConfig | Mapping[str, Any] | None = None,
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         num_micros: int = 1,
         local_batches: bool = False,
         activation: tuple[int, int] | None = None,
@@ -93,7 +93,7 @@ class Trainer:
             raise ConfigError(f"num_micros = {num_micros}: a rank cuts its part of a batch into 1 or more")
         self.lr = lr
         self.num_steps = 0
-        self._adamw = _adamw(optimizer, lr)
+        self._optimizer = _optimizer(optimizer, lr)
         self._places = list(places(self.names, self._blocks))
         self._dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
         specs = describe(self._blocks, self.names)
@@ -108,7 +108,7 @@ class Trainer:
         self._joined = find_world(timeout_s, say)
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size)
-            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._adamw.name)
+            self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.name)
             declared = declared or hidden_dims(specs, activation)
             validate(self.cluster, self.plan, with_dims(specs, declared))
             if broadcast and self._joined.world_size > 1:
@@ -123,7 +123,7 @@ class Trainer:
                 objective=loss if loss is token_loss else CheckedLoss(loss, check_loss),
                 rank=self._joined.rank,
                 device=self._joined.device,
-                adamw=self._adamw,
+                optimizer=self._optimizer,
                 declared=declared,
                 sequence=0 if activation is None else activation[0],
                 timeout=timedelta(seconds=2 * timeout_s),  # the watchdog speaks first
@@ -347,9 +347,9 @@ class Trainer:
         dog.idle("between steps")
 
 
-def _adamw(optimizer: AdamWConfig | Mapping[str, Any] | None, lr: float) -> AdamWConfig:
-    if isinstance(optimizer, AdamWConfig):
+def _optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:
+    if isinstance(optimizer, OptimizerConfig):
         return replace(optimizer, lr=lr)
     if optimizer is not None and "lr" in optimizer:
         raise ConfigError("optimizer has an lr: give it to Trainer as lr alone")
-    return load(AdamWConfig, {**(optimizer or {}), "lr": lr}, "optimizer")
+    return load(OptimizerConfig, {**(optimizer or {}), "lr": lr}, "optimizer")

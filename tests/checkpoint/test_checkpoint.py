@@ -23,7 +23,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.plan import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 BATCH = 24  # divides by every world size here
@@ -47,7 +47,7 @@ def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64",
         num_micros=1,
         objective=MODELS["toy"].objective,
         rank=world.rank,
-        adamw=AdamWConfig(lr=1e-2),
+        optimizer=OptimizerConfig(lr=1e-2),
     )
 
 

@@ -24,7 +24,7 @@ from terrace.checkpoint.reading import Checkpoint, restore_flat
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 from terrace.plan.slices import CUT_BY
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, flats_of, save
 
 
@@ -34,7 +34,7 @@ def check_stored(checkpoint: Checkpoint, blocks: Blocks, truth: Truth) -> None:
     num_bytes = sum(
         tensor.nbytes for name in checkpoint.files for tensor in load_file(checkpoint.folder / name).values()
     )
-    assert num_bytes == checkpoint_bytes(blocks, AdamWConfig(), 4, 4)
+    assert num_bytes == checkpoint_bytes(blocks, OptimizerConfig(), 4, 4)
     for block in blocks:
         found = checkpoint.read(block.name)
         wanted = truth.values[block.name]
@@ -134,7 +134,7 @@ def test_a_rank_whose_pieces_are_missing_is_noticed(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, blocks, Spread(((1, 4, 1),)), Truth(blocks))
     files: dict[str, Any] = dict(checkpoint.files)
     del files["rank-00002.safetensors"]
-    (tmp_path / "manifest.json").write_text(encode(manifest_of(blocks, AdamWConfig(), 3, 5, {}, files)))
+    (tmp_path / "manifest.json").write_text(encode(manifest_of(blocks, OptimizerConfig(), 3, 5, {}, files)))
     with pytest.raises(CheckpointError, match=r"lacks elements \[6:9,0:8\] of embedding\.weight: delete the folder"):
         Checkpoint(tmp_path).verify()
 

@@ -179,7 +179,12 @@ def test_a_step_takes_the_loss_in_its_backward(monkeypatch: pytest.MonkeyPatch) 
     model, cluster = MODELS["llama tied"], cluster_of(1)
     plan = exact("ddp", cluster)
     engine = Engine(
-        model.blocks(torch.float64), cluster=cluster, plan=plan, num_micros=1, objective=model.objective, adamw=ADAMW
+        model.blocks(torch.float64),
+        cluster=cluster,
+        plan=plan,
+        num_micros=1,
+        objective=model.objective,
+        optimizer=ADAMW,
     )
 
     def refuse(*_: object) -> None:

@@ -361,7 +361,7 @@ def train(model_name: str, compute: str, delay: bool, **changes: Any) -> tuple[T
     model, cluster = MODELS[model_name], cluster_of(1)
     plan = replace(exact("zero3", cluster, **changes), compute=compute)  # type: ignore[arg-type]
     blocks = model.blocks(torch.float64)
-    engine = Engine(blocks, cluster=cluster, plan=plan, num_micros=4, objective=model.objective, adamw=ADAMW)
+    engine = Engine(blocks, cluster=cluster, plan=plan, num_micros=4, objective=model.objective, optimizer=ADAMW)
     delayed = _Delay(engine.runner) if delay else None
     for step in range(3):
         tokens, labels = make_batch(step, 4)

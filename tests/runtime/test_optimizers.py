@@ -128,7 +128,7 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
         num_micros=1,
         objective=built.objective,
         rank=world.rank,
-        adamw=optimizer,
+        optimizer=optimizer,
     )
     for step in range(2):
         tokens, labels = make_batch(step, world.world_size)

@@ -92,7 +92,7 @@ def engine_of(world: World, cluster: Cluster, case: Case, blocks: Sequence[nn.Mo
         num_micros=case.num_micros,
         objective=model.objective,
         rank=world.rank,
-        adamw=case.optimizer,
+        optimizer=case.optimizer,
         declared=model.declared,
         sequence=case.rows.sequence,
         compiled=case.compiled,

@@ -18,7 +18,7 @@ from terrace.plan import Plan
 from terrace.plan.slices import rank_slices
 from terrace.program import Program, build_stages
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from tests.support.toys import TIER_NAMES, cluster_of
 
@@ -124,7 +124,7 @@ def flats_of(program: Program, rank: int) -> list[FlatParam]:
         for spec in program.flats[index]:
             name, device = program.blocks[index].name, torch.device("cpu")
             flat = FlatParam(name, spec, rank, program.plan, device, Meter(), is_copy=is_copy)
-            flat.initialise(lambda param: -torch.ones(param.shape), AdamWConfig())
+            flat.initialise(lambda param: -torch.ones(param.shape), OptimizerConfig())
             for part in flat.optimizer.parts if flat.optimizer is not None else ():
                 for kind, values in part.values.items():
                     if kind != "master":
@@ -145,6 +145,6 @@ def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoi
         snapshot.take()
         if snapshot.pieces:
             files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")
-    manifest = encode(manifest_of(blocks, AdamWConfig(), 3, NUM_UPDATES, {}, files))
+    manifest = encode(manifest_of(blocks, OptimizerConfig(), 3, NUM_UPDATES, {}, files))
     (folder / "manifest.json").write_text(manifest)
     return Checkpoint(folder)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 
-ADAMW = AdamWConfig(lr=1e-2)
+ADAMW = OptimizerConfig(lr=1e-2)
 SEQUENCE, HIDDEN, VOCAB = 5, 6, 13
 NUM_STEPS = 3
 
@@ -115,7 +115,7 @@ def plain(
     parameters: Sequence[nn.Parameter],
     loss_of: Callable[[Tensor, Tensor], Tensor],
     batches: Sequence[tuple[Tensor, Tensor]],
-    adamw: AdamWConfig = ADAMW,
+    adamw: OptimizerConfig = ADAMW,
 ) -> Trained:
     """Train in plain PyTorch on whole batches: torch's AdamW and clipping, losses divided once by the valid labels."""
     trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]

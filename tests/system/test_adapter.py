@@ -11,7 +11,7 @@ import terrace
 from terrace.base.errors import ModelError
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from tests.support.toys import cluster_of
 from tests.support.user_models import NUM_STEPS, Trained, deviation, plain
 
@@ -19,7 +19,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 # transformers computes norms, softmax and rotary tables in fp32 whatever the model's dtype, whose last bits depend on
 # how many rows a tensor has; an eps well above those bits keeps AdamW from dividing by them.
-ADAMW = AdamWConfig(lr=1e-2, eps=1e-3)
+ADAMW = OptimizerConfig(lr=1e-2, eps=1e-3)
 TOLERANCE, EXACT = 1e-6, 1e-10
 VOCAB = 31
 _SIZES = {

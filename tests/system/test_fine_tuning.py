@@ -93,7 +93,7 @@ def fine_tune(
         num_micros=num_micros,
         objective=token_loss,
         rank=world.rank,
-        adamw=ADAMW,
+        optimizer=ADAMW,
         declared=block_specs(config()),
         sequence=SEQUENCE,
     )

@@ -12,7 +12,7 @@ import pytest
 from terrace.base.errors import ClusterError, ConfigError, ModelError, PlanError, TerraceError
 from terrace.cli.options import parse_overrides
 from terrace.plan import PRESETS
-from terrace.runtime.settings import AdamWConfig
+from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig, TrainConfig, parse_run, resolve, run_toml
 from terrace.train.schedule import learning_rate
 from tests.support.tiny_runs import MODEL, write_run
@@ -194,21 +194,21 @@ def test_sequences_longer_than_learned_positions_are_refused(tmp_path: Path) -> 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_last_part() -> None:
     train = TrainConfig(steps=10, batch=1, sequence=1, warmup_steps=4, final_lr_fraction=0.1)
-    rates = [learning_rate(step, train, AdamWConfig(lr=1.0)) for step in range(11)]
+    rates = [learning_rate(step, train, OptimizerConfig(lr=1.0)) for step in range(11)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rates[7] == pytest.approx(0.55)
     assert rates[10] == pytest.approx(0.1)
     flat = replace(train, warmup_steps=0, final_lr_fraction=1.0)
-    assert {learning_rate(step, flat, AdamWConfig(lr=1.0)) for step in range(10)} == {1.0}
+    assert {learning_rate(step, flat, OptimizerConfig(lr=1.0)) for step in range(10)} == {1.0}
 
 
 def rates(**changes: Any) -> list[float]:
     train = TrainConfig(
         **{"steps": 10, "batch": 1, "sequence": 1, "warmup_steps": 2, "final_lr_fraction": 0.2} | changes
     )
-    return [learning_rate(step, train, AdamWConfig(lr=2.0)) for step in range(11)]
+    return [learning_rate(step, train, OptimizerConfig(lr=2.0)) for step in range(11)]
 
 
 def test_the_forms_of_the_learning_rate() -> None:
