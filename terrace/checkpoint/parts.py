@@ -8,7 +8,7 @@ A rank keeps a range of a flat buffer, and the buffer holds slices of parameters
 Nothing of the plan is left in the last form. Writing and reading both work on it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,8 +62,18 @@ def held(flat: FlatParam) -> list[Held]:
     ]
 
 
-def parts(own: Held, slices: Slices) -> Iterator[Part]:
-    """Yield the boxes of whole parameters that a rank's range of a flat buffer is made of."""
+def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False) -> Iterator[tuple[str, Part]]:
+    """(block, part) for every box of whole parameters that a rank holds in `flats`.
+
+    With `first` only the boxes that this rank is the first to hold: over all ranks, each element once.
+    """
+    for flat in flats:
+        for own in held(flat):
+            if own.is_first or not first:
+                yield from ((flat.name, part) for part in _parts(own, slices))
+
+
+def _parts(own: Held, slices: Slices) -> Iterator[Part]:
     stop = own.start + next(iter(own.values.values())).numel()
     for spec, first, last in own.flat.extents:
         place = slices(spec)

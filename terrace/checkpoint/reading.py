@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import CheckpointError
-from terrace.checkpoint.boxes import Box, from_text, numel, overlap, sizes, to_text, uncovered, whole, within
+from terrace.checkpoint.boxes import Box, from_text, numel, sizes, to_text, whole, within
 from terrace.checkpoint.layout import (
     FORMAT,
     FORMAT_2,
@@ -23,7 +23,8 @@ from terrace.checkpoint.layout import (
     is_intact,
     tensor_name,
 )
-from terrace.checkpoint.parts import Part, Slices, held, parts, slices_of
+from terrace.checkpoint.parts import Part, Slices, held, parts_of, slices_of
+from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.runtime.engine import Engine
 from terrace.runtime.flat_param import FlatParam
 
@@ -76,8 +77,7 @@ class Checkpoint:
                 pass
         for block, layout in self.layout.items():
             for name, (_, shape) in layout.items():
-                stored = self._find(block, name, whole(shape))
-                if sum(numel(box) for box, _ in stored) != numel(whole(shape)):
+                if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
                     raise CheckpointError(f"{self.folder} has more of {block}.{name} than there is: {_INSTEAD}")
 
     def _verify_file(self, name: str) -> None:
@@ -139,33 +139,34 @@ class Checkpoint:
     def _stored(
         self, block: str, wanted: Sequence[tuple[str, Box, Collection[str]]]
     ) -> Iterator[tuple[int, str, Box, Tensor]]:
-        """Yield what files have of the wanted (parameter, box, kinds): (which of them, kind, overlap, its values)."""
-        by_file: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+        """For the wanted (parameter, box, kinds): (index in `wanted`, kind, overlap with a piece, its values)."""
+        by_file: dict[str, list[tuple[int, Box, Box]]] = defaultdict(list)
         for index, (name, box, _) in enumerate(wanted):
-            for piece, file_name in self._find(block, name, box):
-                by_file[file_name].append((index, piece))
-        for file_name, pieces in by_file.items():
+            for piece, file_name, common in self._copies(block, name, box):
+                by_file[file_name].append((index, piece, common))
+        for file_name, copies in by_file.items():
             path = self.folder / file_name
             try:
                 with safetensors.safe_open(path, framework="pt") as file:
-                    for index, piece in pieces:
-                        name, box, kinds = wanted[index]
-                        common = overlap(piece, box)
-                        assert common is not None, "only pieces that overlap are found"
+                    for index, piece, common in copies:
+                        name, _, kinds = wanted[index]
                         for kind in kinds:
                             stored = file.get_slice(tensor_name(block, name, piece, kind))
                             yield index, kind, common, stored[within(common, piece)]
             except (OSError, safetensors.SafetensorError) as error:
                 raise CheckpointError(f"cannot read {block} of {path}: {error}") from error
 
-    def _find(self, block: str, name: str, box: Box) -> list[tuple[Box, str]]:
-        """Return the (box, file) of every piece with something of a box; raises `CheckpointError` if they lack any."""
+    def _copies(self, block: str, name: str, box: Box) -> Iterator[tuple[Box, str, Box]]:
+        """(piece, file, overlap) of every piece with elements of a box."""
         pieces = self._pieces.get((block, name), [])
-        found = [piece for piece in pieces if overlap(piece[0], box) is not None]
-        missing = uncovered(box, [piece for piece, _ in found])
-        if missing is not None:
-            raise CheckpointError(f"{self.folder} lacks elements [{to_text(missing)}] of {block}.{name}: {_INSTEAD}")
-        return found
+        try:
+            copies = reshard([piece for piece, _ in pieces], [box])
+        except MissingElements as error:
+            raise CheckpointError(
+                f"{self.folder} lacks elements [{to_text(error.box)}] of {block}.{name}: {_INSTEAD}"
+            ) from None
+        for copy in copies:
+            yield *pieces[copy.source], copy.box
 
 
 def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
@@ -203,11 +204,9 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> None:
     """Load a flat parameter's state; `slices` gives the rank's part of each parameter. Padding becomes zero."""
-    wanted: list[Part] = []
     for own in held(flat):
         for values in own.values.values():
             values.zero_()
-        wanted += parts(own, slices)
-    checkpoint.fill(flat.name, wanted)
+    checkpoint.fill(flat.name, [part for _, part in parts_of([flat], slices)])
     if flat.optimizer is not None:
         flat.optimizer.num_steps = checkpoint.num_updates

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from terrace.checkpoint.boxes import to_text
 from terrace.checkpoint.layout import tensor_name
-from terrace.checkpoint.parts import Slices, held, parts
+from terrace.checkpoint.parts import Slices, parts_of
 from terrace.runtime.flat_param import FlatParam
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -39,11 +39,10 @@ class Snapshot:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
         self.num_updates = 0  # that the optimizers had made when the copy was taken; 0 where all is frozen
         self._flats, live = list(flats), list[tuple[str, Tensor]]()
-        for flat in self._flats:
-            for part in (part for own in held(flat) if own.is_first for part in parts(own, slices)):
-                self.pieces.setdefault(flat.name, {}).setdefault(part.parameter, []).append(to_text(part.box))
-                for kind, values in part.values.items():
-                    live.append((tensor_name(flat.name, part.parameter, part.box, kind), values.detach()))
+        for block, part in parts_of(self._flats, slices, first=True):
+            self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
+            for kind, values in part.values.items():
+                live.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))
         live.sort(key=lambda named: -named[1].element_size())  # so that each is aligned to its own size
         self._live = [values for _, values in live]
         self._header = _header(live)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from terrace.checkpoint.boxes import Box, whole, within
-from terrace.checkpoint.parts import held, parts, slices_of
+from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.runtime.engine import Engine
 
 
@@ -20,10 +20,9 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     slices = slices_of(engine.program.tensor, engine.rank)
     for index, spec in enumerate(engine.state.specs):
         own: list[tuple[str, Box, Tensor]] = []
-        for flat in engine.state.flats.get(index, ()):
-            for part in (part for each in held(flat) if each.is_first for part in parts(each, slices)):
-                value = next(iter(part.values.values()))  # of the kinds of state the first is the value
-                own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
+        for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True):
+            value = next(iter(part.values.values()))  # the first kind of state is the value
+            own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
         found: dict[str, Tensor] = {}
         shapes = {param.name: param.shape for param in spec.params}
         for boxes in engine.comm.exchange(own):

@@ -21,6 +21,7 @@ from terrace.checkpoint.boxes import (
     whole,
     within,
 )
+from terrace.checkpoint.reshard import MissingElements, reshard
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -91,6 +92,35 @@ def test_a_hole_in_an_array_that_was_cut_is_that_piece(
     if found:
         hole = found.pop(data.draw(st.integers(0, len(found) - 1)))
         assert uncovered(whole(shape), found) == hole
+
+
+@given(
+    shape=SHAPES,
+    stored_cuts=st.lists(st.integers(0, 625), max_size=6),
+    wanted_cuts=st.lists(st.integers(0, 625), max_size=6),
+    data=st.data(),
+)
+def test_resharding_copies_every_wanted_element_once(
+    shape: tuple[int, ...], stored_cuts: list[int], wanted_cuts: list[int], data: st.DataObject
+) -> None:
+    size = math.prod(shape)
+    stored, wanted = (
+        [
+            box
+            for start, stop in pairwise(sorted({0, size, *(end for end in cuts if end < size)}))
+            for box in cut(shape, start, stop)
+        ]
+        for cuts in (stored_cuts, wanted_cuts)
+    )
+    filled = [[index for copy in reshard(stored, [box]) for index in indices(shape, copy.box)] for box in wanted]
+    assert [sorted(each) for each in filled] == [sorted(indices(shape, box)) for box in wanted]
+    for copy in reshard(stored, wanted):
+        assert copy.box == overlap(stored[copy.source], wanted[copy.target])
+    if stored:
+        hole = stored.pop(data.draw(st.integers(0, len(stored) - 1)))
+        with pytest.raises(MissingElements) as raised:
+            reshard(stored, [whole(shape)])
+        assert raised.value.box == hole
 
 
 def test_thousands_of_pieces_are_quickly_checked() -> None:

@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import checkpoint_bytes, encode, manifest_of
-from terrace.checkpoint.parts import slices_of
+from terrace.checkpoint.parts import Part, held, parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore_flat
+from terrace.checkpoint.reshard import hand_over
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
 from terrace.plan.slices import CUT_BY
 from terrace.runtime.settings import OptimizerConfig
-from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, flats_of, save
+from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, filled, flats_of, save
 
 
 def check_stored(checkpoint: Checkpoint, blocks: Blocks, truth: Truth) -> None:
@@ -102,6 +103,25 @@ def test_a_decoder_saved_under_one_plan_is_there_under_every_other(source: str, 
     check_stored(checkpoint, blocks, truth)
     for spread in SPREADS.values():
         check_restored(checkpoint, blocks, spread, truth, range(spread.world_size))
+
+
+@pytest.mark.parametrize("target", SPREADS)
+@pytest.mark.parametrize("source", ["alone", "rows 2 x columns 2 on one tier", "2 stages of rows 2, data 2"])
+def test_ranks_of_one_plan_hand_over_to_ranks_of_another_without_files(source: str, target: str) -> None:
+    """Every element is given by one rank and arrives where a checkpoint would have brought it."""
+    blocks = DECODERS["llama, frozen in part"]()
+    truth, given = Truth(blocks), dict[str, list[Part]]()
+    for rank, program in enumerate(SPREADS[source].programs(blocks)):
+        for block, part in parts_of(filled(program, rank, truth), slices_of(program.tensor, rank), first=True):
+            given.setdefault(block, []).append(part)
+    for rank, program in enumerate(SPREADS[target].programs(blocks)):
+        for flat in flats_of(program, rank):
+            for each in held(flat):
+                for values in each.values.values():
+                    values.zero_()
+            hand_over(given[flat.name], [part for _, part in parts_of([flat], slices_of(program.tensor, rank))])
+            for kind, kept, expected in truth.of(program, rank, flat):
+                assert torch.equal(kept, expected), (rank, flat.name, kind)
 
 
 @contextmanager

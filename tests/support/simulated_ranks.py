@@ -133,15 +133,20 @@ def flats_of(program: Program, rank: int) -> list[FlatParam]:
     return flats
 
 
+def filled(program: Program, rank: int, truth: Truth) -> list[FlatParam]:
+    """The flat parameters of a rank that hold their part of the truth."""
+    flats = flats_of(program, rank)
+    for flat in flats:
+        for _, kept, values in truth.of(program, rank, flat):
+            kept.copy_(values)
+    return flats
+
+
 def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoint:
     """Write a checkpoint of all simulated ranks."""
     files: Files = {}
     for rank, program in enumerate(spread.programs(blocks)):
-        flats = flats_of(program, rank)
-        for flat in flats:
-            for _, kept, values in truth.of(program, rank, flat):
-                kept.copy_(values)
-        snapshot = Snapshot(flats, slices_of(program.tensor, rank))
+        snapshot = Snapshot(filled(program, rank, truth), slices_of(program.tensor, rank))
         snapshot.take()
         if snapshot.pieces:
             files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")
