@@ -87,10 +87,7 @@ def _show_stages(job: Job, console: Terminal) -> None:
     print(parts_words(programs, run.blocks()))
     kept = [kept_activations(run, program) for program in programs]
     console.print(stage_memory_table(programs, kept, run.cluster.device.memory_bytes))
-    sent = [
-        step_bytes(run.cluster, run.plan, each.blocks, each.num_micros, each.sequence, each.stage) for each in programs
-    ]
-    for table in stage_bytes_tables(sent, tiers):
+    for table in stage_bytes_tables([program.sent_bytes for program in programs], tiers):
         console.print(table)
 
 

@@ -75,8 +75,8 @@ def model_state_bytes(
     flats = block_flats(cluster, plan, blocks)
     total: dict[str, int] = defaultdict(int)
     held = [flats[index] for index in stage.held]
-    for flat in chain(*held):
-        for category, size in _steady(plan, flat).items():
+    for parts in held:
+        for category, size in slice_bytes(plan, parts).items():
             total[category] += size
     whole = [sum(flat.padded for flat in parts) for parts in flats]
     buffered = [
@@ -95,9 +95,13 @@ def model_state_bytes(
     return {category: total[category] for category in CATEGORIES}
 
 
-def steady_bytes(plan: Plan, parts: Sequence[FlatSpec]) -> list[int]:
-    """Return what a rank keeps all the time of the flat buffers of a block, one number for each category and buffer."""
-    return [size for flat in parts for size in _steady(plan, flat).values()]
+def slice_bytes(plan: Plan, parts: Sequence[FlatSpec]) -> dict[str, int]:
+    """Bytes that a rank keeps throughout the step of a block with the flat buffers `parts`, by category."""
+    total: dict[str, int] = defaultdict(int)
+    for flat in parts:
+        for category, size in _steady(plan, flat).items():
+            total[category] += size
+    return total
 
 
 def _steady(plan: Plan, flat: FlatSpec) -> dict[str, int]:

@@ -32,7 +32,7 @@ from terrace.plan import Plan, validate
 from terrace.plan.context import is_spread
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import steady_bytes
+from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
@@ -92,7 +92,7 @@ def build_stages(
     sliced = slice_blocks(blocks, mesh)
     num_stages = mesh.total("pipeline")
     if num_stages > 1:
-        sizes = [sum(steady_bytes(plan, flat)) for flat in block_flats(cluster, plan, sliced)]
+        sizes = [sum(slice_bytes(plan, flat).values()) for flat in block_flats(cluster, plan, sliced)]
         memory_bytes = cluster.device.memory_bytes
         stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders, sizes, memory_bytes)
     else:

@@ -11,13 +11,13 @@ from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatSpec, block_flats, everyone, world
-from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Tensor, TensorMessage
 from terrace.plan.wire import FORMATS
 from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
+from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import (
     Message,
@@ -151,9 +151,19 @@ class Program:
         return found
 
     @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers of model state on a rank."""
+        communicating = (each for each in self.counts if each.message_class is not None)
+        messages = [
+            *(self.message(each) for each in communicating),
+            *(message for each in self.counts for message in self.messages_inside(each)),
+        ]
+        return state_buffers(self.plan, self.stage, self.blocks, self.flats, self.instructions, messages)
+
+    @cached_property
     def state_bytes(self) -> dict[str, int]:
-        """Peak bytes of each category of model state on a rank (terrace.plan.memory)."""
-        return model_state_bytes(self.cluster, self.plan, self.blocks, self.num_micros, self.sequence, self.stage)
+        """Peak bytes of each category of model state on a rank."""
+        return peak_bytes(self.buffers)
 
     @property
     def edge_bytes(self) -> int:

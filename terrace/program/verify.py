@@ -37,7 +37,7 @@ def verify(program: Program, rank: int = 0) -> None:
         walker.step(position, instruction)
     walker.finish()
     check_bytes(program, rank)
-    check_memory(program, rank, walker.peak_resident)
+    check_memory(program, rank)
 
 
 _DEFAULTS = {item.name: item.default for item in fields(Instruction) if item.name != "op"}
@@ -64,7 +64,6 @@ class _Walker:
     tied: set[int] = field(default_factory=set)
     unused: set[int] = field(default_factory=set)  # gathered and not read yet
     directions: int = 0  # layers whose matrices are gathered for the optimizer
-    peak_resident: int = 0  # most elements of gathered blocks at once
     done: set[Instruction] = field(default_factory=set)
 
     def step(self, position: int, instruction: Instruction) -> None:
@@ -219,8 +218,6 @@ class _Walker:
             self._fail("the parameters are being updated")
         self.resident.add(now.block)
         self.unused.add(now.block)
-        held = sum(flat.padded for block in self.resident for flat in self.program.flats[block])
-        self.peak_resident = max(self.peak_resident, held)
 
     def _free(self, now: Instruction) -> None:
         if now.block not in self.resident:

@@ -1,17 +1,17 @@
 """Memory of one rank over a recorded step.
 
-What is held throughout is the formula's (terrace.plan.memory). Gathered blocks are counted from the moment
-their GATHER is issued to their FREE; a full gradient from the first backward that adds to it to the end of its
-REDUCE; activations, where the caller knows them, from a block's forward on a micro-batch to its backward. So
-gathered blocks peak as the formula says, and full gradients at most as high: it assumes the slowest lane.
+The buffers are the program's (terrace.program.buffers): one is taken when the first instruction of a span starts, and
+given back when the last one is done. Activations, where the caller knows them, last from a block's forward on a
+micro-batch to its backward. Full gradients peak at most as high as in `Program.state_bytes`, where a reduction is over
+only when the program waits for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.plan.memory import accumulates_in_place
-from terrace.plan.wire import FORMATS
-from terrace.program import Op
+from terrace.program import Op, Program
+from terrace.program.buffers import Span
 from terrace.simulate.recording import Recording
 
 _VARYING = ("gathered", "grads_full", "activations")
@@ -57,9 +57,7 @@ def memory_curve(
     for given in (activation_bytes, working_bytes):
         if given is not None and len(given) != num_blocks:
             raise ValueError(f"bytes of {len(given)} blocks for a program of {num_blocks}")
-    steps = [*_gathered(recording), *_gradients(recording)]
-    steps += _activations(recording, activation_bytes or [0] * num_blocks, working_bytes or [0] * num_blocks)
-    steps.sort(key=lambda step: step[:2])  # at one moment in program order
+    steps = _steps(recording, activation_bytes or [0] * num_blocks, working_bytes or [0] * num_blocks)
     now: dict[str, float] = dict.fromkeys(_VARYING, 0)
     times_s, curve = [0.0], {category: [0.0] for category in _VARYING}
     for moment_s, _, category, change in steps:
@@ -78,50 +76,26 @@ def memory_curve(
 _Step = tuple[float, int, str, float]  # moment, position in the program, category, change in bytes
 
 
-def _gathered(recording: Recording) -> list[_Step]:
-    program = recording.program
-    item = FORMATS[program.plan.compute].element_bytes
-    whole = [sum(flat.padded for flat in parts) * item for parts in program.flats]
-    sign = {Op.GATHER: 1, Op.FREE: -1}
-    return [
-        (recording.started_s[position], position, "gathered", sign[instruction.op] * whole[instruction.block])
-        for position, instruction in enumerate(program.instructions)
-        if instruction.op in sign
-    ]
+def _steps(recording: Recording, kept: Sequence[float], working: Sequence[float]) -> list[_Step]:
+    """Every change of memory, in the order of time; at one moment in program order."""
+    changes: dict[tuple[float, int, str, bool], float] = defaultdict(float)
+    for category, span, num_bytes in _lives(recording.program, kept, working):
+        if num_bytes:
+            changes[recording.started_s[span.first], span.first, category, True] += num_bytes
+            changes[recording.done_s[span.last], span.last, category, False] -= num_bytes
+    steps = [(moment_s, position, category, change) for (moment_s, position, category, _), change in changes.items()]
+    return sorted(steps, key=lambda step: step[:2])
 
 
-def _gradients(recording: Recording) -> list[_Step]:
-    program = recording.program
-    plan, item = program.plan, FORMATS[program.plan.compute].element_bytes
-    buffered = [
-        [flat for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout)]
-        for parts in program.flats
-    ]
-    trainable = [sum(flat.padded for flat in parts) * item for parts in buffered]
-    if not any(trainable):
-        return []
-    held: set[int] = set()
-    steps: list[_Step] = []
+def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) -> Iterator[tuple[str, Span, float]]:
+    for buffer in program.buffers:
+        if buffer.category in _VARYING:
+            yield from ((buffer.category, span, buffer.num_bytes) for span in buffer.spans)
+    begun: dict[tuple[int, int], int] = {}
     for position, instruction in enumerate(program.instructions):
-        block = instruction.block
-        if instruction.op is Op.BACKWARD:
-            opened = {block, *program.blocks[block].borrows} - held
-            held |= opened
-            size = sum(trainable[index] for index in opened)
-            steps.append((recording.started_s[position], position, "grads_full", size))
-        elif instruction.op is Op.REDUCE:
-            held.discard(block)
-            steps.append((recording.done_s[position], position, "grads_full", -trainable[block]))
-    return steps
-
-
-def _activations(recording: Recording, kept: Sequence[float], working: Sequence[float]) -> list[_Step]:
-    steps: list[_Step] = []
-    for position, instruction in enumerate(recording.program.instructions):
-        block, started_s, done_s = instruction.block, recording.started_s[position], recording.done_s[position]
+        block, key = instruction.block, (instruction.block, instruction.micro)
         if instruction.op is Op.FORWARD:
-            steps.append((started_s, position, "activations", kept[block]))
+            begun[key] = position
         elif instruction.op is Op.BACKWARD:
-            steps.append((started_s, position, "activations", working[block]))
-            steps.append((done_s, position, "activations", -kept[block] - working[block]))
-    return [step for step in steps if step[3]]
+            yield "activations", Span(begun.pop(key), position, position + 1), kept[block]
+            yield "activations", Span(position, position, position + 1), working[block]

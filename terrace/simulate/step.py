@@ -21,7 +21,7 @@ from operator import attrgetter
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass, Plan, validate
-from terrace.plan.memory import steady_bytes
+from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import whole_stage
@@ -165,7 +165,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
     )
     costs = step_costs(frame, step.work)
     seconds = [round(_block_s(costs, block) / _UNIT_S) for block in range(len(step.blocks))]
-    sizes = [sum(steady_bytes(plan, parts)) for parts in frame.flats]
+    sizes = [sum(slice_bytes(plan, parts).values()) for parts in frame.flats]
     room = cluster.device.memory_bytes * num_stages / virtual
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 

@@ -1,0 +1,197 @@
+"""Buffers: the named memory of a rank's model state, each with its size and its lives within the step.
+
+    category     buffer                                           is there
+    params       a rank's slice of the working copy of a block    the whole step
+    secondary    its slice of the secondary copy (ZeRO++)         the whole step
+    gathered     the full parameters of a block                   from each GATHER to its FREE
+    grads        its slice of the accumulated gradient            the whole step
+    grads_full   the gradient of a block before its reduction     from a backward until the REDUCE is waited for
+    optimizer    moments, and the master copy where it is apart   the whole step
+    feedback     residuals of error feedback                      the whole step
+    buffers      the message memory of a lane                     the whole step, as large as its largest message
+                 a layer's momentum, gathered for Muon            from ORTHOGONALISE to UPDATE
+                 the gradient of a block from another stage       during TIE
+
+A buffer that comes and goes has a span for each life, so that the number of buffers does not grow with micro-batches.
+`peak_bytes` is the one walk over buffers; the closed formulas of terrace.plan.memory are an independent count.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from terrace.model.spec import BlockSpec
+from terrace.plan.edges import tie_bytes
+from terrace.plan.flats import FlatSpec
+from terrace.plan.memory import CATEGORIES, accumulates_in_place, arena_bytes, slice_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.stage import Stage
+from terrace.plan.wire import FORMATS
+from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.message import Message
+
+
+class Span(NamedTuple):
+    """One life of a buffer, in positions of instructions.
+
+    The instruction at `first` takes the memory and the one at `last` is the last to use it. The memory is back before
+    the instruction at `freed`, which waits for that use.
+    """
+
+    first: int
+    last: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Named memory of one rank. A buffer without `spans` is there the whole step."""
+
+    name: str
+    category: str
+    num_bytes: int
+    spans: tuple[Span, ...] = ()
+
+
+def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
+    """The most bytes of each category at once. Categories need not peak together."""
+    peaks = dict.fromkeys(CATEGORIES, 0)
+    changes: dict[str, dict[int, int]] = {}
+    for buffer in buffers:
+        if not buffer.spans:
+            peaks[buffer.category] += buffer.num_bytes
+            continue
+        of_category = changes.setdefault(buffer.category, defaultdict(int))
+        for span in buffer.spans:
+            of_category[span.first] += buffer.num_bytes
+            of_category[span.freed] -= buffer.num_bytes
+    for category, of_category in changes.items():
+        now = most = 0
+        for position in sorted(of_category):
+            now += of_category[position]
+            most = max(most, now)
+        peaks[category] += most
+    return peaks
+
+
+def state_buffers(
+    plan: Plan,
+    stage: Stage,
+    blocks: Sequence[BlockSpec],
+    flats: Sequence[Sequence[FlatSpec]],
+    instructions: Sequence[Instruction],
+    messages: Iterable[Message],
+) -> tuple[Buffer, ...]:
+    """The buffers of model state of a rank that runs `instructions`, whose distinct messages are `messages`.
+
+    `flats` are the flat buffers of every block of the model.
+    """
+    return (
+        *_slices(plan, stage, blocks, flats),
+        *_lanes(messages),
+        *_visiting(plan, blocks, flats, instructions),
+        *_gradients(plan, blocks, flats, instructions),
+    )
+
+
+def _slices(
+    plan: Plan, stage: Stage, blocks: Sequence[BlockSpec], flats: Sequence[Sequence[FlatSpec]]
+) -> Iterator[Buffer]:
+    known: dict[int, dict[str, int]] = {}  # most blocks are alike, and share their flat buffers
+    for index in stage.held:
+        sizes = known.get(id(flats[index]))
+        if sizes is None:
+            sizes = known[id(flats[index])] = slice_bytes(plan, flats[index])
+        for category, num_bytes in sizes.items():
+            yield Buffer(f"{category} of {blocks[index].name}", category, num_bytes)
+
+
+def _lanes(messages: Iterable[Message]) -> Iterator[Buffer]:
+    largest: dict[int, int] = {}
+    for message in messages:
+        for transfer in message.transfers:
+            for sizes in (transfer.reduce_buffers, transfer.gather_buffers):
+                largest[transfer.lane] = max(largest.get(transfer.lane, 0), arena_bytes(sizes))
+    yield from (Buffer(f"messages on lane {lane}", "buffers", size) for lane, size in largest.items() if size)
+
+
+_TAKES = {Op.GATHER: "gathered", Op.ORTHOGONALISE: "buffers", Op.TIE: "buffers"}
+_GIVES = {Op.FREE: Op.GATHER, Op.UPDATE: Op.ORTHOGONALISE}
+
+
+def _visiting(
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    flats: Sequence[Sequence[FlatSpec]],
+    instructions: Sequence[Instruction],
+) -> Iterator[Buffer]:
+    """Full parameters, Muon's momentum and the gradients of shared blocks: taken and given back by instructions."""
+    item = FORMATS[plan.compute].element_bytes
+    taken: dict[tuple[Op, int], int] = {}
+    spans: dict[tuple[Op, int], list[Span]] = defaultdict(list)
+    for position, instruction in enumerate(instructions):
+        op, block = instruction.op, instruction.block
+        if op is Op.TIE:
+            spans[op, block].append(Span(position, position, position + 1))
+        elif op in _TAKES:
+            taken[op, block] = position
+        elif op in _GIVES and (_GIVES[op], block) in taken:
+            first = taken.pop((_GIVES[op], block))
+            spans[_GIVES[op], block].append(Span(first, position, position))
+    for (op, block), position in taken.items():  # never given back
+        spans[op, block].append(Span(position, len(instructions), len(instructions)))
+    for (op, block), lives in spans.items():
+        parts, name = flats[block], blocks[block].name
+        if op is Op.GATHER:
+            size = sum(flat.padded for flat in parts) * item
+        elif op is Op.TIE:  # one flat buffer after the other
+            size = max((tie_bytes([flat], plan.master) for flat in parts), default=0)
+        else:
+            layouts = ((flat, flat.layout) for flat in parts if flat.num_orthogonal)
+            size = sum(flat.padded for flat, layout in layouts if layout.span(layout.optimizer) > 1) * item
+        yield Buffer(f"{op.value} of {name}", _TAKES[op], size, tuple(lives))
+
+
+def _gradients(
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    flats: Sequence[Sequence[FlatSpec]],
+    instructions: Sequence[Instruction],
+) -> Iterator[Buffer]:
+    """Gradients on their way to be reduced, where autograd does not add into the accumulated gradient itself.
+
+    A backward that takes one waits for all reductions but the newest; TIE and CLIP wait for all.
+    """
+    item = FORMATS[plan.compute].element_bytes
+    sizes = [
+        sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout)) * item
+        for parts in flats
+    ]
+    if not any(sizes):
+        return
+    opened: dict[int, int] = {}
+    reducing: list[tuple[int, int, int]] = []  # block, first, last
+    spans: dict[int, list[Span]] = defaultdict(list)
+
+    def wait(num_left: int, position: int) -> None:
+        while len(reducing) > num_left:
+            block, first, last = reducing.pop(0)
+            spans[block].append(Span(first, last, position))
+
+    for position, instruction in enumerate(instructions):
+        op, block = instruction.op, instruction.block
+        if op in PASSES and op is not Op.FORWARD:
+            for needed in (block, *blocks[block].borrows):
+                if sizes[needed] and needed not in opened:
+                    wait(1, position)
+                    opened[needed] = position
+        elif op is Op.REDUCE and block in opened:
+            reducing.append((block, opened.pop(block), position))
+        elif op in (Op.TIE, Op.CLIP):
+            wait(0, position)
+    wait(0, len(instructions))
+    for block, first in opened.items():  # never reduced
+        spans[block].append(Span(first, len(instructions), len(instructions)))
+    for block, lives in spans.items():
+        yield Buffer(f"gradient of {blocks[block].name}", "grads_full", sizes[block], tuple(lives))
