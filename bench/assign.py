@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from bench.common import print_table
 from terrace.cluster import Cluster, load_cluster
 from terrace.sequence.assign import assign
-from terrace.sequence.balanced import place_capacity
+from terrace.sequence.balanced import ring_rank_capacity
 from terrace.sequence.bound import makespan_bound_s
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.distributions import batches, bimodal, one_huge, sample
@@ -50,12 +50,12 @@ def ratios(num_gpus: int, a_place: int, rounds: int) -> list[list[str]]:
         share, best_s = -(-sum(lengths) // num_gpus), float("inf")
         for _ in range(rounds):
             begin = time.process_time()
-            capacity = place_capacity(lengths, num_gpus, share)
+            capacity = ring_rank_capacity(lengths, num_gpus, share)
             found = assign(lengths, degrees, cost, capacity)
             best_s = min(best_s, time.process_time() - begin)
         ratio = found.makespan_s / makespan_bound_s(lengths, degrees, cost, capacity)
         kept = ratio <= TARGET_RATIO and (best_s <= TARGET_S or number > 4096)
-        widest = max(len(segment.places) for segment in found.segments)
+        widest = max(len(segment.ring_ranks) for segment in found.segments)
         row = [name, str(num_gpus), str(number), f"{max(lengths)}", f"{widest}", f"{ratio:.4f}", f"{1e3 * best_s:.1f}"]
         rows.append([*row, "met" if kept else "MISSED"])
     return rows
@@ -71,7 +71,9 @@ def gains(model: str, num_gpus: int, tokens: int, number: int) -> list[str]:
     seconds = dict.fromkeys(POLICIES, 0.0)
     moved_s = ratio = 0.0
     for lengths in batches(tokens * num_gpus, number, sample(4096)):
-        for each in policy_costs(lengths, (NODE, num_gpus // NODE), cost, place_capacity(lengths, num_gpus, tokens)):
+        for each in policy_costs(
+            lengths, (NODE, num_gpus // NODE), cost, ring_rank_capacity(lengths, num_gpus, tokens)
+        ):
             seconds[each.policy] += each.layer_s
             if each.policy == "cost":
                 moved_s += each.moved_s

@@ -33,7 +33,7 @@ from terrace.model.attention import AttentionPlans, attend
 from terrace.model.blockwise import DensePair, attend_pairs, dense_mask
 from terrace.model.pair_kernels import describe
 from terrace.sequence.pairs import Stretch, pairs_within
-from terrace.sequence.view import Pair
+from terrace.sequence.token_layout import Pair
 
 TARGET = 1.03
 HEADER = ("tokens", "dtype", "case", "pairs", "plain ms", "pairs ms", "ratio (quartiles)", "difference", "target")

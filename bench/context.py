@@ -35,17 +35,17 @@ from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
 from terrace.plan import preset
-from terrace.plan.context import Pool
+from terrace.plan.context import ContextGroup
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import HostClock
 from terrace.runtime.context.attention import attend
-from terrace.runtime.context.course import Course
-from terrace.runtime.context.moves import Mover
+from terrace.runtime.context.device_layout import DeviceLayout
+from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.means import Means
-from terrace.sequence.build import spread as spread_of
-from terrace.sequence.layout import Layout
+from terrace.sequence.build import build_token_layout
+from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
 
 ONE_RANK_TARGET, MEMORY_TARGET = 1.03, 7.0
@@ -124,11 +124,13 @@ def step_seconds(world: World, jobs: Sequence[Job], rounds: int) -> list[list[fl
 def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
     """A row of the table, and the ratio."""
     segment = Segment(0, num_tokens, (0,))
-    layout = Layout(segments=(segment,), documents=(0,), held=(((0, num_tokens),),), ulysses=1, num_held=num_tokens)
-    pool = Pool(members=(0,), ulysses=1, place_degrees=(1,), sizes=(1,))
+    layout = GroupLayout(
+        segments=(segment,), documents=(0,), local_runs=(((0, num_tokens),),), ulysses=1, num_local_tokens=num_tokens
+    )
+    group = ContextGroup(members=(0,), ulysses=1, ring_degrees=(1,), sizes=(1,))
     means = Means(make_lane(torch.device("cpu")), HostClock(), WeightGradients())
-    mover = Mover(pool, 0, cast(GroupP2P, None), means)  # nothing is sent
-    course = Course(spread_of(layout, 0), mover, torch.device("cpu"))
+    comm = PeerComm(group, 0, cast(GroupP2P, None), means)  # nothing is sent
+    device_layout = DeviceLayout(build_token_layout(layout, 0), comm, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     *tensors, grad = (torch.randn(1, num_tokens, 8, 64, generator=generator).transpose(1, 2) for _ in range(4))
     for tensor in tensors:
@@ -136,7 +138,7 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
     query, key, value = tensors
     runs: dict[str, Callable[[], Tensor]] = {
         "plain": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
-        "spread": lambda: attend(query, key, value, course),
+        "spread": lambda: attend(query, key, value, device_layout),
     }
 
     def step(name: str, _: int) -> float:

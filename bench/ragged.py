@@ -49,15 +49,15 @@ from terrace.launch.world import World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import token_loss
 from terrace.plan import Plan, preset
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.runtime.engine import Engine
 from terrace.sequence.distributions import bimodal, sample
 from terrace.train.attention_cost import work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.config import RunConfig, TrainConfig
+from terrace.train.context_batches import ContextBatches
 from terrace.train.micro_batches import MicroBatches, StepBatches
-from terrace.train.spreading import Spreading
 
 TARGET = 1.5
 LIMIT = 1e-4  # largest difference of losses and norms, in fp32
@@ -191,11 +191,11 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
         )
         train = TrainConfig(steps=1, batch=batch, sequence=job.sequence)
         run = RunConfig(model=job.model, cluster=cluster, plan=plan, train=train)
-        spreading = None
-        if is_spread(Mesh.of(cluster, plan), plan):
+        context = None
+        if is_context_parallel(Mesh.of(cluster, plan), plan):
             cost = work_cost(run, calibrate(engine, run))
-            spreading = Spreading(batches, cluster, plan, 1, world.rank, cost)
-        made = MicroBatches(batches, engine.program, world.rank, False, spreading)
+            context = ContextBatches(batches, cluster, plan, 1, world.rank, cost)
+        made = MicroBatches(batches, engine.program, world.rank, False, context)
         fed = [made.step(number) for number in range(job.rounds + 2)]  # as a feeder makes them beside the steps before
         results[balance] = Result(Timing(), balances=[each.balance or 0.0 for each in fed])
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from bench.validation.rows import Row, Table, markdown_table
 from terrace.cluster import Cluster, load_cluster
 from terrace.model.config import ModelConfig, parse_model
-from terrace.sequence.balanced import place_capacity
+from terrace.sequence.balanced import ring_rank_capacity
 from terrace.sequence.distributions import batches, sample
 from terrace.sequence.policies import policy_costs
 from terrace.simulate.attention_cost import attention_cost
@@ -65,7 +65,7 @@ def gains(model: str, num_gpus: int) -> list[float]:
     costs = {policy: attention_cost(cluster, llama(model)) for policy, cluster in clusters.items()}
     degrees, found = [tier.size for tier in clusters["cost"].tiers], []
     for lengths in batches(_TOKENS * num_gpus, _BATCHES, sample(4096)):
-        capacity = place_capacity(lengths, num_gpus, _TOKENS)
+        capacity = ring_rank_capacity(lengths, num_gpus, _TOKENS)
         seconds = {
             policy: {each.policy: each.layer_s for each in policy_costs(lengths, degrees, cost, capacity)}[policy]
             for policy, cost in costs.items()

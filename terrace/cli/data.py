@@ -15,7 +15,7 @@ from terrace.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
-from terrace.sequence.balanced import place_capacity
+from terrace.sequence.balanced import ring_rank_capacity
 from terrace.sequence.distributions import batches, bimodal, one_huge, sample, scattered
 from terrace.sequence.policies import PolicyCost, policy_costs
 from terrace.simulate.attention_cost import attention_cost
@@ -169,7 +169,7 @@ def _costs(batch: Sequence[int], cluster: Cluster, model: ModelConfig, num_token
     cost = attention_cost(cluster, model, compute=_compute(cluster))
     # Buffers are sized for an even share of the tokens, as in a run.
     share = math.ceil(num_tokens / cluster.world_size)
-    capacity = place_capacity(batch, cluster.world_size, share)
+    capacity = ring_rank_capacity(batch, cluster.world_size, share)
     return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
 
 

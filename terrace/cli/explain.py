@@ -10,7 +10,7 @@ from terrace.cli.files import check_not_read, check_writable, write_file
 from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run
 from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, kept_activations
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.program import Program, program_text
 from terrace.program.schedules import Orders, to_csv
 from terrace.program.stages import plan_orders
@@ -142,7 +142,7 @@ def _print_inside(console: Terminal, program: Program) -> None:
     """Print what ranks of the tensor and of the context axis send inside the blocks."""
     if program.tensor.degree > 1:
         console.print(inside_table(program))
-    if not is_spread(program.mesh, program.plan):
+    if not is_context_parallel(program.mesh, program.plan):
         return
     if program.plan.balance == "cost":
         print(f"{ASSIGNED}\n")

@@ -16,7 +16,7 @@ from terrace.comm.groups import TierGroups
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
 from terrace.plan import MessageClass
-from terrace.plan.context import Pool
+from terrace.plan.context import ContextGroup
 
 Messages = Sequence[tuple[int, Tensor]]  # (member of the group, contiguous values)
 
@@ -27,7 +27,7 @@ class GroupP2P:
     def __init__(
         self,
         groups: TierGroups,
-        pool: Pool,
+        group: ContextGroup,
         member: int,
         *,
         tiers: Sequence[str],
@@ -36,7 +36,7 @@ class GroupP2P:
         pacer: Pacer | None = None,
     ) -> None:
         """Every rank of the group calls this at the same point."""
-        self._pool, self._member, self._tiers = pool, member, tiers
+        self._context, self._member, self._tiers = group, member, tiers
         self._ledger, self._pacer = ledger, pacer
         self._group = groups.pool
         # NCCL makes a communicator at the first message, which all ranks of the group must therefore take part in.
@@ -49,11 +49,11 @@ class GroupP2P:
             return
         by_tier: dict[str, list[int]] = defaultdict(list)
         for member, values in sends:
-            by_tier[self._tiers[self._pool.tier(self._member, member)]].append(values.nbytes)
+            by_tier[self._tiers[self._context.tier(self._member, member)]].append(values.nbytes)
         for tier, sizes in by_tier.items():
             self._ledger.add(message, tier, sum(sizes))
         begin_s = 0.0 if self._pacer is None else self._pacer.begin()
-        ranks, group = self._pool.members, self._group
+        ranks, group = self._context.members, self._group
         operations = [dist.P2POp(dist.irecv, values, ranks[member], group) for member, values in receives]
         operations += [dist.P2POp(dist.isend, values, ranks[member], group) for member, values in sends]
         for work in dist.batch_isend_irecv(operations):

@@ -6,13 +6,13 @@ The axis has two forms, each with a degree of its own on every tier (unified seq
     ulysses   its ranks exchange tokens for heads, so that each attends with a part of the heads (2309.14509)
     ring      its ranks keep their queries and pass keys and values on (2310.01889)
 
-A *place* is a set of ulysses ranks, its *parts*: it attends to its tokens with all heads. The places of a pool differ
-on the ring, and with `balance = "cost"` on the data axis too. Between attention, every rank holds the same number of
-tokens, padding included:
+A *ring rank* is one set of u Ulysses ranks: together they attend to its tokens with all heads. The ring ranks of a
+context group differ on the ring axis, and with `balance = "cost"` on the data axis too. Outside attention, every rank
+holds the same number of local tokens, padding included:
 
-    balance = "tokens"   every row of S tokens is cut into 2r chunks of c = ceil(S / 2r), padding at its end; place k
-                         has chunks k and 2r-1-k, so that causal work is even (one place: the whole row); of these
-                         B 2c tokens every part holds ceil(B 2c / u)
+    balance = "tokens"   every row of S tokens is cut into 2r chunks of c = ceil(S / 2r), padding at its end; ring rank
+                         k has chunks k and 2r-1-k, which balances causal work (one ring rank: the whole row); of these
+                         B 2c tokens every Ulysses rank holds ceil(B 2c / u)
     balance = "cost"     the rows of all data ranks are one set of documents; a rank holds ceil(B S / (r u)) tokens
 
 Shape legend: B rows of a micro-batch, S tokens of a row, r ring and u ulysses ranks over all tiers.
@@ -28,51 +28,49 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 
 ULYSSES = ("ulysses",)
-CHUNKS_A_PLACE = 2  # of a causal ring: an early and a late one
+CHUNKS_PER_RING_RANK = 2  # of a causal ring: an early and a late one
 
 
 @dataclass(frozen=True)
-class Pool:
-    """The ranks that attend together; member `place * ulysses + part` is the rank `members[...]`.
+class ContextGroup:
+    """Ranks that attend together; member `ring_rank * ulysses + ulysses_rank` is global rank `members[...]`.
 
-    Places are numbered over the tiers, the innermost fastest, so those of a unit of a tier are neighbours.
-    `place_degrees` says how many places each tier joins, `sizes` how many units of the tier inside.
+    Ring ranks are numbered over the tiers, the innermost fastest, so the ring ranks inside one unit of a tier are
+    neighbours. `ring_degrees` is the number of ring ranks that each tier joins, `sizes` the cluster's degrees.
     """
 
     members: tuple[int, ...]
     ulysses: int
-    place_degrees: tuple[int, ...]
+    ring_degrees: tuple[int, ...]
     sizes: tuple[int, ...]  # of the cluster's tiers
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan, rank: int) -> "Pool":
-        """Return the pool of `rank`, the same for all its members.
-
-        They are the ranks that differ from it on `pool_axes` and on Ulysses alone.
-        """
+    def of(cluster: Cluster, plan: Plan, rank: int) -> "ContextGroup":
+        """The group of `rank`: all ranks that differ from it only on `ring_axes` and Ulysses."""
         mesh = Mesh.of(cluster, plan)
         first = mesh.members(rank, ULYSSES)[0]
-        return Pool(
+        return ContextGroup(
             members=tuple(
-                part for place in mesh.members(first, pool_axes(plan)) for part in mesh.members(place, ULYSSES)
+                rank
+                for first_ulysses in mesh.members(first, ring_axes(plan))
+                for rank in mesh.members(first_ulysses, ULYSSES)
             ),
             ulysses=mesh.total("ulysses"),
-            place_degrees=mesh.group(*pool_axes(plan)),
+            ring_degrees=mesh.group(*ring_axes(plan)),
             sizes=tuple(tier.size for tier in cluster.tiers),
         )
 
     @property
-    def num_places(self) -> int:
-        """How many places there are."""
+    def num_ring_ranks(self) -> int:
         return len(self.members) // self.ulysses
 
     def tier(self, member: int, other: int) -> int:
-        """Return the index of the outermost tier that a message between two members crosses."""
+        """Index of the outermost tier that a message between two members crosses."""
         return tier_between(self.sizes, self.members[member], self.members[other])
 
 
 def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
-    """Return the index of the outermost tier on which two different ranks differ; so of places, and their degrees."""
+    """Index of the outermost tier on which two different ranks differ. Also takes ring ranks with `ring_degrees`."""
     assert rank != other, f"rank {rank} needs no link to itself"
     crossed = 0
     for tier, size in enumerate(sizes):
@@ -81,50 +79,50 @@ def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
     return crossed
 
 
-def pool_axes(plan: Plan) -> tuple[str, ...]:
-    """Return the axes on which the places of a pool differ."""
+def ring_axes(plan: Plan) -> tuple[str, ...]:
+    """Axes on which the ring ranks of a context group differ."""
     return ("ring", "data") if plan.balance == "cost" else ("ring",)
 
 
-def is_spread(mesh: Mesh, plan: Plan) -> bool:
+def is_context_parallel(mesh: Mesh, plan: Plan) -> bool:
     """Whether attention goes over several ranks, so that a rank's tokens are no whole rows."""
-    return mesh.total("ulysses") * places_degree(mesh, plan) > 1
+    return mesh.total("ulysses") * num_ring_ranks(mesh, plan) > 1
 
 
-def places_degree(mesh: Mesh, plan: Plan) -> int:
-    """Return how many places a pool has."""
-    return math.prod(mesh.group(*pool_axes(plan)))
+def num_ring_ranks(mesh: Mesh, plan: Plan) -> int:
+    """Ring ranks of a context group."""
+    return math.prod(mesh.group(*ring_axes(plan)))
 
 
 def chunk_tokens(sequence: int, ring: int) -> int:
     """Return the tokens of a chunk of a row, padding included."""
-    return sequence if ring == 1 else -(-sequence // (CHUNKS_A_PLACE * ring))
+    return sequence if ring == 1 else -(-sequence // (CHUNKS_PER_RING_RANK * ring))
 
 
-def place_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
-    """Return the tokens of a micro-batch that a place attends to under `balance = "tokens"`, padding included."""
-    return _place_tokens(plan.micro_batch, sequence, mesh.total("ring"))
+def attention_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
+    """Tokens of a micro-batch that a ring rank attends to under `balance = "tokens"`, padding included."""
+    return _attention_tokens(plan.micro_batch, sequence, mesh.total("ring"))
 
 
-def _place_tokens(micro_batch: int, sequence: int, ring: int) -> int:
-    return micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_A_PLACE)
+def _attention_tokens(micro_batch: int, sequence: int, ring: int) -> int:
+    return micro_batch * chunk_tokens(sequence, ring) * (1 if ring == 1 else CHUNKS_PER_RING_RANK)
 
 
 def batch_shape(plan: Plan, mesh: Mesh, sequence: int) -> tuple[int, int]:
     """Return the rows and the tokens of a row that blocks run on: one row of what a rank holds where that is spread."""
-    return (1, local_tokens(plan, mesh, sequence)) if is_spread(mesh, plan) else (plan.micro_batch, sequence)
+    return (1, local_tokens(plan, mesh, sequence)) if is_context_parallel(mesh, plan) else (plan.micro_batch, sequence)
 
 
 def local_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
     """Return the tokens of a micro-batch that every rank holds between attention, padding included."""
-    return held_tokens(plan.micro_batch, sequence, mesh.total("ulysses"), mesh.total("ring"), plan.balance)
+    return count_local_tokens(plan.micro_batch, sequence, mesh.total("ulysses"), mesh.total("ring"), plan.balance)
 
 
-def held_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int, balance: str = "tokens") -> int:
-    """Return the same of numbers alone."""
+def count_local_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int, balance: str = "tokens") -> int:
+    """Same as `local_tokens`, from plain integers."""
     if balance == "cost":
         return -(-micro_batch * sequence // (ulysses * ring))
-    return -(-_place_tokens(micro_batch, sequence, ring) // ulysses)
+    return -(-_attention_tokens(micro_batch, sequence, ring) // ulysses)
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class Heads:
         """Whether as many ranks can share the heads: each with as many, and with whole key-value heads or one."""
         return self.queries % ulysses == 0 and (self.keys % ulysses == 0 or ulysses % self.keys == 0)
 
-    def of_part(self, ulysses: int) -> "Heads":
+    def per_ulysses_rank(self, ulysses: int) -> "Heads":
         """Return the heads that a part attends with: K/u of K key-value heads, or one that others have too where u > K.
 
         Of heads that cannot be split so (`can_split`), what the part with most would have.

@@ -40,7 +40,7 @@ from typing import ClassVar
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan.context import Heads, attention_heads, is_spread, local_tokens, place_tokens
+from terrace.plan.context import Heads, attention_heads, attention_tokens, is_context_parallel, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass
@@ -52,7 +52,7 @@ class ContextLeg(StrEnum):
     INTO = "into"  # attention's inputs, to the parts that attend to them
     KEYS = "keys"  # keys and values of a round, to the place whose next round they are
     GRADIENTS = "gradients"  # of keys and values of a round, after those keys
-    HOME = "home"  # gradients of the keys and values of the last round, to the place that owns them
+    RETURN_GRADIENTS = "home"  # gradients of the keys and values of the last round, to the place that owns them
     BACK = "back"  # attention's results, to the part that holds the tokens
 
 
@@ -124,7 +124,7 @@ class ContextTraffic:
     @property
     def has_formula(self) -> bool:
         """Whether messages follow from the plan alone, and there are any."""
-        return self.plan.balance == "tokens" and is_spread(self.mesh, self.plan)
+        return self.plan.balance == "tokens" and is_context_parallel(self.mesh, self.plan)
 
     def attention(self, block: BlockSpec) -> AttentionBytes | None:
         """Bytes of a block's attention; None for a block without messages, or with messages that the batch decides.
@@ -138,7 +138,7 @@ class ContextTraffic:
 
     def _attention(self, heads: Heads) -> AttentionBytes:
         head_bytes = heads.size * FORMATS[self.plan.compute].element_bytes
-        part = heads.of_part(self.mesh.total("ulysses"))
+        part = heads.per_ulysses_rank(self.mesh.total("ulysses"))
         queries, keys = part.queries * head_bytes, 2 * part.keys * head_bytes
         held = local_tokens(self.plan, self.mesh, self.sequence)
         return AttentionBytes(
@@ -146,7 +146,7 @@ class ContextTraffic:
             ring=self.mesh.group("ring"),
             inputs=held * (queries + keys),
             outputs=held * queries,
-            keys=place_tokens(self.plan, self.mesh, self.sequence) * keys,
+            keys=attention_tokens(self.plan, self.mesh, self.sequence) * keys,
         )
 
 

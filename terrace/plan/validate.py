@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.context import attention_heads, is_spread, places_degree
+from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.flats import is_layer
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import TENSOR, Mesh, tier_degrees
@@ -179,12 +179,12 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
 def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` where attention cannot be spread over ranks as the plan says."""
     mesh = Mesh.of(cluster, plan)
-    if plan.balance == "cost" and places_degree(mesh, plan) == 1:
+    if plan.balance == "cost" and num_ring_ranks(mesh, plan) == 1:
         raise PlanError(
             'balance = "cost" has no effect: attention is shared among the ranks of the ring and of the data axis, and '
             "there is one; give a tier to either, or leave balance out"
         )
-    if not is_spread(mesh, plan):
+    if not is_context_parallel(mesh, plan):
         return
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}

@@ -22,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from terrace.plan import AXES
-from terrace.plan.context import CHUNKS_A_PLACE, Heads
+from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
 from terrace.plan.layout import DEVICE
 from terrace.plan.plan import CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
@@ -111,7 +111,7 @@ def _forms(
     for forms in product(*map(divisors, degrees)):
         ulysses = math.prod(forms)
         ring = total // ulysses
-        chunks = 1 if ring == 1 else CHUNKS_A_PLACE * ring
+        chunks = 1 if ring == 1 else CHUNKS_PER_RING_RANK * ring
         if not all(low <= degree <= high for degree, (low, high) in zip((ulysses, ring), ranges, strict=True)):
             continue
         if heads.can_split(ulysses) and sequence % math.lcm(chunks, ring * ulysses) == 0:

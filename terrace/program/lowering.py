@@ -29,7 +29,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import slice_bytes
@@ -108,7 +108,7 @@ def build_stages(
             instructions=(),
             sequence=sequence,
         )
-        if is_spread(mesh, plan) and sequence < 1:
+        if is_context_parallel(mesh, plan) and sequence < 1:
             raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
         if frame.tensor.degree > 1 and sequence < 1:
             raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")

@@ -21,7 +21,7 @@ _WORDS = {
     (ContextLeg.KEYS, Op.FORWARD): "next round's keys and values",
     (ContextLeg.KEYS, Op.BACKWARD): "next round's keys and values",
     (ContextLeg.GRADIENTS, Op.BACKWARD): "gradients of the round before's",
-    (ContextLeg.HOME, Op.BACKWARD): "gradients of the last round's",
+    (ContextLeg.RETURN_GRADIENTS, Op.BACKWARD): "gradients of the last round's",
 }
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from terrace.plan.layout import INSIDE
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
-from terrace.runtime.context import ContextAxis, Mover
+from terrace.runtime.context import ContextAxis, PeerComm
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.means import Means
@@ -43,11 +43,11 @@ def _tensor(blocks: Blocks, objective: Objective, comm: Comm, means: Means) -> A
 
 
 def _context(blocks: Blocks, objective: Objective, comm: Comm, means: Means) -> Applied:
-    if comm.pool is None or comm.members is None:
+    if comm.context_group is None or comm.members is None:
         return None, blocks, objective
-    mover = Mover(comm.pool, comm.pool.members.index(comm.rank), comm.members, means)
+    peers = PeerComm(comm.context_group, comm.context_group.members.index(comm.rank), comm.members, means)
     held = [blocks[index] for index in comm.program.stage.held]
-    return ContextAxis(mover, comm.program, held, comm.device), blocks, objective
+    return ContextAxis(peers, comm.program, held, comm.device), blocks, objective
 
 
 # The tensor axis replaces modules, the context axis then replaces the attention of what runs.

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model.attention import document_begins
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.sequence.view import Spread
+from terrace.sequence.token_layout import TokenLayout
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `spread`, this rank's part (1, T).
+    """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `token_layout`, this rank's part (1, T).
 
     `positions`, int64 of the labels' shape, are those of each token in its own document, where a row holds several.
     """
@@ -24,12 +24,12 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     positions: Tensor | None = None
-    spread: Spread | None = field(default=None, kw_only=True)
+    token_layout: TokenLayout | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; from pinned memory the host does not wait."""
         given = (x for x in (self.inputs, self.labels, self.positions) if x is not None)
-        return Batch(*(x.to(device, non_blocking=True) for x in given), spread=self.spread)
+        return Batch(*(x.to(device, non_blocking=True) for x in given), token_layout=self.token_layout)
 
     def document_begins(self) -> tuple[int, ...]:
         """Indices of the tokens that documents begin with, row after row; every row begins one."""
@@ -38,7 +38,7 @@ class Batch:
             return tuple(range(0, num * sequence, sequence))
         return tuple(torch.nonzero(document_begins(self.positions).flatten()).flatten().tolist())
 
-    def local(self, spread: Spread) -> "Batch":
+    def local(self, token_layout: TokenLayout) -> "Batch":
         """A rank's part of a whole micro-batch, (1, T), padded at the end with tokens that do not count."""
         positions = self.positions
         if positions is None:
@@ -46,10 +46,12 @@ class Batch:
 
         def part(x: Tensor, padding: int) -> Tensor:
             flat = x.reshape(-1)
-            held = torch.cat([flat[:0], *(flat[start:stop] for start, stop in spread.tokens)])
-            return F.pad(held, (0, spread.num_held - held.numel()), value=padding)[None]
+            held = torch.cat([flat[:0], *(flat[start:stop] for start, stop in token_layout.tokens)])
+            return F.pad(held, (0, token_layout.num_local_tokens - held.numel()), value=padding)[None]
 
-        return Batch(part(self.inputs, 0), part(self.labels, IGNORE_INDEX), part(positions, 0), spread=spread)
+        return Batch(
+            part(self.inputs, 0), part(self.labels, IGNORE_INDEX), part(positions, 0), token_layout=token_layout
+        )
 
 
 def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from terrace.comm import Collectives, GroupP2P, Lane, Ledger, Meter, Pacer, StageP2P, TierGroups, make_lane
 from terrace.comm.groups import Meeting
 from terrace.plan import Layout
-from terrace.plan.context import Pool, is_spread
+from terrace.plan.context import ContextGroup, is_context_parallel
 from terrace.plan.edges import rounds_of
 from terrace.plan.layout import INSIDE
 from terrace.program import Instruction, Program
@@ -39,17 +39,25 @@ class Comm:
         self.program, self.rank, self.device, self.pacer = program, rank, torch.device(device), pacer
         self.ledger, self.meter = Ledger(), Meter()
         cluster, tiers = program.cluster, program.layout.tiers
-        self.pool = Pool.of(cluster, program.plan, rank) if is_spread(program.mesh, program.plan) else None
-        self.groups = _groups(program, rank, timeout, self.pool)
+        self.context_group = (
+            ContextGroup.of(cluster, program.plan, rank) if is_context_parallel(program.mesh, program.plan) else None
+        )
+        self.groups = _groups(program, rank, timeout, self.context_group)
         self.collectives = self._collectives(self.ledger, self.meter)
         self.stages = self.stage_p2p(self.ledger, pacer)
         self.members: GroupP2P | None = None  # of the context group
-        if self.pool is not None:
-            member = self.pool.members.index(rank)
+        if self.context_group is not None:
+            member = self.context_group.members.index(rank)
             self.members = GroupP2P(
-                self.groups, self.pool, member, tiers=tiers, ledger=self.ledger, device=self.device, pacer=pacer
+                self.groups,
+                self.context_group,
+                member,
+                tiers=tiers,
+                ledger=self.ledger,
+                device=self.device,
+                pacer=pacer,
             )
-        has_inside = program.tensor.degree > 1 or self.pool is not None
+        has_inside = program.tensor.degree > 1 or self.context_group is not None
         indexes = {0, *self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
         self._peers: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}
@@ -103,7 +111,7 @@ class Comm:
         )
 
 
-def _groups(program: Program, rank: int, timeout: timedelta, pool: Pool | None) -> TierGroups:
+def _groups(program: Program, rank: int, timeout: timedelta, context_group: ContextGroup | None) -> TierGroups:
     parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
     return TierGroups(
         program.everyone,
@@ -113,7 +121,7 @@ def _groups(program: Program, rank: int, timeout: timedelta, pool: Pool | None) 
         (program.tensor.rows, program.tensor.columns, program.tensor.both),
         program.world,
         list(_meetings(program, rank)),
-        () if pool is None else pool.members,
+        () if context_group is None else context_group.members,
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model import attention
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.program import Op, Program
 
 
@@ -26,7 +26,7 @@ def check_compiles(programs: Sequence[Program]) -> None:
             "train.compile = true with a tensor axis: its blocks talk to other ranks in the middle of a layer, which a "
             "compiled block cannot; take the tensor axis out of the mapping, or leave train.compile out"
         )
-    if is_spread(program.mesh, program.plan):
+    if is_context_parallel(program.mesh, program.plan):
         raise PlanError(
             'train.compile = true with a plan whose ranks attend together (a context axis, or balance = "cost"): a '
             "layer talks to other ranks in its middle, which a compiled block cannot; give the ranks to the data axis, "

@@ -13,7 +13,7 @@ from terrace.cluster import Cluster
 from terrace.comm import Pacer, relative_errors
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass, Plan, step_bytes
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.program import Program, StepReport, build_stages, verify, verify_stages
@@ -93,7 +93,7 @@ class Engine:
         self.rank, self.device = rank, torch.device(device)
         if self.device.type == "cpu":
             return_large_buffers()
-        if is_spread(self.program.mesh, plan):
+        if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
         self.clock, weights = make_clock(self.device), WeightGradients()

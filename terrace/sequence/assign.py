@@ -21,8 +21,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
+from terrace.sequence.candidate_rings import CandidateRings
 from terrace.sequence.cost import WorkCost, ring_tokens
-from terrace.sequence.groups import Groups
 from terrace.sequence.segments import Segment
 
 
@@ -64,77 +64,77 @@ class Assignment:
         return max(self.seconds)
 
 
-def assign(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
+def assign(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
     """Return which of the places attend to the sequences, none to more than `capacity` tokens.
 
-    `place_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit,
+    `ring_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit,
     which they do with the `sure_capacity`.
     """
     assert all(length > 0 for length in lengths)
-    groups = Groups(tuple(place_degrees), cost, capacity)
-    _check_room(lengths, groups)
+    rings = CandidateRings(tuple(ring_degrees), cost, capacity)
+    _check_room(lengths, rings)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     whole_s = [cost.whole_s(length) for length in lengths]
-    perfect = _perfect_s(lengths, whole_s, order, groups)
-    best = _round_robin(lengths, whole_s, groups)
-    for attempt in _TRIES[: max(_LEAST_TRIES, _EFFORT // (len(lengths) + groups.num_places))]:
-        found = _Filling(groups, sum(lengths), perfect * attempt.slack).fill(lengths, whole_s, order, attempt)
+    perfect = _perfect_s(lengths, whole_s, order, rings)
+    best = _round_robin(lengths, whole_s, rings)
+    for attempt in _TRIES[: max(_LEAST_TRIES, _EFFORT // (len(lengths) + rings.num_ring_ranks))]:
+        found = _Filling(rings, sum(lengths), perfect * attempt.slack).fill(lengths, whole_s, order, attempt)
         if found and (best is None or max(found.seconds) < max(best.seconds)):
             best = found
         if best and max(best.seconds) <= perfect * _ENOUGH:
             break
-    best = best or _spread_out(lengths, whole_s, order, groups)
+    best = best or _spread_out(lengths, whole_s, order, rings)
     if best is None:
         raise PlanError(
-            f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {groups.num_places} places of "
+            f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {rings.num_ring_ranks} places of "
             f"{capacity} tokens: lower the tokens of a micro-batch or give a place more"
         )
     starts = accumulate(lengths, initial=0)
     segments = tuple(
-        Segment(start, start + length, places, ring)
-        for start, length, (places, ring) in zip(starts, lengths, best.groups, strict=False)
+        Segment(start, start + length, ring_ranks, ring)
+        for start, length, (ring_ranks, ring) in zip(starts, lengths, best.rings, strict=False)
     )
     return Assignment(segments, tuple(best.seconds), tuple(best.tokens))
 
 
-def sure_capacity(lengths: Sequence[int], num_places: int) -> int:
+def sure_capacity(lengths: Sequence[int], num_ring_ranks: int) -> int:
     """Return a capacity with which these sequences fit on so many places, about two even shares of the tokens.
 
     With s tokens an even share, let the n sequences longer than s be rings over all places, which brings a place no
     more than their length over the places and 2 each; and let every other one go to the place with the fewest tokens,
     which has at most s + 2n before and s more then.
     """
-    share = -(-sum(lengths) // num_places)
+    share = -(-sum(lengths) // num_ring_ranks)
     return 2 * share + 2 * sum(length > share for length in lengths)
 
 
-def _check_room(lengths: Sequence[int], groups: Groups) -> None:
+def _check_room(lengths: Sequence[int], rings: CandidateRings) -> None:
     longest = max(lengths, default=0)
-    needed = min(ring_tokens(longest, shape.num_places) for shape in groups.shapes)
-    if needed > groups.capacity or sum(lengths) > groups.capacity * groups.num_places:
+    needed = min(ring_tokens(longest, shape.num_ring_ranks) for shape in rings.shapes)
+    if needed > rings.capacity or sum(lengths) > rings.capacity * rings.num_ring_ranks:
         raise PlanError(
-            f"{sum(lengths)} tokens, the longest document {longest}, do not fit on {groups.num_places} places of "
-            f"{groups.capacity} tokens: shorten documents, add ranks to the context axis or give a place more tokens"
+            f"{sum(lengths)} tokens, the longest document {longest}, do not fit on {rings.num_ring_ranks} places of "
+            f"{rings.capacity} tokens: shorten documents, add ranks to the context axis or give a place more tokens"
         )
 
 
-def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups) -> float:
+def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], rings: CandidateRings) -> float:
     """Return about the least makespan that seconds of all places allow: what takes longer alone is on narrow rings."""
     total = sum(whole_s)
-    low = total / groups.num_places
+    low = total / rings.num_ring_ranks
     alone = [
-        (lengths[index], whole_s[index]) for index in order if whole_s[index] > low or lengths[index] > groups.capacity
+        (lengths[index], whole_s[index]) for index in order if whole_s[index] > low or lengths[index] > rings.capacity
     ]
     rest = total - sum(seconds for _, seconds in alone)
 
     def is_possible(limit: float) -> bool:
         wanted = rest
         for length, seconds in alone:
-            index = _narrowest(length, seconds, groups, limit)
+            index = _narrowest(length, seconds, rings, limit)
             if index < 0:
                 return False
-            wanted += groups.seconds(length, index) * groups.shapes[index].num_places
-        return wanted <= limit * groups.num_places
+            wanted += rings.seconds(length, index) * rings.shapes[index].num_ring_ranks
+        return wanted <= limit * rings.num_ring_ranks
 
     high = low
     while not is_possible(high):
@@ -145,11 +145,11 @@ def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence
     return high
 
 
-def _narrowest(length: int, alone_s: float, groups: Groups, limit: float) -> int:
+def _narrowest(length: int, alone_s: float, rings: CandidateRings, limit: float) -> int:
     """Return the index of the first group on which a sequence ends before the limit, or -1."""
-    for _, indices in groups.wide(max(alone_s / limit * (1 - 1e-9), length / groups.capacity)):
+    for _, indices in rings.wide(max(alone_s / limit * (1 - 1e-9), length / rings.capacity)):
         for index in indices:
-            if groups.fits(length, index) and groups.seconds(length, index) <= limit:
+            if rings.fits(length, index) and rings.seconds(length, index) <= limit:
                 return index
     return -1
 
@@ -169,41 +169,41 @@ _Group = tuple[tuple[int, ...], tuple[int, ...]]  # places, and the degrees of t
 class _Dealt(NamedTuple):
     """The group of every sequence; seconds and tokens of every place."""
 
-    groups: list[_Group]
+    rings: list[_Group]
     seconds: list[float]
     tokens: list[int]
 
 
-def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], groups: Groups) -> _Dealt | None:
+def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], rings: CandidateRings) -> _Dealt | None:
     """Return the sequences dealt out to one place after the other; None where a place has no room for its own."""
-    seconds, tokens = [0.0] * groups.num_places, [0] * groups.num_places
+    seconds, tokens = [0.0] * rings.num_ring_ranks, [0] * rings.num_ring_ranks
     for index, length in enumerate(lengths):
-        place = index % groups.num_places
-        seconds[place] += whole_s[index]
-        tokens[place] += length
-    chosen: list[_Group] = [((index % groups.num_places,), (1,)) for index in range(len(lengths))]
-    return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
+        ring_rank = index % rings.num_ring_ranks
+        seconds[ring_rank] += whole_s[index]
+        tokens[ring_rank] += length
+    chosen: list[_Group] = [((index % rings.num_ring_ranks,), (1,)) for index in range(len(lengths))]
+    return _Dealt(chosen, seconds, tokens) if max(tokens) <= rings.capacity else None
 
 
 def _spread_out(
-    lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], groups: Groups
+    lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], rings: CandidateRings
 ) -> _Dealt | None:
     """Return what `sure_capacity` says; None where that does not fit either."""
-    num_places, widest = groups.num_places, len(groups.shapes) - 1
-    share = -(-sum(lengths) // num_places)
+    num_ring_ranks, widest = rings.num_ring_ranks, len(rings.shapes) - 1
+    share = -(-sum(lengths) // num_ring_ranks)
     chosen: list[_Group] = [((), ())] * len(lengths)
-    seconds, tokens = [0.0] * num_places, [0] * num_places
+    seconds, tokens = [0.0] * num_ring_ranks, [0] * num_ring_ranks
     for index in order:
         if lengths[index] > share:
-            places, part = tuple(range(num_places)), ring_tokens(lengths[index], num_places)
-            part_s = groups.seconds(lengths[index], widest)
+            ring_ranks, part = tuple(range(num_ring_ranks)), ring_tokens(lengths[index], num_ring_ranks)
+            part_s = rings.seconds(lengths[index], widest)
         else:
-            places, part, part_s = (tokens.index(min(tokens)),), lengths[index], whole_s[index]
-        for place in places:
-            tokens[place] += part
-            seconds[place] += part_s
-        chosen[index] = places, groups.shapes[widest if len(places) > 1 else 0].ring
-    return _Dealt(chosen, seconds, tokens) if max(tokens) <= groups.capacity else None
+            ring_ranks, part, part_s = (tokens.index(min(tokens)),), lengths[index], whole_s[index]
+        for ring_rank in ring_ranks:
+            tokens[ring_rank] += part
+            seconds[ring_rank] += part_s
+        chosen[index] = ring_ranks, rings.shapes[widest if len(ring_ranks) > 1 else 0].ring
+    return _Dealt(chosen, seconds, tokens) if max(tokens) <= rings.capacity else None
 
 
 @dataclass
@@ -216,23 +216,25 @@ class _Units:
     tokens: list[int]
 
     @staticmethod
-    def empty(size: int, num_places: int) -> "_Units":
-        number = num_places // size
+    def empty(size: int, num_ring_ranks: int) -> "_Units":
+        number = num_ring_ranks // size
         return _Units(size, [0.0] * number, [0.0] * number, [0] * number)
 
 
 class _Filling:
     """Places as they fill up under a limit."""
 
-    def __init__(self, groups: Groups, num_tokens: int, limit: float) -> None:
-        self.groups, self.limit, self.capacity = groups, limit, groups.capacity
-        num_places = groups.num_places
-        self.units = [_Units.empty(size, num_places) for size in (1, *groups.sizes)]  # children of tier i: units[i]
-        places = self.units[0]
-        self.seconds, self.tokens, self.full = places.seconds, places.tokens, places.full
+    def __init__(self, rings: CandidateRings, num_tokens: int, limit: float) -> None:
+        self.rings, self.limit, self.capacity = rings, limit, rings.capacity
+        num_ring_ranks = rings.num_ring_ranks
+        self.units = [_Units.empty(size, num_ring_ranks) for size in (1, *rings.sizes)]  # children of tier i: units[i]
+        ring_ranks = self.units[0]
+        self.seconds, self.tokens, self.full = ring_ranks.seconds, ring_ranks.tokens, ring_ranks.full
         self.per_second = 1 / limit if limit else 0.0
-        self.per_token = num_places / num_tokens if num_tokens else 0.0
-        self.by_full = [(0.0, place) for place in range(num_places)]  # heaps, whose entries may be of the past
+        self.per_token = num_ring_ranks / num_tokens if num_tokens else 0.0
+        self.by_full = [
+            (0.0, ring_rank) for ring_rank in range(num_ring_ranks)
+        ]  # heaps, whose entries may be of the past
         self.by_seconds = list(self.by_full)
 
     def fill(
@@ -241,25 +243,25 @@ class _Filling:
         """Return the sequences dealt out in this order; None when one has no room left."""
         chosen: list[_Group] = [((), ())] * len(lengths)
         last, reserved_s = _last(whole_s, order, attempt.reserved, self.limit * attempt.longest)
-        reserved_s /= self.groups.num_places
+        reserved_s /= self.rings.num_ring_ranks
         self.limit -= reserved_s
         for at, index in enumerate(order):
             self.limit += reserved_s if at == last else 0.0
             length, alone_s = lengths[index], whole_s[index]
-            place = self._one_place(length, alone_s)
-            if place >= 0:
-                self._add(place, length, alone_s)
-                chosen[index] = (place,), (1,)
+            ring_rank = self._one_place(length, alone_s)
+            if ring_rank >= 0:
+                self._add(ring_rank, length, alone_s)
+                chosen[index] = (ring_rank,), (1,)
                 continue
             found = self._several(length, alone_s)
             if found is None:
                 return None
-            number, places = found
-            shape = self.groups.shapes[number]
-            seconds, part = self.groups.seconds(length, number), ring_tokens(length, shape.num_places)
-            for place in places:
-                self._add(place, part, seconds)
-            chosen[index] = places, shape.ring
+            number, ring_ranks = found
+            shape = self.rings.shapes[number]
+            seconds, part = self.rings.seconds(length, number), ring_tokens(length, shape.num_ring_ranks)
+            for ring_rank in ring_ranks:
+                self._add(ring_rank, part, seconds)
+            chosen[index] = ring_ranks, shape.ring
         return _Dealt(chosen, self.seconds, self.tokens)
 
     def _one_place(self, length: int, alone_s: float) -> int:
@@ -270,32 +272,32 @@ class _Filling:
         for heap, values in ((self.by_full, self.full), (self.by_seconds, self.seconds)):
             while heap[0][0] != values[heap[0][1]]:
                 heapq.heappop(heap)
-            place = heap[0][1]
-            if self.seconds[place] <= room_s and self.tokens[place] <= room:
-                return place
+            ring_rank = heap[0][1]
+            if self.seconds[ring_rank] <= room_s and self.tokens[ring_rank] <= room:
+                return ring_rank
         return -1
 
-    def _add(self, place: int, num_tokens: int, seconds: float) -> None:
-        self.seconds[place] = seconds = self.seconds[place] + seconds
-        self.tokens[place] = num_tokens = self.tokens[place] + num_tokens
+    def _add(self, ring_rank: int, num_tokens: int, seconds: float) -> None:
+        self.seconds[ring_rank] = seconds = self.seconds[ring_rank] + seconds
+        self.tokens[ring_rank] = num_tokens = self.tokens[ring_rank] + num_tokens
         full = max(seconds * self.per_second, num_tokens * self.per_token)
-        more = full - self.full[place]
-        self.full[place] = full
+        more = full - self.full[ring_rank]
+        self.full[ring_rank] = full
         for units in self.units[1:]:
-            unit = place // units.size
+            unit = ring_rank // units.size
             units.full[unit] += more
             if seconds > units.seconds[unit]:
                 units.seconds[unit] = seconds
             if num_tokens > units.tokens[unit]:
                 units.tokens[unit] = num_tokens
-        heapq.heappush(self.by_full, (full, place))
-        heapq.heappush(self.by_seconds, (seconds, place))
+        heapq.heappush(self.by_full, (full, ring_rank))
+        heapq.heappush(self.by_seconds, (seconds, ring_rank))
 
     def _several(self, length: int, alone_s: float) -> tuple[int, tuple[int, ...]] | None:
         """Return the shape and the places of the first group below the limit, else of the one that ends first."""
         least = max(alone_s / self.limit if self.limit else 1.0, length / self.capacity)
         best: _Found | None = None
-        for tier, indices in self.groups.wide(least):
+        for tier, indices in self.rings.wide(least):
             for unit in _smallest(self.units[tier + 1].full, _NEIGHBOURS):
                 found = self._in_unit(length, indices, tier, unit)
                 if found and (best is None or found[0] < best[0]):
@@ -309,25 +311,25 @@ class _Filling:
 
     def _in_unit(self, length: int, indices: Sequence[int], tier: int, unit: int) -> "_Found | None":
         """Return the end, the shape and the places of the same among the children of one unit, least seconds first."""
-        children, number = self.units[tier], self.groups.place_degrees[tier]
+        children, number = self.units[tier], self.rings.ring_degrees[tier]
         order = sorted(range(unit * number, (unit + 1) * number), key=children.seconds.__getitem__)
         most = max(children.tokens[unit * number : (unit + 1) * number])
         best: tuple[float, int, list[int]] | None = None
         for index in indices:
-            shape = self.groups.shapes[index]
-            room = self.capacity - ring_tokens(length, shape.num_places)
+            shape = self.rings.shapes[index]
+            room = self.capacity - ring_tokens(length, shape.num_ring_ranks)
             open_ = order if most <= room else [child for child in order if children.tokens[child] <= room]
             if len(open_) < shape.num_children:
                 continue
-            ends = children.seconds[open_[shape.num_children - 1]] + self.groups.seconds(length, index)
+            ends = children.seconds[open_[shape.num_children - 1]] + self.rings.seconds(length, index)
             if best is None or ends < best[0]:
                 best = ends, index, open_[: shape.num_children]
             if ends <= self.limit:
                 break
         if best is None:
             return None
-        places = (range(child * children.size, (child + 1) * children.size) for child in sorted(best[2]))
-        return best[0], best[1], tuple(place for run in places for place in run)
+        ring_ranks = (range(child * children.size, (child + 1) * children.size) for child in sorted(best[2]))
+        return best[0], best[1], tuple(ring_rank for run in ring_ranks for ring_rank in run)
 
 
 _Found = tuple[float, int, tuple[int, ...]]  # when a sequence ends, the index of its shape, its places

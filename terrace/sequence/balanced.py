@@ -10,45 +10,45 @@ from collections.abc import Sequence
 from terrace.base.errors import PlanError
 from terrace.sequence.assign import assign, sure_capacity
 from terrace.sequence.cost import WorkCost
-from terrace.sequence.held import held_tokens
-from terrace.sequence.layout import Layout
+from terrace.sequence.group_layout import GroupLayout
+from terrace.sequence.local_tokens import deal_local_tokens
 
 CAPACITY = 3  # even shares of the rows that a place may attend to, if there are as many; see `most_attended`
 
 
-def balanced_layout(
-    lengths: Sequence[int], place_degrees: Sequence[int], ulysses: int, num_held: int, cost: WorkCost
-) -> Layout:
+def balanced_group_layout(
+    lengths: Sequence[int], ring_degrees: Sequence[int], ulysses: int, num_local_tokens: int, cost: WorkCost
+) -> GroupLayout:
     """Return the layout of documents of these lengths, one after the other, on a pool.
 
-    `num_held` is what every member holds (terrace.plan.context.local_tokens), `cost` that of a part of a place. Raises
+    Every member holds `num_local_tokens` (terrace.plan.context.local_tokens); `cost` prices one Ulysses rank. Raises
     `PlanError` when there are more tokens than rows for them.
     """
-    num_places = math.prod(place_degrees)
-    if sum(lengths) > num_places * ulysses * num_held:
+    num_ring_ranks = math.prod(ring_degrees)
+    if sum(lengths) > num_ring_ranks * ulysses * num_local_tokens:
         raise PlanError(
-            f"{sum(lengths)} tokens do not fit on {num_places * ulysses} ranks that hold {num_held} each: "
+            f"{sum(lengths)} tokens do not fit on {num_ring_ranks * ulysses} ranks that hold {num_local_tokens} each: "
             "lower the tokens of a micro-batch"
         )
-    found = assign(lengths, place_degrees, cost, place_capacity(lengths, num_places, ulysses * num_held))
-    return Layout(
+    found = assign(lengths, ring_degrees, cost, ring_rank_capacity(lengths, num_ring_ranks, ulysses * num_local_tokens))
+    return GroupLayout(
         segments=found.segments,
         documents=(),
-        held=held_tokens(found.segments, place_degrees, ulysses, num_held),
+        local_runs=deal_local_tokens(found.segments, ring_degrees, ulysses, num_local_tokens),
         ulysses=ulysses,
-        num_held=num_held,
+        num_local_tokens=num_local_tokens,
         window=cost.window,
     )
 
 
-def place_capacity(lengths: Sequence[int], num_places: int, even_share: int) -> int:
+def ring_rank_capacity(lengths: Sequence[int], num_ring_ranks: int, even_share: int) -> int:
     """Return how many tokens of documents of these lengths a place may attend to; `even_share` is what it holds."""
-    return max(min(CAPACITY, num_places) * even_share, sure_capacity(lengths, num_places))
+    return max(min(CAPACITY, num_ring_ranks) * even_share, sure_capacity(lengths, num_ring_ranks))
 
 
-def most_attended(num_places: int, even_share: int) -> int:
-    """Return what no `place_capacity` is above, whatever the documents.
+def most_attended(num_ring_ranks: int, even_share: int) -> int:
+    """Return what no `ring_rank_capacity` is above, whatever the documents.
 
     Of the tokens that the places hold, fewer documents than places are longer than an even share.
     """
-    return max(min(CAPACITY, num_places) * even_share, 2 * even_share + 2 * (num_places - 1))
+    return max(min(CAPACITY, num_ring_ranks) * even_share, 2 * even_share + 2 * (num_ring_ranks - 1))

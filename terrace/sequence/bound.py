@@ -16,29 +16,29 @@ from collections import Counter
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError
+from terrace.sequence.candidate_rings import CandidateRings
 from terrace.sequence.cost import WorkCost
-from terrace.sequence.groups import Groups
 
 _HALVINGS = 40
 
 
-def makespan_bound_s(lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int) -> float:
+def makespan_bound_s(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> float:
     """Return seconds that no assignment of these sequences is below; arguments are those of `assign`.
 
     Raises `PlanError` when a sequence has no group with room for it.
     """
-    groups = Groups(tuple(place_degrees), cost, capacity)
-    low = sum(map(cost.whole_s, lengths)) / groups.num_places  # no group takes less of all places than one place
-    choices = [(_choices(length, groups, low), count) for length, count in sorted(Counter(lengths).items())]
+    rings = CandidateRings(tuple(ring_degrees), cost, capacity)
+    low = sum(map(cost.whole_s, lengths)) / rings.num_ring_ranks  # no group takes less of all places than one place
+    choices = [(_choices(length, rings, low), count) for length, count in sorted(Counter(lengths).items())]
     low = max([low, *(each[-1][0] for each, _ in choices)])  # every sequence has a group
-    if _is_possible(choices, low, groups.num_places):
+    if _is_possible(choices, low, rings.num_ring_ranks):
         return low
     high = 2 * low
-    while not _is_possible(choices, high, groups.num_places):
+    while not _is_possible(choices, high, rings.num_ring_ranks):
         low, high = high, 2 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if _is_possible(choices, middle, groups.num_places):
+        if _is_possible(choices, middle, rings.num_ring_ranks):
             high = middle
         else:
             low = middle
@@ -48,21 +48,21 @@ def makespan_bound_s(lengths: Sequence[int], place_degrees: Sequence[int], cost:
 _Choices = list[tuple[float, float]]
 
 
-def _choices(length: int, groups: Groups, least_s: float) -> _Choices:
+def _choices(length: int, rings: CandidateRings, least_s: float) -> _Choices:
     """Return (seconds, seconds of all places) of the groups of a sequence, least of all places first.
 
     Those that take longer than one that costs less are left out, and all but one place where that ends by `least_s`.
     """
-    if groups.fits(length, 0) and groups.seconds(length, 0) <= least_s:
-        return [(groups.seconds(length, 0),) * 2]
+    if rings.fits(length, 0) and rings.seconds(length, 0) <= least_s:
+        return [(rings.seconds(length, 0),) * 2]
     found = []
-    for index, shape in enumerate(groups.shapes):
-        if groups.fits(length, index):
-            seconds = groups.seconds(length, index)
-            found.append((seconds * shape.num_places, seconds))
+    for index, shape in enumerate(rings.shapes):
+        if rings.fits(length, index):
+            seconds = rings.seconds(length, index)
+            found.append((seconds * shape.num_ring_ranks, seconds))
     if not found:
         raise PlanError(
-            f"a document of {length} tokens fits on none of {groups.num_places} places of {groups.capacity} tokens: "
+            f"a document of {length} tokens fits on none of {rings.num_ring_ranks} places of {rings.capacity} tokens: "
             "shorten it, add ranks to the context axis or give a place more tokens"
         )
     kept: _Choices = []
@@ -72,8 +72,8 @@ def _choices(length: int, groups: Groups, least_s: float) -> _Choices:
     return kept
 
 
-def _is_possible(choices: Sequence[tuple[_Choices, int]], seconds: float, num_places: int) -> bool:
+def _is_possible(choices: Sequence[tuple[_Choices, int]], seconds: float, num_ring_ranks: int) -> bool:
     total = 0.0
     for each, count in choices:
         total += count * next(work for alone, work in each if alone <= seconds)
-    return total <= num_places * seconds
+    return total <= num_ring_ranks * seconds

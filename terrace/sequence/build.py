@@ -1,24 +1,25 @@
-"""Building Spreads: what one member of a pool does for the attention of a micro-batch (terrace.sequence.view).
+"""Builds the `TokenLayout` of one member of a context group (terrace.sequence.token_layout).
 
-Every member computes its own from the same `Layout`, and what one sends is what the other receives, in the same order
-of rows: tokens segment by segment, in the order of the layout, and rising within each; then padding.
+Every member builds its own from the same `GroupLayout`. Sender and receiver agree on the order of rows: tokens segment
+by segment in the order of the group layout, ascending within each, then padding.
 
-A place's attended rows are in that order too: the tokens of its shards, then the padding of its shards, then what
-`num_attended` leaves over. Padding of a shard travels with it, and no pair reads it: a row of queries that is in no
-pair has output zero and gets no gradient. Rows of a later round are peer after peer, within each in that order.
+Attention tokens of a ring rank have the same order: the tokens of its shards, the padding of its shards, and then rows
+up to `num_attention_tokens`. The padding of a shard travels with it and no pair reads it: a query row in no pair has
+output zero and gets no gradient. Rows of a later round are grouped by peer, in that order within each.
 
-A shard goes round the ring of its segment, the parts of a place each to the same part of the next; rings of several
-degrees and sizes share the rounds, each as long as it has steps. Where the last step left a shard it goes `home` from.
+A shard travels round the ring of its segment, from each Ulysses rank to the same Ulysses rank of the next ring rank.
+Rings of different degrees and sizes share the rounds; each takes part for as many rounds as it has steps. From its last
+step, the gradients of a shard return to its owner.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, compress, pairwise
 from typing import NamedTuple
 
-from terrace.sequence.layout import Layout
+from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.pairs import Stretch, pairs_across, pairs_within
-from terrace.sequence.segments import Segment, Step, route
-from terrace.sequence.view import NOTHING, Exchange, Round, Run, Spread, merged_runs, num_rows
+from terrace.sequence.segments import RouteStep, Segment, route
+from terrace.sequence.token_layout import NOTHING, Exchange, Round, Run, TokenLayout, merged_runs, num_rows
 
 Messages = tuple[tuple[int, tuple[Run, ...]], ...]
 
@@ -27,7 +28,7 @@ class _Ring(NamedTuple):
     """A segment that the place attends to, and its steps."""
 
     segment: Segment
-    steps: tuple[Step, ...]
+    steps: tuple[RouteStep, ...]
 
 
 class _Shard(NamedTuple):
@@ -38,28 +39,28 @@ class _Shard(NamedTuple):
     padding: Run
 
 
-def spread(layout: Layout, member: int) -> Spread:
+def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
     """Return what a member of the pool does."""
-    place = member // layout.ulysses
-    rings = [_ring(segment, place) for segment in layout.segments if place in segment.places]
+    ring_rank = member // layout.ulysses
+    rings = [_ring(segment, ring_rank) for segment in layout.segments if ring_rank in segment.ring_ranks]
     own = _laid(rings)
-    num_attended = max(layout.num_attended, num_rows(_rows(own)))
+    num_attention_tokens = max(layout.num_attention_tokens, num_rows(_rows(own)))
     tokens = [stretch for shard in own for stretch in shard.stretches]
-    padding = (sum(stop - start for start, stop, _ in tokens), num_attended)
-    return Spread(
+    padding = (sum(stop - start for start, stop, _ in tokens), num_attention_tokens)
+    return TokenLayout(
         member=member,
-        tokens=layout.held[member],
-        num_held=layout.num_held,
-        num_attended=num_attended,
+        tokens=layout.local_runs[member],
+        num_local_tokens=layout.num_local_tokens,
+        num_attention_tokens=num_attention_tokens,
         into=Exchange(
             tuple(_sends(layout, member, padding[1] - padding[0])), _receives(layout, member, tokens, padding)
         ),
-        rounds=tuple(_rounds(layout, member % layout.ulysses, own, num_attended)),
+        rounds=tuple(_rounds(layout, member % layout.ulysses, own, num_attention_tokens)),
     )
 
 
-def _ring(segment: Segment, place: int) -> _Ring:
-    return _Ring(segment, route(segment.shape, segment.places.index(place)))
+def _ring(segment: Segment, ring_rank: int) -> _Ring:
+    return _Ring(segment, route(segment.shape, segment.ring_ranks.index(ring_rank)))
 
 
 def _laid(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]:
@@ -91,36 +92,39 @@ def _messages(rows: Mapping[int, Iterable[Run]]) -> Messages:
     return tuple((peer, runs) for peer, runs in messages if runs)
 
 
-def _sends(layout: Layout, member: int, num_padding: int) -> Iterator[tuple[int, tuple[Run, ...]]]:
+def _sends(layout: GroupLayout, member: int, num_padding: int) -> Iterator[tuple[int, tuple[Run, ...]]]:
     """Yield what the member sends `into` attention: each of its rows to all parts of a place."""
-    place, part = divmod(member, layout.ulysses)
+    ring_rank, ulysses_rank = divmod(member, layout.ulysses)
     rows: dict[int, list[tuple[int, int, Run]]] = {}  # by place: (segment, token, rows)
     row = 0
-    for start, stop in layout.held[member]:
+    for start, stop in layout.local_runs[member]:
         while start < stop:
             order = layout.segment_of(start)
             index, end = layout.segments[order].locate(start)
             end = min(end, stop)
-            to = layout.segments[order].places[index]
+            to = layout.segments[order].ring_ranks[index]
             rows.setdefault(to, []).append((order, start, (row, row + end - start)))
             row += end - start
             start = end
     runs = {to: [run for _, _, run in sorted(pieces)] for to, pieces in rows.items()}
-    start, stop = _paddings(layout, place, num_padding)[part]
-    runs.setdefault(place, []).append((row, row + stop - start))
+    start, stop = _paddings(layout, ring_rank, num_padding)[ulysses_rank]
+    runs.setdefault(ring_rank, []).append((row, row + stop - start))
     for to, message in _messages(runs):
         yield from ((to * layout.ulysses + other, message) for other in range(layout.ulysses))
 
 
-def _paddings(layout: Layout, place: int, num_padding: int) -> list[Run]:
-    """Return which of the place's rows of padding those of each of its parts are."""
-    first = place * layout.ulysses
-    lacking = (layout.num_held - num_rows(layout.held[first + part]) for part in range(layout.ulysses))
+def _paddings(layout: GroupLayout, ring_rank: int, num_padding: int) -> list[Run]:
+    """Ranges of the ring rank's padding rows, one for each of its Ulysses ranks."""
+    first = ring_rank * layout.ulysses
+    lacking = (
+        layout.num_local_tokens - num_rows(layout.local_runs[first + ulysses_rank])
+        for ulysses_rank in range(layout.ulysses)
+    )
     ends = [min(end, num_padding) for end in accumulate(lacking, initial=0)]
     return list(pairwise(ends))
 
 
-def _receives(layout: Layout, member: int, tokens: Iterable[Stretch], padding: Run) -> Messages:
+def _receives(layout: GroupLayout, member: int, tokens: Iterable[Stretch], padding: Run) -> Messages:
     """Return what comes to the member's attended rows, `tokens` and `padding`."""
     rows: dict[int, list[Run]] = {}
     for stretch in tokens:
@@ -130,62 +134,64 @@ def _receives(layout: Layout, member: int, tokens: Iterable[Stretch], padding: R
             end = min(end, stretch.stop)
             rows.setdefault(holder, []).append(stretch.rows(start, end))
             start = end
-    place = member // layout.ulysses
-    for part, (start, stop) in enumerate(_paddings(layout, place, padding[1] - padding[0])):
-        rows.setdefault(place * layout.ulysses + part, []).append((padding[0] + start, padding[0] + stop))
+    ring_rank = member // layout.ulysses
+    for ulysses_rank, (start, stop) in enumerate(_paddings(layout, ring_rank, padding[1] - padding[0])):
+        rows.setdefault(ring_rank * layout.ulysses + ulysses_rank, []).append((padding[0] + start, padding[0] + stop))
     return _messages(rows)
 
 
-def _rounds(layout: Layout, part: int, own: list[_Shard], num_attended: int) -> Iterator[Round]:
+def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_attention_tokens: int) -> Iterator[Round]:
     """Yield the rounds of such a part of a place that has the shards `own`."""
-    shards, exchange, size, step = own, NOTHING, num_attended, 0
+    shards, exchange, size, step = own, NOTHING, num_attention_tokens, 0
     tokens = [stretch for shard in own for stretch in shard.stretches]
     pairs = list(pairs_within(tokens, layout.documents, layout.window))
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
             pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, layout.window)
-        goes = [len(shard.ring.segment.places) > step + 1 for shard in own]
+        goes = [len(shard.ring.segment.ring_ranks) > step + 1 for shard in own]
         stays = [not goes_on for goes_on in goes]
-        home = NOTHING  # what stays in round 0 is there
+        return_gradients = NOTHING  # what stays in round 0 is there
         if step > 0:
-            home = _home(layout.ulysses, part, list(compress(own, stays)), list(compress(shards, stays)))
-        yield Round(size, exchange, tuple(pairs), home)
+            return_gradients = _home(
+                layout.ulysses, ulysses_rank, list(compress(own, stays)), list(compress(shards, stays))
+            )
+        yield Round(size, exchange, tuple(pairs), return_gradients)
         step += 1
         own = list(compress(own, goes))
-        shards, exchange = _passed(layout.ulysses, part, list(compress(shards, goes)), step)
+        shards, exchange = _passed(layout.ulysses, ulysses_rank, list(compress(shards, goes)), step)
         size, pairs = max((shard.padding[1] for shard in shards), default=0), []
 
 
-def _home(ulysses: int, part: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
+def _home(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
     """Return how shards go home after their last step, in return for those of `own`."""
     sends: dict[int, list[_Shard]] = {}
     receives: dict[int, list[_Shard]] = {}
     for mine, shard in zip(own, shards, strict=True):
-        places, last = shard.ring.segment.places, shard.ring.steps[-1]
-        sends.setdefault(places[last.to], []).append(shard)
-        receives.setdefault(places[last.by], []).append(mine)
-    return Exchange(_between(ulysses, part, sends), _between(ulysses, part, receives))
+        ring_ranks, last = shard.ring.segment.ring_ranks, shard.ring.steps[-1]
+        sends.setdefault(ring_ranks[last.to], []).append(shard)
+        receives.setdefault(ring_ranks[last.by], []).append(mine)
+    return Exchange(_between(ulysses, ulysses_rank, sends), _between(ulysses, ulysses_rank, receives))
 
 
-def _passed(ulysses: int, part: int, shards: Sequence[_Shard], step: int) -> tuple[list[_Shard], Exchange]:
+def _passed(ulysses: int, ulysses_rank: int, shards: Sequence[_Shard], step: int) -> tuple[list[_Shard], Exchange]:
     """Return the shards of a step, in the order of those of the step before, and the exchange between the two."""
     sends: dict[int, list[_Shard]] = {}
     rings: dict[int, list[_Ring]] = {}  # by the place that their shards come from
     for shard in shards:
-        ring, places, now = shard.ring, shard.ring.segment.places, shard.ring.steps[step]
-        sends.setdefault(places[now.to], []).append(shard)
-        rings.setdefault(places[now.by], []).append(ring)
+        ring, ring_ranks, now = shard.ring, shard.ring.segment.ring_ranks, shard.ring.steps[step]
+        sends.setdefault(ring_ranks[now.to], []).append(shard)
+        rings.setdefault(ring_ranks[now.by], []).append(ring)
     receives: dict[int, list[_Shard]] = {}
     first = 0
-    for place in sorted(rings):
-        receives[place] = _laid(rings[place], step, first)
-        first = receives[place][-1].padding[1]
-    come = {place: iter(laid) for place, laid in receives.items()}
-    passed = [next(come[shard.ring.segment.places[shard.ring.steps[step].by]]) for shard in shards]
-    return passed, Exchange(_between(ulysses, part, sends), _between(ulysses, part, receives))
+    for ring_rank in sorted(rings):
+        receives[ring_rank] = _laid(rings[ring_rank], step, first)
+        first = receives[ring_rank][-1].padding[1]
+    come = {ring_rank: iter(laid) for ring_rank, laid in receives.items()}
+    passed = [next(come[shard.ring.segment.ring_ranks[shard.ring.steps[step].by]]) for shard in shards]
+    return passed, Exchange(_between(ulysses, ulysses_rank, sends), _between(ulysses, ulysses_rank, receives))
 
 
-def _between(ulysses: int, part: int, shards: Mapping[int, Iterable[_Shard]]) -> Messages:
+def _between(ulysses: int, ulysses_rank: int, shards: Mapping[int, Iterable[_Shard]]) -> Messages:
     """Return the messages between places, which same parts exchange."""
-    messages = ((place * ulysses + part, _rows(shards[place])) for place in sorted(shards))
+    messages = ((ring_rank * ulysses + ulysses_rank, _rows(shards[ring_rank])) for ring_rank in sorted(shards))
     return tuple((peer, runs) for peer, runs in messages if runs)

@@ -81,7 +81,7 @@ class WorkCost:
         if compute not in peaks:
             known = did_you_mean(compute, peaks)
             raise ClusterError(f"device {cluster.device.name!r} has no peak_flops_per_s.{compute}: add it{known}")
-        part = Heads(heads, kv_heads, head_dim).of_part(ulysses)
+        part = Heads(heads, kv_heads, head_dim).per_ulysses_rank(ulysses)
         flops = 4.0 * part.queries * head_dim
         item = FORMATS[compute].element_bytes
         return WorkCost(
@@ -111,11 +111,11 @@ class WorkCost:
 
     def ring_s(self, length: int, degrees: tuple[int, ...]) -> float:
         """Return the seconds of a sequence on each place of a ring, of so many members on each tier."""
-        num_places = math.prod(degrees)
-        if num_places == 1:
+        num_ring_ranks = math.prod(degrees)
+        if num_ring_ranks == 1:
             return self.whole_s(length)
-        tokens = ring_tokens(length, num_places)
-        forward = self.pair_s * self.area(tokens * num_places) / num_places**2
+        tokens = ring_tokens(length, num_ring_ranks)
+        forward = self.pair_s * self.area(tokens * num_ring_ranks) / num_ring_ranks**2
         backward = self.backward * forward
         total, home, plain = (
             self.forwards * forward + backward,
@@ -141,9 +141,9 @@ class WorkCost:
         return (self.forwards + 1) * (to_attention + link.seconds(num_tokens * self.query_bytes))
 
 
-def ring_tokens(length: int, num_places: int) -> int:
+def ring_tokens(length: int, num_ring_ranks: int) -> int:
     """Return how many tokens of a sequence a place of a ring attends to at most."""
-    return length if num_places == 1 else 2 * -(-length // (2 * num_places))
+    return length if num_ring_ranks == 1 else 2 * -(-length // (2 * num_ring_ranks))
 
 
 def crossings(degrees: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from terrace.sequence.view import Kind, Mask, Pair, Run
+from terrace.sequence.token_layout import Mask, Pair, PairKind, Run
 
 # Documents that together are no longer are multiplied under one mask: terrace.model.attention has the measurements.
 SHORT_PIECE = 64
@@ -46,7 +46,7 @@ def pairs_within(stretches: Sequence[Stretch], documents: Sequence[int], window:
         elif 0 < window < size:
             yield from _banded(start, stop, window)
         else:
-            yield Pair((start, stop), (start, stop), Kind.CAUSAL)
+            yield Pair((start, stop), (start, stop), PairKind.CAUSAL)
     if group:
         yield _group(group, window)
 
@@ -65,9 +65,9 @@ def _group(group: Sequence[Run], window: int) -> Pair:
     """Return the pair of neighbouring short documents."""
     first, stop = group[0][0], group[-1][1]
     if len(group) == 1 and not 0 < window < stop - first:
-        return Pair((first, stop), (first, stop), Kind.CAUSAL)
+        return Pair((first, stop), (first, stop), PairKind.CAUSAL)
     begins = tuple(start - first for start, _ in group[1:])
-    return Pair((first, stop), (first, stop), Kind.MASK, Mask(0, begins, window))
+    return Pair((first, stop), (first, stop), PairKind.MASK, Mask(0, begins, window))
 
 
 def _banded(start: int, stop: int, window: int) -> Iterator[Pair]:
@@ -76,9 +76,9 @@ def _banded(start: int, stop: int, window: int) -> Iterator[Pair]:
     for begin in range(start, stop, length):
         end, first = min(begin + length, stop), max(begin - length, start)
         if end - first <= window:
-            yield Pair((begin, end), (first, end), Kind.CAUSAL)
+            yield Pair((begin, end), (first, end), PairKind.CAUSAL)
         else:
-            yield Pair((begin, end), (first, end), Kind.MASK, Mask(begin - first, (), window))
+            yield Pair((begin, end), (first, end), PairKind.MASK, Mask(begin - first, (), window))
 
 
 def pairs_across(
@@ -113,16 +113,16 @@ def _across(query: Stretch, key: Stretch, documents: Sequence[int], window: int)
         return None
     rows, seen = query.rows(query.start, stop), key.rows(first, key.stop)
     if window and stop - 1 - first >= window:
-        return Pair(rows, seen, Kind.MASK, Mask(query.start - first, (), window))
-    return Pair(rows, seen, Kind.FULL)
+        return Pair(rows, seen, PairKind.MASK, Mask(query.start - first, (), window))
+    return Pair(rows, seen, PairKind.FULL)
 
 
 def _joined(one: Pair, other: Pair) -> Pair | None:
     """Return one pair that does as much as two, if there is one."""
-    if one.kind is not Kind.FULL or other.kind is not Kind.FULL:
+    if one.kind is not PairKind.FULL or other.kind is not PairKind.FULL:
         return None
     if one.keys == other.keys and one.queries[1] == other.queries[0]:
-        return Pair((one.queries[0], other.queries[1]), one.keys, Kind.FULL)
+        return Pair((one.queries[0], other.queries[1]), one.keys, PairKind.FULL)
     if one.queries == other.queries and one.keys[1] == other.keys[0]:
-        return Pair(one.queries, (one.keys[0], other.keys[1]), Kind.FULL)
+        return Pair(one.queries, (one.keys[0], other.keys[1]), PairKind.FULL)
     return None

@@ -7,7 +7,7 @@
                   baseline of Zeppelin (2509.21841). Documents are padded to two chunks a place, as there
     tiered ring   the same in the order of a segment (terrace.sequence.segments), which crosses slow tiers seldom
     cost          groups by cost, tokens held evenly and moved to where they are attended to (terrace.sequence.assign,
-                  terrace.sequence.held)
+                  terrace.sequence.local_tokens)
 
 A layer takes the linear part of what a place holds, the attention of the slowest place, and what moving takes the place
 that moves most: an upper figure, as if moves and attention never overlapped. The exchange among the parts of a place
@@ -22,8 +22,8 @@ from terrace.plan.context import tier_between
 from terrace.sequence.assign import Assignment, assign
 from terrace.sequence.bound import makespan_bound_s
 from terrace.sequence.cost import WorkCost, crossings, ring_tokens
-from terrace.sequence.held import moves
-from terrace.sequence.view import num_rows
+from terrace.sequence.local_tokens import moves
+from terrace.sequence.token_layout import num_rows
 
 POLICIES = ("tokens", "even ring", "tiered ring", "cost")
 
@@ -52,25 +52,25 @@ class PolicyCost:
 
 
 def policy_costs(
-    lengths: Sequence[int], place_degrees: Sequence[int], cost: WorkCost, capacity: int
+    lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int
 ) -> tuple[PolicyCost, ...]:
     """Return the cost of every policy, in the order of `POLICIES`; arguments and errors are those of `assign`."""
-    found = assign(lengths, place_degrees, cost, capacity)
-    bound_s = makespan_bound_s(lengths, place_degrees, cost, capacity)
+    found = assign(lengths, ring_degrees, cost, capacity)
+    bound_s = makespan_bound_s(lengths, ring_degrees, cost, capacity)
     return (
-        _tokens(lengths, math.prod(place_degrees), cost, bound_s),
-        _ring("even ring", *_flat_rounds(place_degrees), lengths, cost, bound_s),
-        _ring("tiered ring", *_tiered_rounds(place_degrees), lengths, cost, bound_s),
-        _cost(lengths, found, place_degrees, cost, bound_s),
+        _tokens(lengths, math.prod(ring_degrees), cost, bound_s),
+        _ring("even ring", *_flat_rounds(ring_degrees), lengths, cost, bound_s),
+        _ring("tiered ring", *_tiered_rounds(ring_degrees), lengths, cost, bound_s),
+        _cost(lengths, found, ring_degrees, cost, bound_s),
     )
 
 
-def _tokens(lengths: Sequence[int], num_places: int, cost: WorkCost, bound_s: float) -> PolicyCost:
-    rows, seconds = [0] * num_places, [0.0] * num_places
+def _tokens(lengths: Sequence[int], num_ring_ranks: int, cost: WorkCost, bound_s: float) -> PolicyCost:
+    rows, seconds = [0] * num_ring_ranks, [0.0] * num_ring_ranks
     for length in sorted(lengths, reverse=True):
-        place = rows.index(min(rows))
-        rows[place] += length
-        seconds[place] += cost.whole_s(length)
+        ring_rank = rows.index(min(rows))
+        rows[ring_rank] += length
+        seconds[ring_rank] += cost.whole_s(length)
     return PolicyCost(
         policy="tokens",
         attention_s=tuple(seconds),
@@ -84,20 +84,20 @@ def _tokens(lengths: Sequence[int], num_places: int, cost: WorkCost, bound_s: fl
 _Messages = tuple[int, ...]  # how many places send over each tier
 
 
-def _flat_rounds(place_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
+def _flat_rounds(ring_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
     """Return the messages of every round of a flat ring over all places, and of the way home."""
-    num_places, once = math.prod(place_degrees), [0] * len(place_degrees)
-    for place in range(num_places if num_places > 1 else 0):
-        once[tier_between(place_degrees, place, (place + 1) % num_places)] += 1
-    return [tuple(once)] * (num_places - 1), tuple(once)
+    num_ring_ranks, once = math.prod(ring_degrees), [0] * len(ring_degrees)
+    for ring_rank in range(num_ring_ranks if num_ring_ranks > 1 else 0):
+        once[tier_between(ring_degrees, ring_rank, (ring_rank + 1) % num_ring_ranks)] += 1
+    return [tuple(once)] * (num_ring_ranks - 1), tuple(once)
 
 
-def _tiered_rounds(place_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
+def _tiered_rounds(ring_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
     """Return the same of a ring in the order of a segment."""
-    num_places, tiers = math.prod(place_degrees), range(len(place_degrees))
-    crossed = [tier for tier, number in enumerate(crossings(place_degrees)) for _ in range(number)]
-    rounds = [tuple(num_places * (tier == here) for tier in tiers) for here in crossed]
-    return rounds, rounds[-1] if rounds else (0,) * len(place_degrees)
+    num_ring_ranks, tiers = math.prod(ring_degrees), range(len(ring_degrees))
+    crossed = [tier for tier, number in enumerate(crossings(ring_degrees)) for _ in range(number)]
+    rounds = [tuple(num_ring_ranks * (tier == here) for tier in tiers) for here in crossed]
+    return rounds, rounds[-1] if rounds else (0,) * len(ring_degrees)
 
 
 def _ring(
@@ -109,10 +109,10 @@ def _ring(
     bound_s: float,
 ) -> PolicyCost:
     """Return the cost of a ring over all places whose keys go round, and the gradients of keys home at last."""
-    num_places = len(rounds) + 1
-    tokens = sum(ring_tokens(length, num_places) for length in lengths)
-    padded = (ring_tokens(length, num_places) * num_places for length in lengths)
-    forward = cost.pair_s * sum(map(cost.area, padded)) / num_places**2
+    num_ring_ranks = len(rounds) + 1
+    tokens = sum(ring_tokens(length, num_ring_ranks) for length in lengths)
+    padded = (ring_tokens(length, num_ring_ranks) * num_ring_ranks for length in lengths)
+    forward = cost.pair_s * sum(map(cost.area, padded)) / num_ring_ranks**2
     backward = cost.backward * forward
     attention_s = cost.forwards * forward + backward
     num_messages: list[float] = list(home)
@@ -126,7 +126,7 @@ def _ring(
     attention_s += _slowest_s(cost, home, tokens)
     return PolicyCost(
         policy=policy,
-        attention_s=(attention_s,) * num_places,
+        attention_s=(attention_s,) * num_ring_ranks,
         linear_s=tokens * cost.token_s,
         moved_s=0.0,
         sent_bytes=tuple(number * tokens * cost.key_bytes for number in num_messages),
@@ -141,31 +141,31 @@ def _slowest_s(cost: WorkCost, sent: _Messages, num_tokens: int) -> float:
 
 
 def _cost(
-    lengths: Sequence[int], found: Assignment, place_degrees: Sequence[int], cost: WorkCost, bound_s: float
+    lengths: Sequence[int], found: Assignment, ring_degrees: Sequence[int], cost: WorkCost, bound_s: float
 ) -> PolicyCost:
-    num_places = math.prod(place_degrees)
-    sent, attended = [0.0] * len(cost.links), [0] * num_places
+    num_ring_ranks = math.prod(ring_degrees)
+    sent, attended = [0.0] * len(cost.links), [0] * num_ring_ranks
     for segment in found.segments:
-        for index, place in enumerate(segment.places):
-            attended[place] += num_rows(segment.shard(index))
+        for index, ring_rank in enumerate(segment.ring_ranks):
+            attended[ring_rank] += num_rows(segment.shard(index))
         key_bytes, home = (segment.stop - segment.start) * cost.key_bytes, -1
-        for tier, number in enumerate(crossings(_degrees(segment.places, place_degrees))):
+        for tier, number in enumerate(crossings(_degrees(segment.ring_ranks, ring_degrees))):
             if number:
                 sent[tier] += _messages(cost, number, is_first=home < 0) * key_bytes
                 home = tier
         if home >= 0:
             sent[home] += key_bytes
-    room = -(-sum(lengths) // num_places)
-    gone = [[0] * num_places for _ in cost.links]
-    come = [[0] * num_places for _ in cost.links]
-    for source, to, number in moves(attended, place_degrees, room):
-        tier = tier_between(place_degrees, source, to)
+    room = -(-sum(lengths) // num_ring_ranks)
+    gone = [[0] * num_ring_ranks for _ in cost.links]
+    come = [[0] * num_ring_ranks for _ in cost.links]
+    for source, to, number in moves(attended, ring_degrees, room):
+        tier = tier_between(ring_degrees, source, to)
         gone[tier][source] += number
         come[tier][to] += number
         sent[tier] += (cost.forwards + 1) * number * (2 * cost.query_bytes + cost.key_bytes)
     moved_s = max(
-        sum(cost.move_s(tier, max(gone[tier][place], come[tier][place])) for tier in range(len(cost.links)))
-        for place in range(num_places)
+        sum(cost.move_s(tier, max(gone[tier][ring_rank], come[tier][ring_rank])) for tier in range(len(cost.links)))
+        for ring_rank in range(num_ring_ranks)
     )
     return PolicyCost(
         policy="cost",
@@ -182,10 +182,10 @@ def _messages(cost: WorkCost, num_rounds: int, *, is_first: bool) -> float:
     return (cost.forwards + 2) * num_rounds - is_first
 
 
-def _degrees(places: Sequence[int], place_degrees: Sequence[int]) -> list[int]:
+def _degrees(ring_ranks: Sequence[int], ring_degrees: Sequence[int]) -> list[int]:
     """Return how many members a group has on each tier."""
-    degrees, units = [], set(places)
-    for degree in place_degrees:
+    degrees, units = [], set(ring_ranks)
+    for degree in ring_degrees:
         inside = len(units)
         units = {unit // degree for unit in units}
         degrees.append(inside // len(units))

@@ -1,4 +1,4 @@
-"""What a Spread sends, by leg and tier: what the ledger of a run must show.
+"""What a TokenLayout sends, by leg and tier: what the ledger of a run must show.
 
 A row of a leg is so many heads of a part, N query and K key-value heads of the model (of the rank's slice, under a
 tensor axis) over u parts, kv = max(K / u, 1):
@@ -14,8 +14,8 @@ tensor axis) over u parts, kv = max(K / u, 1):
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from terrace.plan.context import Heads, Pool
-from terrace.sequence.view import Exchange, Spread, num_rows
+from terrace.plan.context import ContextGroup, Heads
+from terrace.sequence.token_layout import Exchange, TokenLayout, num_rows
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SentRows:
     into: tuple[int, ...]
     ring: tuple[int, ...]  # of all rounds
     gradients: tuple[int, ...]  # of all rounds
-    home: tuple[int, ...]
+    return_gradients: tuple[int, ...]
     back: tuple[int, ...]
 
 
@@ -37,40 +37,42 @@ class SentBytes:
     backward: tuple[int, ...]
 
 
-def sent_rows(spread: Spread, pool: Pool) -> SentRows:
+def sent_rows(token_layout: TokenLayout, group: ContextGroup) -> SentRows:
     """Return the rows that the member sends."""
-    back = Exchange(spread.into.receives, spread.into.sends)
+    back = Exchange(token_layout.into.receives, token_layout.into.sends)
     return SentRows(
-        into=_by_tier([spread.into], spread.member, pool),
-        ring=_by_tier((round_.exchange for round_ in spread.rounds), spread.member, pool),
-        gradients=_by_tier((round_.exchange for round_ in spread.rounds[2:]), spread.member, pool),
-        home=_by_tier((round_.home for round_ in spread.rounds), spread.member, pool),
-        back=_by_tier([back], spread.member, pool),
+        into=_by_tier([token_layout.into], token_layout.member, group),
+        ring=_by_tier((round_.exchange for round_ in token_layout.rounds), token_layout.member, group),
+        gradients=_by_tier((round_.exchange for round_ in token_layout.rounds[2:]), token_layout.member, group),
+        return_gradients=_by_tier(
+            (round_.return_gradients for round_ in token_layout.rounds), token_layout.member, group
+        ),
+        back=_by_tier([back], token_layout.member, group),
     )
 
 
-def sent_bytes(spread: Spread, pool: Pool, heads: Heads, item_bytes: int) -> SentBytes:
+def sent_bytes(token_layout: TokenLayout, group: ContextGroup, heads: Heads, item_bytes: int) -> SentBytes:
     """Return the bytes that the member sends; heads are those before they are divided among the parts of a place."""
-    rows = sent_rows(spread, pool)
-    part = heads.of_part(pool.ulysses)
+    rows = sent_rows(token_layout, group)
+    part = heads.per_ulysses_rank(group.ulysses)
     queries, keys, head_bytes = part.queries, 2 * part.keys, part.size * item_bytes
-    legs = list(zip(rows.into, rows.ring, rows.gradients, rows.home, rows.back, strict=True))
+    legs = list(zip(rows.into, rows.ring, rows.gradients, rows.return_gradients, rows.back, strict=True))
     return SentBytes(
         forward=tuple(
             head_bytes * (into * (queries + keys) + ring * keys + back * queries) for into, ring, _, _, back in legs
         ),
         backward=tuple(
-            head_bytes * (into * queries + (ring + gradients + home) * keys + back * (queries + keys))
-            for into, ring, gradients, home, back in legs
+            head_bytes * (into * queries + (ring + gradients + return_gradients) * keys + back * (queries + keys))
+            for into, ring, gradients, return_gradients, back in legs
         ),
     )
 
 
-def _by_tier(exchanges: Iterable[Exchange], member: int, pool: Pool) -> tuple[int, ...]:
+def _by_tier(exchanges: Iterable[Exchange], member: int, group: ContextGroup) -> tuple[int, ...]:
     """Return the rows that exchanges send to others, by tier."""
-    rows = [0] * len(pool.sizes)
+    rows = [0] * len(group.sizes)
     for exchange in exchanges:
         for peer, runs in exchange.sends:
             if peer != member:
-                rows[pool.tier(member, peer)] += num_rows(runs)
+                rows[group.tier(member, peer)] += num_rows(runs)
     return tuple(rows)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
-from terrace.plan.context import Heads, held_tokens
+from terrace.plan.context import Heads, count_local_tokens
 from terrace.sequence.balanced import most_attended
 
 
@@ -78,7 +78,7 @@ class Work:
     @property
     def tokens(self) -> int:
         """Tokens of the micro-batch on a rank between attention."""
-        return held_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
+        return count_local_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
 
     @property
     def attended(self) -> int:
@@ -103,4 +103,4 @@ class Work:
     @property
     def _part(self) -> Heads:
         heads, keys = (math.ceil(each / self.rows) for each in (self.model.num_heads, self.model.num_kv_heads))
-        return Heads(heads, keys, self.model.head_dim).of_part(self.ulysses)
+        return Heads(heads, keys, self.model.head_dim).per_ulysses_rank(self.ulysses)

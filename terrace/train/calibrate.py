@@ -25,7 +25,7 @@ from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan import MessageClass
-from terrace.plan.context import is_spread, local_tokens
+from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.hops import lossy_messages
 from terrace.plan.mesh import Mesh
 from terrace.runtime.compiled import compile_blocks
@@ -126,7 +126,7 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     blocks = build_blocks(config)
     initialise(blocks, config, 0, dtype, engine.device)
     mesh, sizes = Mesh.of(run.cluster, run.plan), (run.plan.micro_batch, run.train.sequence)
-    if is_spread(mesh, run.plan):
+    if is_context_parallel(mesh, run.plan):
         sizes = (1, local_tokens(run.plan, mesh, run.train.sequence))
     x = torch.randn((*sizes, config.hidden_size), device=engine.device, dtype=dtype, requires_grad=True)
     if run.train.compile:

@@ -38,7 +38,7 @@ from terrace.model.init import initial_value
 from terrace.model.lora import is_adapter
 from terrace.model.pair_kernels import describe
 from terrace.model.pretrained import Pretrained
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.program import StepReport
 from terrace.runtime.engine import Engine, StepResult
 from terrace.sequence.cost import WorkCost
@@ -46,6 +46,7 @@ from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
 from terrace.train.config import RunConfig
+from terrace.train.context_batches import ContextBatches
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
 from terrace.train.lock import folder_lock
@@ -55,7 +56,6 @@ from terrace.train.prediction import predict, utilisation_of
 from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
-from terrace.train.spreading import Spreading
 
 _PATIENCE = 10  # timeouts that rank 0 waits for what others write
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
@@ -189,14 +189,14 @@ class _Run:
 
     def _micro_batches(self, cluster: Cluster) -> MicroBatches:
         """Return what makes this rank's micro-batches; `cluster` has what the start measured."""
-        run, program, rank, spreading = self.run, self.engine.program, self.world.rank, None
-        if is_spread(program.mesh, run.plan):
+        run, program, rank, context = self.run, self.engine.program, self.world.rank, None
+        if is_context_parallel(program.mesh, run.plan):
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
             # Of one rank: where ranks measured other figures, each would assign documents in its own way.
             self.cost = self.engine.comm.exchange(self.cost or work_cost(run, cluster))[0]
-            spreading = Spreading(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
-        return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", spreading)
+            context = ContextBatches(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
+        return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", context)
 
     def _saver(self) -> Saver:
         return Saver(

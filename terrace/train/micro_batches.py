@@ -9,7 +9,7 @@ import torch
 from terrace.data.batches import Batches
 from terrace.program import Program
 from terrace.runtime.batch import Batch
-from terrace.train.spreading import Spreading
+from terrace.train.context_batches import ContextBatches
 
 
 class StepBatches(NamedTuple):
@@ -20,21 +20,21 @@ class StepBatches(NamedTuple):
 
 
 class MicroBatches:
-    """Makes the micro-batches of a rank: whole rows, or what `spreading` says. With `pinned` in page-locked memory."""
+    """Makes the micro-batches of a rank: whole rows, or what `context` says. With `pinned` in page-locked memory."""
 
     def __init__(
-        self, batches: Batches, program: Program, rank: int, pinned: bool, spreading: Spreading | None = None
+        self, batches: Batches, program: Program, rank: int, pinned: bool, context: ContextBatches | None = None
     ) -> None:
-        self._batches, self._spreading = batches, spreading
+        self._batches, self._context = batches, context
         self._program, self._place, self._pinned = program, program.layout.data_place(rank), pinned
 
     def step(self, step: int) -> StepBatches:
         """Return those of a step."""
-        if self._spreading is None:
+        if self._context is None:
             return StepBatches([self._rows(step, micro) for micro in range(self._program.num_micros)], None)
-        local = self._spreading.step(step)
+        local = self._context.step(step)
         micros = [
-            Batch(*map(self._tensor, (micro.inputs, micro.labels, micro.positions)), spread=micro.spread)
+            Batch(*map(self._tensor, (micro.inputs, micro.labels, micro.positions)), token_layout=micro.token_layout)
             for micro in local.micros
         ]
         return StepBatches(micros, local.balance)

@@ -27,7 +27,7 @@ from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import token_loss
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan, validate
-from terrace.plan.context import is_spread
+from terrace.plan.context import is_context_parallel
 from terrace.program import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
@@ -293,7 +293,7 @@ class Trainer:
                 f"{unit}: give {near}, or another num_micros"
             )
         size = num // unit
-        spreads = is_spread(self.engine.program.mesh, self.plan)
+        spreads = is_context_parallel(self.engine.program.mesh, self.plan)
         if (spreads or self.engine.program.stage.num_stages > 1) and size != self.plan.micro_batch:
             does = "a context axis spreads the tokens" if spreads else "stages exchange activations"
             raise ConfigError(

@@ -12,7 +12,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, Plan, num_micro_batches, parse_plan, preset, validate
-from terrace.plan.context import Pool, attention_heads, local_tokens, pool_axes
+from terrace.plan.context import ContextGroup, attention_heads, local_tokens, ring_axes
 from terrace.plan.flats import everyone, world
 from terrace.plan.mesh import ORDER, Mesh
 from terrace.plan.slices import slice_blocks
@@ -156,25 +156,25 @@ def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     cluster = cluster_of(*sizes)
     plan = replace(preset("ddp", cluster), mapping=mapping, balance=balance)
     mesh = Mesh.of(cluster, plan)
-    axes = (*pool_axes(plan), "ulysses")
+    axes = (*ring_axes(plan), "ulysses")
     others = tuple(axis for axis in ORDER if axis not in axes)
     rank = data.draw(st.integers(0, cluster.world_size - 1))
-    pool = Pool.of(cluster, plan, rank)
+    group = ContextGroup.of(cluster, plan, rank)
     key = mesh.coordinates(rank, others)
-    assert sorted(pool.members) == [
+    assert sorted(group.members) == [
         other for other in range(cluster.world_size) if mesh.coordinates(other, others) == key
     ]
-    assert pool.num_places == math.prod(pool.place_degrees) == math.prod(mesh.group(*pool_axes(plan)))
-    member = data.draw(st.integers(0, len(pool.members) - 1))
-    assert Pool.of(cluster, plan, pool.members[member]) == pool
-    place, part = divmod(member, pool.ulysses)
-    found = pool.members[member]
-    assert (mesh.place(found, pool_axes(plan)), mesh.place(found, ("ulysses",))) == (place, part)
+    assert group.num_ring_ranks == math.prod(group.ring_degrees) == math.prod(mesh.group(*ring_axes(plan)))
+    member = data.draw(st.integers(0, len(group.members) - 1))
+    assert ContextGroup.of(cluster, plan, group.members[member]) == group
+    ring_rank, part = divmod(member, group.ulysses)
+    found = group.members[member]
+    assert (mesh.place(found, ring_axes(plan)), mesh.place(found, ("ulysses",))) == (ring_rank, part)
     digits = []
-    for degree in pool.place_degrees:  # the innermost fastest
-        place, digit = divmod(place, degree)
+    for degree in group.ring_degrees:  # the innermost fastest
+        ring_rank, digit = divmod(ring_rank, degree)
         digits.append(digit)
-    assert tuple(digits) == mesh.coordinates(found, pool_axes(plan))
+    assert tuple(digits) == mesh.coordinates(found, ring_axes(plan))
 
 
 @settings(max_examples=40, deadline=None)
@@ -187,12 +187,12 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
     assert layout.degree == mesh.total("ulysses") * mesh.total("ring") * mesh.total("data")
     assert everyone(cluster, plan).degree == layout.degree * mesh.total("columns") * mesh.total("rows")
     assert world(cluster, plan).degree == cluster.world_size
-    places = [layout.data_place(rank) for rank in range(cluster.world_size)]
+    ring_ranks = [layout.data_place(rank) for rank in range(cluster.world_size)]
     share = cluster.world_size // layout.data_degree
-    assert all(places.count(place) == share for place in range(layout.data_degree))
-    for place in set(places):
-        first = places.index(place)
-        assert {places[other] for other in mesh.members(first, ("ulysses", "ring"))} == {place}
+    assert all(ring_ranks.count(ring_rank) == share for ring_rank in range(layout.data_degree))
+    for ring_rank in set(ring_ranks):
+        first = ring_ranks.index(ring_rank)
+        assert {ring_ranks[other] for other in mesh.members(first, ("ulysses", "ring"))} == {ring_rank}
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,7 +18,7 @@ from terrace.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass, Plan, preset, step_bytes
-from terrace.plan.context import Pool, local_tokens
+from terrace.plan.context import ContextGroup, local_tokens
 from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage, ContextTraffic
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
@@ -26,8 +26,8 @@ from terrace.program import Op, Program, build, program_text, verify
 from terrace.program.block_program import Send, Steps, attention_steps, messages_of
 from terrace.program.lowering import build_stages
 from terrace.report import ASSIGNED, attention_table
-from terrace.sequence.static import static_spread
-from terrace.sequence.view import Exchange, num_rows
+from terrace.sequence.static import static_token_layout
+from terrace.sequence.token_layout import Exchange, num_rows
 from tests.support.tiny_runs import write_run
 from tests.support.toys import cluster_of
 
@@ -102,30 +102,32 @@ def test_the_formula_is_what_every_spread_sends(
         return
     forward, backward = by_leg(attention_of(plan, mesh, sequence, blocks))
     member = data.draw(st.integers(0, cluster.world_size - 1))
-    pool = Pool.of(cluster, plan, 0)
-    spread = static_spread(plan, mesh, sequence, 0, list(range(0, micro_batch * sequence, sequence)), member)
-    assert spread.num_held == local_tokens(plan, mesh, sequence)
-    queries, keys = 8 // pool.ulysses * 2 * ITEM, 2 * max(kv_heads // pool.ulysses, 1) * 2 * ITEM
+    group = ContextGroup.of(cluster, plan, 0)
+    token_layout = static_token_layout(
+        plan, mesh, sequence, 0, list(range(0, micro_batch * sequence, sequence)), member
+    )
+    assert token_layout.num_local_tokens == local_tokens(plan, mesh, sequence)
+    queries, keys = 8 // group.ulysses * 2 * ITEM, 2 * max(kv_heads // group.ulysses, 1) * 2 * ITEM
 
     def rows(*exchanges: Exchange) -> Counter[int]:
         sent: Counter[int] = Counter()
         for exchange in exchanges:
             for peer, runs in exchange.sends:
                 if peer != member:
-                    sent[pool.tier(member, peer)] += num_rows(runs)
+                    sent[group.tier(member, peer)] += num_rows(runs)
         return sent
 
-    back = Exchange(spread.into.receives, spread.into.sends)
-    brought = [round_.exchange for round_ in spread.rounds]
-    homes = [round_.home for round_ in spread.rounds]
+    back = Exchange(token_layout.into.receives, token_layout.into.sends)
+    brought = [round_.exchange for round_ in token_layout.rounds]
+    homes = [round_.return_gradients for round_ in token_layout.rounds]
     expected = (
-        (forward, ContextLeg.INTO, rows(spread.into), queries + keys),
+        (forward, ContextLeg.INTO, rows(token_layout.into), queries + keys),
         (forward, ContextLeg.KEYS, rows(*brought), keys),
         (forward, ContextLeg.BACK, rows(back), queries),
-        (backward, ContextLeg.INTO, rows(spread.into), queries),
+        (backward, ContextLeg.INTO, rows(token_layout.into), queries),
         (backward, ContextLeg.KEYS, rows(*brought), keys),
         (backward, ContextLeg.GRADIENTS, rows(*brought[2:]), keys),
-        (backward, ContextLeg.HOME, rows(*homes), keys),
+        (backward, ContextLeg.RETURN_GRADIENTS, rows(*homes), keys),
         (backward, ContextLeg.BACK, rows(back), queries + keys),
     )
     for found, leg, wanted, row_bytes in expected:

@@ -34,45 +34,47 @@ documents = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 20000)), min_
 def test_every_token_once_within_capacity_and_never_worse_than_dealing_out(
     degrees: tuple[int, ...], lengths: list[int], window: int, rate: float
 ) -> None:
-    num_places, cost = math.prod(degrees), cost_on(len(degrees), rate=rate, window=window)
-    capacity = sure_capacity(lengths, num_places)
+    num_ring_ranks, cost = math.prod(degrees), cost_on(len(degrees), rate=rate, window=window)
+    capacity = sure_capacity(lengths, num_ring_ranks)
     found = assign(lengths, degrees, cost, capacity)
     assert found == assign(lengths, degrees, cost, capacity)
-    seconds, tokens, start = [0.0] * num_places, [0] * num_places, 0
+    seconds, tokens, start = [0.0] * num_ring_ranks, [0] * num_ring_ranks, 0
     for segment, length in zip(found.segments, lengths, strict=True):
         assert (segment.start, segment.stop) == (start, start + length)
-        assert len(set(segment.places)) == len(segment.places) == math.prod(segment.shape)
-        places_of_a_ring_are_whole_units(segment.places, segment.shape, degrees)
+        assert len(set(segment.ring_ranks)) == len(segment.ring_ranks) == math.prod(segment.shape)
+        places_of_a_ring_are_whole_units(segment.ring_ranks, segment.shape, degrees)
         start += length
-        shape = on_all_tiers(segment.places, degrees)
-        for place in segment.places:
-            seconds[place] += cost.ring_s(length, shape)
-            tokens[place] += ring_tokens(length, len(segment.places))
+        shape = on_all_tiers(segment.ring_ranks, degrees)
+        for ring_rank in segment.ring_ranks:
+            seconds[ring_rank] += cost.ring_s(length, shape)
+            tokens[ring_rank] += ring_tokens(length, len(segment.ring_ranks))
     assert found.seconds == pytest.approx(seconds)
     assert found.tokens == tuple(tokens)
     assert max(tokens) <= capacity
-    dealt = [0.0] * num_places
+    dealt = [0.0] * num_ring_ranks
     for index, length in enumerate(lengths):
-        dealt[index % num_places] += cost.whole_s(length)
-    fits = max(sum(lengths[place::num_places]) for place in range(num_places)) <= capacity
+        dealt[index % num_ring_ranks] += cost.whole_s(length)
+    fits = max(sum(lengths[ring_rank::num_ring_ranks]) for ring_rank in range(num_ring_ranks)) <= capacity
     assert not fits or found.makespan_s <= max(dealt) * (1 + 1e-12)
 
 
-def on_all_tiers(places: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[int, ...]:
+def on_all_tiers(ring_ranks: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[int, ...]:
     """How many members a group has on each tier, which is how far its places differ there."""
     found = []
     for degree in degrees:
-        found.append(len({place % degree for place in places}))
-        places = tuple(sorted({place // degree for place in places}))
+        found.append(len({ring_rank % degree for ring_rank in ring_ranks}))
+        ring_ranks = tuple(sorted({ring_rank // degree for ring_rank in ring_ranks}))
     return tuple(found)
 
 
-def places_of_a_ring_are_whole_units(places: tuple[int, ...], shape: tuple[int, ...], degrees: tuple[int, ...]) -> None:
+def places_of_a_ring_are_whole_units(
+    ring_ranks: tuple[int, ...], shape: tuple[int, ...], degrees: tuple[int, ...]
+) -> None:
     """A group is one place, or some of a unit's children, whole; in the order of a segment, the innermost fastest."""
-    wanted = on_all_tiers(places, degrees)
-    assert math.prod(wanted) == len(places)
+    wanted = on_all_tiers(ring_ranks, degrees)
+    assert math.prod(wanted) == len(ring_ranks)
     assert shape == (tuple(degree for degree in wanted if degree > 1) or (1,))
-    assert list(places) == sorted(places)
+    assert list(ring_ranks) == sorted(ring_ranks)
     crossed = [tier for tier, degree in enumerate(wanted) if degree > 1]
     assert all(wanted[tier] == degrees[tier] for tier in range(crossed[-1] if crossed else 0))
 
@@ -112,22 +114,22 @@ def test_the_bound_is_below_the_best_of_all_assignments(lengths: list[int], degr
 
 def best_of_all(lengths: list[int], degrees: tuple[int, ...], cost: WorkCost) -> float:
     """The least makespan over every group of places of every sequence."""
-    num_places = math.prod(degrees)
-    groups: list[tuple[int, ...]] = []
-    for places in itertools.chain.from_iterable(
-        itertools.combinations(range(num_places), number) for number in range(1, num_places + 1)
+    num_ring_ranks = math.prod(degrees)
+    rings: list[tuple[int, ...]] = []
+    for ring_ranks in itertools.chain.from_iterable(
+        itertools.combinations(range(num_ring_ranks), number) for number in range(1, num_ring_ranks + 1)
     ):
-        wanted = on_all_tiers(places, degrees)
+        wanted = on_all_tiers(ring_ranks, degrees)
         crossed = [tier for tier, degree in enumerate(wanted) if degree > 1]
         whole = all(wanted[tier] == degrees[tier] for tier in range(crossed[-1] if crossed else 0))
-        if whole and math.prod(wanted) == len(places):
-            groups.append(places)
+        if whole and math.prod(wanted) == len(ring_ranks):
+            rings.append(ring_ranks)
     best = math.inf
-    for chosen in itertools.product(groups, repeat=len(lengths)):
-        seconds = [0.0] * num_places
-        for length, places in zip(lengths, chosen, strict=True):
-            for place in places:
-                seconds[place] += cost.ring_s(length, on_all_tiers(places, degrees))
+    for chosen in itertools.product(rings, repeat=len(lengths)):
+        seconds = [0.0] * num_ring_ranks
+        for length, ring_ranks in zip(lengths, chosen, strict=True):
+            for ring_rank in ring_ranks:
+                seconds[ring_rank] += cost.ring_s(length, on_all_tiers(ring_ranks, degrees))
         best = min(best, max(seconds))
     return best
 

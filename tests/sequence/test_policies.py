@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.plan.context import Heads, Pool
-from terrace.sequence.balanced import balanced_layout, place_capacity
-from terrace.sequence.build import spread
+from terrace.plan.context import ContextGroup, Heads
+from terrace.sequence.balanced import balanced_group_layout, ring_rank_capacity
+from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import crossings
 from terrace.sequence.distributions import PUBLISHED, batches, sample
-from terrace.sequence.layout import Layout
+from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.policies import POLICIES, policy_costs
 from terrace.sequence.segments import Segment
 from terrace.sequence.traffic import sent_bytes
@@ -25,36 +25,38 @@ from tests.sequence.test_balance import cost_on
 @settings(max_examples=40, deadline=None)
 def test_bytes_are_those_of_the_spreads_that_are_built(degrees: tuple[int, ...], lengths: list[int]) -> None:
     """`cost_on` is a model of 32 heads of 64 elements in fp32, 8 of them of keys and values."""
-    num_places, cost = math.prod(degrees), cost_on(len(degrees))
-    num_held = -(-sum(lengths) // num_places)
-    layout = balanced_layout(lengths, degrees, 1, num_held, cost)
-    by_cost = policy_costs(lengths, degrees, cost, place_capacity(lengths, num_places, num_held))[-1]
+    num_ring_ranks, cost = math.prod(degrees), cost_on(len(degrees))
+    num_local_tokens = -(-sum(lengths) // num_ring_ranks)
+    layout = balanced_group_layout(lengths, degrees, 1, num_local_tokens, cost)
+    by_cost = policy_costs(lengths, degrees, cost, ring_rank_capacity(lengths, num_ring_ranks, num_local_tokens))[-1]
     assert sent_of(layout, degrees) == list(by_cost.sent_bytes)
 
 
-def sent_of(layout: Layout, degrees: tuple[int, ...]) -> list[float]:
-    num_places = math.prod(degrees)
-    pool = Pool(tuple(range(num_places)), 1, degrees, degrees)
+def sent_of(layout: GroupLayout, degrees: tuple[int, ...]) -> list[float]:
+    num_ring_ranks = math.prod(degrees)
+    pool = ContextGroup(tuple(range(num_ring_ranks)), 1, degrees, degrees)
     total = [0.0] * len(degrees)
-    for member in range(num_places):
-        sent = sent_bytes(spread(layout, member), pool, Heads(32, 8, 64), 4)
+    for member in range(num_ring_ranks):
+        sent = sent_bytes(build_token_layout(layout, member), pool, Heads(32, 8, 64), 4)
         total = [sum(each) for each in zip(total, sent.forward, sent.backward, strict=True)]
     return total
 
 
 @pytest.mark.parametrize("degrees", [(4,), (2, 3), (2, 2, 2)])
 def test_a_tiered_ring_sends_what_the_spread_of_a_ring_over_all_places_does(degrees: tuple[int, ...]) -> None:
-    num_places, cost = math.prod(degrees), cost_on(len(degrees))
-    length = 2 * num_places * 40
-    segment = Segment(0, length, tuple(range(num_places)), degrees)
-    held = tuple(segment.shard(place) for place in range(num_places))
-    layout = Layout(segments=(segment,), documents=(), held=held, ulysses=1, num_held=length // num_places)
+    num_ring_ranks, cost = math.prod(degrees), cost_on(len(degrees))
+    length = 2 * num_ring_ranks * 40
+    segment = Segment(0, length, tuple(range(num_ring_ranks)), degrees)
+    held = tuple(segment.shard(ring_rank) for ring_rank in range(num_ring_ranks))
+    layout = GroupLayout(
+        segments=(segment,), documents=(), local_runs=held, ulysses=1, num_local_tokens=length // num_ring_ranks
+    )
     costs = {each.policy: each for each in policy_costs([length], degrees, cost, length)}
     assert list(costs["tiered ring"].sent_bytes) == sent_of(layout, degrees)
     assert max(costs["tiered ring"].attention_s) == pytest.approx(cost.ring_s(length, degrees))
     assert sum(costs["even ring"].sent_bytes) == sum(costs["tiered ring"].sent_bytes)  # but over other tiers
     assert max(costs["even ring"].attention_s) >= max(costs["tiered ring"].attention_s)
-    assert sum(crossings(degrees)) == num_places - 1
+    assert sum(crossings(degrees)) == num_ring_ranks - 1
 
 
 def test_packing_with_equal_tokens_is_as_slow_as_the_longest_document() -> None:

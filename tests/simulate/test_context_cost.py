@@ -20,7 +20,7 @@ from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
 from terrace.program import Instruction, Op, Program, build
 from terrace.program.block_program import Compute, Send, Steps
-from terrace.sequence.balanced import most_attended, place_capacity
+from terrace.sequence.balanced import most_attended, ring_rank_capacity
 from terrace.simulate import critical_path, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
@@ -231,7 +231,7 @@ def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(2, 16), st.integers(0, 20))
 def test_no_capacity_is_above_the_most_that_is_predicted(lengths: list[int], num_places: int, spare: int) -> None:
     share = -(-sum(lengths) // num_places) + spare
-    assert place_capacity(lengths, num_places, share) <= most_attended(num_places, share)
+    assert ring_rank_capacity(lengths, num_places, share) <= most_attended(num_places, share)
 
 
 def test_recomputation_costs_attention_and_products_another_forward() -> None:

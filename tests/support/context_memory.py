@@ -55,7 +55,7 @@ def _layer_memory(world: World, cluster: Cluster, plan: Plan, model: ModelConfig
     axis: Any = engine.axes[-1]
     layer: Any = blocks[1]
     axis.begin(0, Batch(tokens, tokens), False)
-    positions = Batch(tokens, tokens).local(axis._course.spread).positions
+    positions = Batch(tokens, tokens).local(axis._layout.token_layout).positions
     assert positions is not None
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[plan.compute]
     inputs = torch.randn(1, positions.shape[1], model.hidden_size, dtype=dtype, generator=seeded(0)).requires_grad_()

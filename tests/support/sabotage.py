@@ -149,8 +149,8 @@ def dropped_pair(engine: Engine) -> None:
     def drop(local: Sequence[Batch]) -> None:
         axis = engine.axes[-1]
         assert isinstance(axis, ContextAxis)
-        for course in axis._courses if engine.rank == 0 else ():
-            course.turns[-1] = replace(course.turns[-1], pairs=())
+        for layout in axis._layouts if engine.rank == 0 else ():
+            layout.ring_steps[-1] = replace(layout.ring_steps[-1], pairs=())
 
     _at_taking(engine, drop)
 

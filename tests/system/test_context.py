@@ -14,16 +14,16 @@ from terrace.comm import GroupP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import DecoderLayer, token_loss
 from terrace.plan import MessageClass, Plan
-from terrace.plan.context import Pool
+from terrace.plan.context import ContextGroup
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
-from terrace.runtime.context import Mover
+from terrace.runtime.context import PeerComm
 from terrace.runtime.context.attention import attend
-from terrace.runtime.context.course import Course
+from terrace.runtime.context.device_layout import DeviceLayout
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.means import Means
-from terrace.sequence import layout as spreads
-from terrace.sequence.build import spread
+from terrace.sequence.build import build_token_layout
+from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
 from tests.support.allocations import allocated
 from tests.support.lanes import EagerLane
@@ -41,7 +41,7 @@ from tests.support.parity import (
     reference,
     run,
 )
-from tests.support.spreads import dealt_out
+from tests.support.token_layouts import dealt_out
 from tests.support.toys import MODELS, Rows, cluster_of, make_batch
 
 pytestmark = pytest.mark.timeout(360)
@@ -223,22 +223,23 @@ class NobodyThere:
             values.zero_()
 
 
-def peak_of_a_ring(num_places: int) -> int:
+def peak_of_a_ring(num_ring_ranks: int) -> int:
     """The bytes that attention takes at its peak, forward and backward, on a rank of a ring of so many places."""
-    segment = Segment(0, num_places * 64, tuple(range(num_places)), (num_places,))
-    held = tuple(segment.shard(place) for place in segment.places)
-    made = spread(spreads.Layout(segments=(segment,), documents=(), held=held, ulysses=1, num_held=64), 1)
-    pool = Pool(members=segment.places, ulysses=1, place_degrees=(num_places,), sizes=(num_places,))
+    segment = Segment(0, num_ring_ranks * 64, tuple(range(num_ring_ranks)), (num_ring_ranks,))
+    held = tuple(segment.shard(place) for place in segment.ring_ranks)
+    everyone = GroupLayout(segments=(segment,), documents=(), local_runs=held, ulysses=1, num_local_tokens=64)
+    made = build_token_layout(everyone, 1)
+    group = ContextGroup(members=segment.ring_ranks, ulysses=1, ring_degrees=(num_ring_ranks,), sizes=(num_ring_ranks,))
     cpu = torch.device("cpu")
     means = Means(EagerLane(), make_clock(cpu), WeightGradients())
-    course = Course(made, Mover(pool, 1, cast(GroupP2P, NobodyThere()), means), cpu)
+    layout = DeviceLayout(made, PeerComm(group, 1, cast(GroupP2P, NobodyThere()), means), cpu)
     parts = [torch.zeros(1, 64, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
 
     def run() -> None:
-        output = attend(parts[0], parts[1], parts[2], course)
+        output = attend(parts[0], parts[1], parts[2], layout)
         torch.autograd.backward(output, torch.ones_like(output))
 
-    run()  # what a course makes once, and the gradients, are there afterwards
+    run()  # what a layout makes once, and the gradients, are there afterwards
     return allocated(run)[0]
 
 

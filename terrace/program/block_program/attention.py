@@ -59,7 +59,7 @@ def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
             gradients = ContextMessage(ContextLeg.GRADIENTS, tier=tiers[step], backward=True)
             returning = [Send((gradients,), Compute(Kind.ROUND_GRADIENTS, step + 1))]
         elif step:
-            returning = [Send((ContextMessage(ContextLeg.HOME, tier=max(tiers), backward=True),))]
+            returning = [Send((ContextMessage(ContextLeg.RETURN_GRADIENTS, tier=max(tiers), backward=True),))]
         yield from returning
         yield from map(Await, keys)
     if tiers:

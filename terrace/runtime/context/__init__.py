@@ -1,6 +1,6 @@
 """The context axis at run time: attention of tokens that are spread over ranks."""
 
 from terrace.runtime.context.axis import ContextAxis, check_declared
-from terrace.runtime.context.moves import Mover
+from terrace.runtime.context.peer_exchange import PeerComm
 
-__all__ = ["ContextAxis", "Mover", "check_declared"]
+__all__ = ["ContextAxis", "PeerComm", "check_declared"]

@@ -1,4 +1,4 @@
-"""Attention of a micro-batch whose tokens are spread over ranks: what a `Spread` says, carried out and differentiated.
+"""Attention of a micro-batch whose tokens are spread over ranks: carries out a `TokenLayout`, forward and backward.
 
 Beside `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values V_s that exchange s brings:
 
@@ -17,9 +17,10 @@ Beside `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values 
 the tokens that a rank holds have in all heads, and no keys of another round.
 
 A rank attends with N / u of its N query heads, and with the K / u key-value heads that belong to them; where u is more
-than K, with one, which u / K parts of a place have; its gradients are added up where the head came from.
+than K, with one, which u / K Ulysses ranks share; its gradients are added up where the head came from.
 
-Shape legend: T held rows, A attended rows, N query heads, K key-value heads, D elements of a head, u parts of a place.
+Shape legend: T local tokens, A attention tokens, N query heads, K key-value heads, D elements of a head, u Ulysses
+ranks.
 """
 
 from collections.abc import Sequence
@@ -32,95 +33,101 @@ from torch.autograd.function import once_differentiable
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import precise, side_by_side
 from terrace.plan.context import Heads
-from terrace.runtime.context.course import Course, PartHeads
-from terrace.runtime.context.moves import Arrival, Move
+from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
+from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, course: Course) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout) -> Tensor:
     """Return what the queries (1, N, T, D) of this rank make of keys and values (1, K, T, D) of all; in their shape."""
-    output: Tensor = _Attend.apply(query, key, value, course)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attend.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attend(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, course: Course) -> Tensor:
-        ctx.course = course
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout) -> Tensor:
+        ctx.layout = layout
         of_place = Heads(query.shape[1], key.shape[1], query.shape[3])
-        ctx.heads = heads = PartHeads(of_place, course.mover.pool.ulysses)
+        ctx.heads = heads = UlyssesHeads(of_place, layout.comm.group.ulysses)
 
         def give(member: int) -> Sequence[Tensor]:
             of_keys = heads.of_keys(member)
             return query[:, heads.of_queries(member)], key[:, of_keys], value[:, of_keys]
 
         counts = (heads.queries, heads.keys, heads.keys)
-        own = course.mover.start(course.into, give, counts, query).whole(course.num_attended)
-        out, lse = _forward(course, *own)
+        own = layout.comm.start(layout.into, give, counts, query).whole(layout.num_attention_tokens)
+        out, lse = _forward(layout, *own)
         ctx.save_for_backward(*own, out, lse)
-        return _back(course, heads, [out])[0]
+        return _back(layout, heads, [out])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        course, heads = ctx.course, ctx.heads
+        layout, heads = ctx.layout, ctx.heads
 
         def give(member: int) -> Sequence[Tensor]:
             return (grad[:, heads.of_queries(member)],)
 
-        arrival = course.mover.start(course.into, give, [heads.queries], grad)
-        if not course.into.is_silent:
-            course.mover.means.use_wait()  # the weight gradients of what follows attention
-        own = list(arrival.whole(course.num_attended))
-        return *_back(course, heads, _backward(course, own.pop(), *ctx.saved_tensors)), None
+        pending = layout.comm.start(layout.into, give, [heads.queries], grad)
+        if not layout.into.is_silent:
+            layout.comm.means.use_wait()  # the weight gradients of what follows attention
+        own = list(pending.whole(layout.num_attention_tokens))
+        return *_back(layout, heads, _backward(layout, own.pop(), *ctx.saved_tensors)), None
 
 
-def _forward(course: Course, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and lse of queries (1, n, A, D) over the keys of all rounds; those of round 0 are (1, k, A, D)."""
-    attended = Attended(query, course.query_runs)
+    attended = Attended(query, layout.query_runs)
     keys: Sequence[Tensor] = (key, value)
-    for step in range(len(course.turns)):
-        arrival = _pass_on(course, step, keys)
-        for pair in course.pairs(step, query.dtype):
+    for step in range(len(layout.ring_steps)):
+        pending = _pass_on(layout, step, keys)
+        for pair in layout.pairs(step, query.dtype):
             own = rows(query, pair.queries), rows(keys[0], pair.keys), rows(keys[1], pair.keys)
             attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
-        if arrival is not None:
-            keys = arrival.whole(course.turns[step + 1].num_rows)
+        if pending is not None:
+            keys = pending.whole(layout.ring_steps[step + 1].num_rows)
     return attended.result()
 
 
-def _pass_on(course: Course, step: int, given: Sequence[Tensor]) -> Arrival | None:
+def _pass_on(layout: DeviceLayout, step: int, given: Sequence[Tensor]) -> PendingRecv | None:
     """Begin to send what belongs to the keys of a round to where the next round needs it; None if it is the last."""
-    if step + 1 == len(course.turns):
+    if step + 1 == len(layout.ring_steps):
         return None
-    return _all_to(course, course.turns[step + 1].exchange, given)
+    return _all_to(layout, layout.ring_steps[step + 1].exchange, given)
 
 
-def _all_to(course: Course, move: Move, given: Sequence[Tensor]) -> Arrival:
+def _all_to(layout: DeviceLayout, exchange: PeerExchange, given: Sequence[Tensor]) -> PendingRecv:
     """Begin an exchange of all heads of what is given, whoever it goes to."""
-    return course.mover.start(move, lambda _: given, [x.shape[1] for x in given], given[0])
+    return layout.comm.start(exchange, lambda _: given, [x.shape[1] for x in given], given[0])
 
 
 def _backward(
-    course: Course, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    layout: DeviceLayout, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> list[Tensor]:
     """Return the gradients of what `_forward` was given, from that of its output; `out` and `lse` are its results."""
-    of_query = Sums(query, course.query_runs)
+    of_query = Sums(query, layout.query_runs)
     own: list[Sums] = []  # of the keys and values of round 0, which stay where they are
-    home: Arrival | None = None
-    brought: Arrival | None = None
+    return_gradients: PendingRecv | None = None
+    brought: PendingRecv | None = None
     keys: Sequence[Tensor] = (key, value)
-    for step, turn in enumerate(course.turns):
-        arrival = _pass_on(course, step, keys)
-        pairs = course.pairs(step, query.dtype)
-        others = [each.home for each in course.turns[1:]] if step == 0 else [turn.exchange] if step > 1 else []
-        runs = [*(pair.keys for pair in pairs), *(run for move in others for run in move.brings)]
+    for step, ring_step in enumerate(layout.ring_steps):
+        pending = _pass_on(layout, step, keys)
+        pairs = layout.pairs(step, query.dtype)
+        others = (
+            [each.return_gradients for each in layout.ring_steps[1:]]
+            if step == 0
+            else [ring_step.exchange]
+            if step > 1
+            else []
+        )
+        runs = [*(pair.keys for pair in pairs), *(run for exchange in others for run in exchange.brings)]
         sums = [Sums(x, runs) for x in keys]
         for pair in pairs:
             _add_pair(pair, (grad, query, *keys, out, lse), (of_query, *sums))
         # What arrives goes as soon as it is added: beside the keys of two rounds there are the gradients of two.
-        if home is not None:
-            _add(home, own)
-            home = None
+        if return_gradients is not None:
+            _add(return_gradients, own)
+            return_gradients = None
         if brought is not None:
             _add(brought, sums)
             brought = None
@@ -128,16 +135,16 @@ def _backward(
             own = sums
         else:
             done = [each.result() for each in sums]
-            home = _all_to(course, turn.home, done)
-            brought = _pass_on(course, step, done)
+            return_gradients = _all_to(layout, ring_step.return_gradients, done)
+            brought = _pass_on(layout, step, done)
             del done
         del sums
-        if arrival is not None:
-            keys = arrival.whole(course.turns[step + 1].num_rows)
-    if any(not turn.home.is_silent for turn in course.turns):
-        course.mover.means.use_wait()  # unless they were computed before
-    if home is not None:
-        _add(home, own)
+        if pending is not None:
+            keys = pending.whole(layout.ring_steps[step + 1].num_rows)
+    if any(not ring_step.return_gradients.is_silent for ring_step in layout.ring_steps):
+        layout.comm.means.use_wait()  # unless they were computed before
+    if return_gradients is not None:
+        _add(return_gradients, own)
     return [each.result() for each in (of_query, *own)]
 
 
@@ -152,9 +159,9 @@ def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) ->
         total.add(run, part)
 
 
-def _add(arrival: Arrival, sums: Sequence[Sums]) -> None:
+def _add(pending: PendingRecv, sums: Sequence[Sums]) -> None:
     """Add gradients that arrive to those of the same rows."""
-    for _, there, values in arrival.parts():
+    for _, there, values in pending.parts():
         for total, part in zip(sums, values, strict=True):
             first = 0
             for run in there.runs:
@@ -163,20 +170,20 @@ def _add(arrival: Arrival, sums: Sequence[Sums]) -> None:
                 first += size
 
 
-def _back(course: Course, heads: PartHeads, given: Sequence[Tensor]) -> list[Tensor]:
+def _back(layout: DeviceLayout, heads: UlyssesHeads, given: Sequence[Tensor]) -> list[Tensor]:
     """Return to all ranks what belongs to their queries (1, N/u, A, D) and, if given, to their keys and values.
 
     The results are (1, N, T, D) and (1, K, T, D), what several parts have of a head added up.
     """
-    parts, num_parts = list(_all_to(course, course.back, given).parts()), course.mover.pool.ulysses
-    if num_parts == 1 and len(parts) == 1 and parts[0][1].is_all(course.num_held):
+    parts, ulysses = list(_all_to(layout, layout.back, given).parts()), layout.comm.group.ulysses
+    if ulysses == 1 and len(parts) == 1 and parts[0][1].is_all(layout.num_local_tokens):
         return list(parts[0][2])
-    covers = sum(there.num for _, there, _ in parts) == course.num_held * num_parts
+    covers = sum(there.num for _, there, _ in parts) == layout.num_local_tokens * ulysses
     found = []
     for index, x in enumerate(given):
         adds = index > 0 and heads.shared > 1
-        num_heads = x.shape[1] * num_parts // (heads.shared if adds else 1)
-        whole = side_by_side(x, precise(x.dtype) if adds else None, (1, num_heads, course.num_held, x.shape[3]))
+        num_heads = x.shape[1] * ulysses // (heads.shared if adds else 1)
+        whole = side_by_side(x, precise(x.dtype) if adds else None, (1, num_heads, layout.num_local_tokens, x.shape[3]))
         if adds or not covers:
             whole.zero_()
         for member, there, values in parts:

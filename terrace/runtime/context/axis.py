@@ -17,28 +17,28 @@ from terrace.plan.wire import FORMATS
 from terrace.program import Program
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.attention import attend
-from terrace.runtime.context.course import Course
-from terrace.runtime.context.moves import Mover
+from terrace.runtime.context.device_layout import DeviceLayout
+from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.in_block import InBlockAxis
-from terrace.sequence.static import static_spreads
+from terrace.sequence.static import static_token_layouts
+from terrace.sequence.token_layout import TokenLayout
 from terrace.sequence.traffic import sent_bytes
-from terrace.sequence.view import Spread
 
 
 class ContextAxis(InBlockAxis):
     """What the attention of a rank's blocks asks what its tokens see, in place of its own plans."""
 
-    def __init__(self, mover: Mover, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
+    def __init__(self, comm: PeerComm, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
         """Put itself into `blocks`; raises `ModelError` where their windows differ."""
-        self.mover, self.means = mover, mover.means
+        self.comm, self.means = comm, comm.means
         self._program, self._device = program, device
         modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
-        self._static = static_spreads(program.plan, program.mesh, program.sequence, _window(modules), mover.member)
+        self._static = static_token_layouts(program.plan, program.mesh, program.sequence, _window(modules), comm.member)
         of_embedding = (param for param in program.blocks[0].params if param.dims and param.dims[0][0] == "positions")
         self._num_positions = next((param.shape[0] for param in of_embedding), 0)  # 0: not learned
         self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
-        self._courses: list[Course] = []
-        self._course: Course | None = None
+        self._layouts: list[DeviceLayout] = []
+        self._layout: DeviceLayout | None = None
         self._replaced: list[tuple[Attention, Plans]] = [(attention, attention.plans) for attention in modules]
         for attention in modules:
             attention.plans = self
@@ -59,27 +59,27 @@ class ContextAxis(InBlockAxis):
         Raises `PlanError` for one of another shape than the plan's, `ModelError` for one beyond its positions.
         """
         local = [self._localised(batch) for batch in batches]
-        known = {id(course.spread): course for course in self._courses}
-        self._courses = []
+        known = {id(layout.token_layout): layout for layout in self._layouts}
+        self._layouts = []
         for batch in local:
-            spread = batch.spread
-            assert spread is not None, "a local batch has a spread"
-            self._declare(spread)
-            course = known.get(id(spread)) or Course(spread, self.mover, self._device)
-            known[id(spread)] = course
-            self._courses.append(course)
+            token_layout = batch.token_layout
+            assert token_layout is not None, "a local batch has a spread"
+            self._declare(token_layout)
+            layout = known.get(id(token_layout)) or DeviceLayout(token_layout, self.comm, self._device)
+            known[id(token_layout)] = layout
+            self._layouts.append(layout)
         return local
 
-    def _declare(self, spread: Spread) -> None:
+    def _declare(self, token_layout: TokenLayout) -> None:
         """Add up what a micro-batch sends in the layers that this rank has, as its spread says."""
-        program, pool = self._program, self.mover.pool
+        program, group = self._program, self.comm.group
         again = recomputed(program.plan, program.blocks)
         item_bytes = FORMATS[program.plan.compute].element_bytes
         for block in program.stage.own:
             heads = attention_heads(program.blocks[block], program.mesh.total("rows"))
             if heads is None:
                 continue
-            sent = sent_bytes(spread, pool, heads, item_bytes)
+            sent = sent_bytes(token_layout, group, heads, item_bytes)
             for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
                 num_bytes = forward * (2 if block in again else 1) + backward
                 if num_bytes:
@@ -87,7 +87,7 @@ class ContextAxis(InBlockAxis):
 
     def _localised(self, batch: Batch) -> Batch:
         plan, shape = self._program.plan, tuple(batch.labels.shape)
-        if batch.spread is not None:
+        if batch.token_layout is not None:
             expected = (1, local_tokens(plan, self._program.mesh, self._program.sequence))
         else:
             expected = (plan.micro_batch, self._program.sequence)
@@ -101,7 +101,7 @@ class ContextAxis(InBlockAxis):
                 f"a micro-batch has inputs {tuple(batch.inputs.shape)} and labels {shape}, and the plan spreads "
                 f"{expected[0]} x {expected[1]} tokens over ranks: give as many"
             )
-        if batch.spread is not None:
+        if batch.token_layout is not None:
             return batch
         if self._num_positions:  # one rank alone may hold the token that is beyond, and others would wait for it
             decoder.check_positions(batch.inputs, batch.positions, self._num_positions)
@@ -109,7 +109,7 @@ class ContextAxis(InBlockAxis):
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
         """Have what runs from now on be of a micro-batch."""
-        self._course = self._courses[micro]
+        self._layout = self._layouts[micro]
 
     def plan(self, positions: Tensor | None, query: Tensor) -> "ContextAxis":
         """Return itself: the micro-batch that runs says it all."""
@@ -117,8 +117,8 @@ class ContextAxis(InBlockAxis):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return what the held tokens, (1, N, T, D), make of the keys and values (1, K, T, D) of all ranks."""
-        assert self._course is not None, "a block runs in a step alone"
-        return attend(query, key, value, self._course)
+        assert self._layout is not None, "a block runs in a step alone"
+        return attend(query, key, value, self._layout)
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terrace.sequence.segments import Segment
-from terrace.sequence.view import Run
+from terrace.sequence.token_layout import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GroupLayout:
     """A micro-batch on a pool of places of `ulysses` parts: the same value on every member.
 
     Every token that is held is in one segment, every token of a segment is held by one member. Documents begin at
@@ -18,10 +18,10 @@ class Layout:
 
     segments: tuple[Segment, ...]
     documents: tuple[int, ...]
-    held: tuple[tuple[Run, ...], ...]  # tokens of every member of the pool, member place * ulysses + part
+    local_runs: tuple[tuple[Run, ...], ...]  # tokens of every member of the pool, member place * ulysses + part
     ulysses: int
-    num_held: int  # rows of every member
-    num_attended: int = 0  # rows of every place; 0: those of its shards
+    num_local_tokens: int  # rows of every member
+    num_attention_tokens: int = 0  # rows of every place; 0: those of its shards
     window: int = 0
 
     def segment_of(self, token: int) -> int:
@@ -50,5 +50,5 @@ class Layout:
     @cached_property
     def _holdings(self) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Where runs that are held start, rising, and (start, stop, member) of each."""
-        runs = sorted((*run, member) for member, runs in enumerate(self.held) for run in runs if run[0] < run[1])
+        runs = sorted((*run, member) for member, runs in enumerate(self.local_runs) for run in runs if run[0] < run[1])
         return [start for start, _, _ in runs], runs

@@ -12,10 +12,10 @@ from terrace.cluster import Cluster
 from terrace.data.batches import Batches, Source
 from terrace.data.samples import IGNORED
 from terrace.plan import Plan, preset
-from terrace.plan.context import Pool, local_tokens
+from terrace.plan.context import ContextGroup, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.sequence.cost import WorkCost
-from terrace.train.spreading import LocalMicro, Spreading, evenness, ring_seconds
+from terrace.train.context_batches import ContextBatches, LocalMicro, evenness, ring_seconds
 from tests.support.toys import cluster_of
 
 SEQUENCE, BATCH, STEPS = 24, 8, 2
@@ -43,7 +43,7 @@ def parts_of(made: Batches, cluster: Cluster, plan: Plan) -> dict[int, list[Loca
     num_micros = BATCH // (plan.micro_batch * Mesh.of(cluster, plan).total("data"))
     of_ranks = {}
     for rank in range(cluster.world_size):
-        spreading = Spreading(made, cluster, plan, num_micros, rank, cost)
+        spreading = ContextBatches(made, cluster, plan, num_micros, rank, cost)
         steps = [spreading.step(step) for step in range(STEPS)]
         assert all(step.balance >= 1 - 1e-12 for step in steps)
         of_ranks[rank] = [micro for step in steps for micro in step.micros]
@@ -93,8 +93,8 @@ def test_all_ranks_together_have_every_label_once(
     for rank, micros in of_ranks.items():
         for micro in micros:
             assert micro.inputs.shape == micro.labels.shape == micro.positions.shape == (1, held)
-            assert micro.spread.num_held == held
-            assert Pool.of(cluster, chosen, rank).members[micro.spread.member] == rank
+            assert micro.token_layout.num_local_tokens == held
+            assert ContextGroup.of(cluster, chosen, rank).members[micro.token_layout.member] == rank
     assert seen([micro for micros in of_ranks.values() for micro in micros]) == expected(made)
 
 

@@ -1,24 +1,25 @@
-"""What one rank does for attention of one micro-batch: the tokens it holds, whom it sends what, what it multiplies.
+"""One rank's part in attention for one micro-batch: its local tokens, its messages, and the products it computes.
 
-A `Spread` is data, made on the host before the step (terrace.sequence.build); the runtime carries it out the same way
-whatever it says (terrace.runtime.context), and bytes and seconds are read from it too. Of a layer's attention:
+A `TokenLayout` is data, built on the host before the step (terrace.sequence.build). The runtime executes any layout the
+same way (terrace.runtime.context); bytes and seconds are read from it as well. In one attention layer:
 
-    into     queries, keys and values of the tokens that the rank holds go where they are attended to: other ranks of
-             its place for other heads (Ulysses), other places (remapping, Zeppelin 2509.21841)
-    rounds   round 0 works on the keys of the place itself; every later one on keys that its exchange has brought from
-             the keys of the round before, sent on while that round computes (ring attention, 2310.01889)
-    back     what attention made of the tokens returns: `into` the other way round
+    into     queries, keys and values of local tokens go to the ranks that attend to them: to the Ulysses ranks of the
+             same ring rank, split by heads, or to other ring ranks (remapping, Zeppelin 2509.21841)
+    rounds   round 0 uses the ring rank's own keys; the exchange of every later round brings keys from the round before,
+             sent while that round computes (ring attention, 2310.01889)
+    back     outputs return to the ranks that hold the tokens: `into` reversed
 
-The backward does the same with gradients: the output's go `into`, keys pass through the same rounds again, the
-gradients of the keys of a round go on with the next round's exchange or, from where keys were last needed, `home` to
-the place that owns them, those of queries, keys and values `back`. Those of round 0 stay, since they are at home.
+The backward sends gradients of the output `into`, and keys through the same rounds again. Key gradients of a round
+travel with the next round's exchange, or, where its keys are passed on no further, by `return_gradients` to the ring
+rank that owns them. Gradients of round 0 are already there. Gradients of queries, keys and values go `back`.
 
-*Held rows* are the rank's tokens in the order of `tokens`, then padding up to `num_held`. *Attended rows* are those of
-its place: queries of all rounds, keys of round 0. Rows of a later round are what its exchange brought. All runs are
-half-open ranges (start, stop) of such rows; peers are members of the pool (terrace.plan.context.Pool).
+*Local tokens* are the rank's tokens in the order of `tokens`, padded to `num_local_tokens` rows. *Attention tokens* are
+the rows of its ring rank: queries of all rounds and keys of round 0. Rows of a later round come from its exchange. All
+runs are half-open ranges (start, stop) of rows; peers are members of the context group
+(terrace.plan.context.ContextGroup).
 
-Attended rows that nothing comes to, and queries in no pair, are padding: zero, and without gradient. Attended rows
-whose keys go to another place come home once.
+Attention rows that receive no tokens, and queries in no pair, are padding: zero, and without gradient. For attention
+rows whose keys go to another ring rank, gradients return exactly once.
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ from enum import StrEnum
 Run = tuple[int, int]
 
 
-class Kind(StrEnum):
+class PairKind(StrEnum):
     """Which keys a query of a pair sees."""
 
     FULL = "full"  # all of them
@@ -55,7 +56,7 @@ class Pair:
 
     queries: Run
     keys: Run
-    kind: Kind
+    kind: PairKind
     mask: Mask | None = None  # of Kind.MASK
 
 
@@ -80,17 +81,19 @@ class Round:
     num_rows: int
     exchange: Exchange  # `NOTHING` of round 0
     pairs: tuple[Pair, ...]
-    home: Exchange  # from rows not passed on to attended rows of the place that owns them; `NOTHING` of round 0
+    return_gradients: (
+        Exchange  # from rows not passed on to attended rows of the place that owns them; `NOTHING` of round 0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class TokenLayout:
     """One rank's part of a micro-batch."""
 
     member: int  # of the pool: this rank
     tokens: tuple[Run, ...]  # of the micro-batch, or with balance = "cost" of the global batch, row after row
-    num_held: int
-    num_attended: int
+    num_local_tokens: int
+    num_attention_tokens: int
     into: Exchange  # from held rows to attended rows
     rounds: tuple[Round, ...]
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.plan.context import tier_between
-from terrace.sequence.balanced import balanced_layout
-from terrace.sequence.build import spread
-from terrace.sequence.held import moves
-from terrace.sequence.view import num_rows
+from terrace.sequence.balanced import balanced_group_layout
+from terrace.sequence.build import build_token_layout
+from terrace.sequence.local_tokens import moves
+from terrace.sequence.token_layout import num_rows
 from tests.sequence.test_balance import cost_on, documents, pools
 
 SOME = settings(max_examples=40, deadline=None)
@@ -23,15 +23,15 @@ SOME = settings(max_examples=40, deadline=None)
 def test_every_member_holds_as_many_and_the_spreads_of_it_are_built(
     degrees: tuple[int, ...], lengths: list[int], ulysses: int
 ) -> None:
-    num_places = math.prod(degrees)
-    num_held = -(-sum(lengths) // (num_places * ulysses))
-    layout = balanced_layout(lengths, degrees, ulysses, num_held, cost_on(len(degrees)))
-    assert len(layout.held) == num_places * ulysses
-    assert max(num_rows(runs) for runs in layout.held) <= num_held
-    tokens = sorted(token for runs in layout.held for run in runs for token in range(*run))
+    num_ring_ranks = math.prod(degrees)
+    num_local_tokens = -(-sum(lengths) // (num_ring_ranks * ulysses))
+    layout = balanced_group_layout(lengths, degrees, ulysses, num_local_tokens, cost_on(len(degrees)))
+    assert len(layout.local_runs) == num_ring_ranks * ulysses
+    assert max(num_rows(runs) for runs in layout.local_runs) <= num_local_tokens
+    tokens = sorted(token for runs in layout.local_runs for run in runs for token in range(*run))
     assert tokens == list(range(sum(lengths)))
-    place = spread(layout, 0)  # which asserts that what is held is attended to once
-    assert num_rows(tuple(run for _, runs in place.into.receives for run in runs)) == place.num_attended
+    ring_rank = build_token_layout(layout, 0)  # which asserts that what is held is attended to once
+    assert num_rows(tuple(run for _, runs in ring_rank.into.receives for run in runs)) == ring_rank.num_attention_tokens
 
 
 counts = st.integers(1, 3).flatmap(
@@ -95,5 +95,5 @@ def test_more_tokens_than_rows_are_refused() -> None:
     with pytest.raises(PlanError, match="9 tokens do not fit on 2 places that hold 4 each"):
         moves([5, 4], (2,), 4)
     with pytest.raises(PlanError, match="9 tokens do not fit on 4 ranks that hold 2 each"):
-        balanced_layout([5, 4], (2,), 2, 2, cost_on(1))
-    assert balanced_layout([], (2,), 2, 2, cost_on(1)).held == ((), (), (), ())  # every row was padding
+        balanced_group_layout([5, 4], (2,), 2, 2, cost_on(1))
+    assert balanced_group_layout([], (2,), 2, 2, cost_on(1)).local_runs == ((), (), (), ())  # every row was padding

@@ -16,39 +16,42 @@ from itertools import accumulate
 
 from terrace.base.errors import PlanError
 from terrace.sequence.segments import Segment
-from terrace.sequence.view import Run, cut_runs, merged_runs, num_rows
+from terrace.sequence.token_layout import Run, cut_runs, merged_runs, num_rows
 
 Move = tuple[int, int, int]  # from a place that attends, to a place that holds, so many tokens
 
 
-def held_tokens(
-    segments: Sequence[Segment], place_degrees: Sequence[int], ulysses: int, num_held: int
+def deal_local_tokens(
+    segments: Sequence[Segment], ring_degrees: Sequence[int], ulysses: int, num_local_tokens: int
 ) -> tuple[tuple[Run, ...], ...]:
-    """Return the tokens that every member of the pool holds, `num_held` at most; member place * ulysses + part.
+    """Return the tokens that every member of the pool holds, `num_local_tokens` at most; member place * ulysses + part.
 
     What a place holds is dealt to its parts in equal runs, padding on the last ones. Raises `PlanError` when there are
     more tokens than rows.
     """
-    num_places, room = math.prod(place_degrees), ulysses * num_held
-    attended: list[list[Run]] = [[] for _ in range(num_places)]
+    num_ring_ranks, room = math.prod(ring_degrees), ulysses * num_local_tokens
+    attended: list[list[Run]] = [[] for _ in range(num_ring_ranks)]
     for segment in segments:
-        for index, place in enumerate(segment.places):
-            attended[place] += segment.shard(index)
+        for index, ring_rank in enumerate(segment.ring_ranks):
+            attended[ring_rank] += segment.shard(index)
     rest = [num_rows(tuple(runs)) for runs in attended]  # not given away; the last ones go first
     held: list[list[Run]] = [[] for _ in attended]
-    for source, to, number in moves(tuple(rest), place_degrees, room):
+    for source, to, number in moves(tuple(rest), ring_degrees, room):
         held[to] += cut_runs(attended[source], rest[source] - number, rest[source])
         rest[source] -= number
-    for place, runs in enumerate(attended):
-        held[place] += cut_runs(runs, 0, rest[place])
+    for ring_rank, runs in enumerate(attended):
+        held[ring_rank] += cut_runs(runs, 0, rest[ring_rank])
     members: list[tuple[Run, ...]] = []
     for runs in held:
         rising = merged_runs(sorted(runs))
-        members += (cut_runs(rising, part * num_held, (part + 1) * num_held) for part in range(ulysses))
+        members += (
+            cut_runs(rising, ulysses_rank * num_local_tokens, (ulysses_rank + 1) * num_local_tokens)
+            for ulysses_rank in range(ulysses)
+        )
     return tuple(members)
 
 
-def moves(attended: Sequence[int], place_degrees: Sequence[int], room: int) -> tuple[Move, ...]:
+def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tuple[Move, ...]:
     """Return which tokens are held elsewhere than attended to, when places attend to so many and hold at most `room`.
 
     Raises `PlanError` when there are more tokens than room.
@@ -58,10 +61,10 @@ def moves(attended: Sequence[int], place_degrees: Sequence[int], room: int) -> t
             f"{sum(attended)} tokens do not fit on {len(attended)} places that hold {room} each: "
             "lower the tokens of a micro-batch"
         )
-    size = next((degree for degree in place_degrees if degree > 1), 1)
+    size = next((degree for degree in ring_degrees if degree > 1), 1)
     nodes = [range(first, first + size) for first in range(0, len(attended), size)]
     totals = [sum(attended[node.start : node.stop]) for node in nodes]
-    outer = list(place_degrees)
+    outer = list(ring_degrees)
     if size > 1:
         outer[outer.index(size)] = 1
     between = _nested(totals, outer, room * size)
@@ -73,11 +76,11 @@ def moves(attended: Sequence[int], place_degrees: Sequence[int], room: int) -> t
     outgoing: list[list[list[int]]] = []  # by node: [place, tokens] yet to be sent
     incoming: list[list[list[int]]] = []
     for node, gone, come in zip(nodes, leaves, enters, strict=True):
-        out = _even([attended[place] for place in node], gone)
+        out = _even([attended[ring_rank] for ring_rank in node], gone)
         into = _even([room] * size, come)
-        outgoing.append([[place, number] for place, number in zip(node, out, strict=True)])
-        incoming.append([[place, number] for place, number in zip(node, into, strict=True)])
-        own = [attended[place] - less for place, less in zip(node, out, strict=True)]
+        outgoing.append([[ring_rank, number] for ring_rank, number in zip(node, out, strict=True)])
+        incoming.append([[ring_rank, number] for ring_rank, number in zip(node, into, strict=True)])
+        own = [attended[ring_rank] - less for ring_rank, less in zip(node, out, strict=True)]
         surplus = [max(0, number + more - room) for number, more in zip(own, into, strict=True)]
         lacking = [max(0, room - number - more) for number, more in zip(own, into, strict=True)]
         found += (
@@ -128,10 +131,10 @@ def _drawn(waiting: list[list[int]], number: int) -> list[tuple[int, int]]:
     """Take (place, tokens) from the front of a list, `number` together."""
     drawn = []
     while number:
-        place, there = waiting[0]
+        ring_rank, there = waiting[0]
         taken = min(there, number)
         if taken:
-            drawn.append((place, taken))
+            drawn.append((ring_rank, taken))
         number -= taken
         waiting[0][1] -= taken
         if not waiting[0][1]:

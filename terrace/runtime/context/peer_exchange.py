@@ -15,9 +15,9 @@ from torch import Tensor
 from terrace.comm import GroupP2P, Ticket
 from terrace.model.pair_kernels import side_by_side
 from terrace.plan import MessageClass
-from terrace.plan.context import Pool
+from terrace.plan.context import ContextGroup
 from terrace.runtime.means import Means
-from terrace.sequence.view import Exchange, Run, merged_runs, num_rows
+from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows
 
 Give = Callable[[int], Sequence[Tensor]]  # member of the pool -> the tensors that it is given rows of
 
@@ -71,7 +71,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Move:
+class PeerExchange:
     """An exchange with its rows made ready; `own` is what stays: (rows from, rows to)."""
 
     sends: tuple[tuple[int, Rows], ...]
@@ -79,7 +79,7 @@ class Move:
     own: tuple[Rows, Rows] | None
 
     @staticmethod
-    def of(exchange: Exchange, member: int, device: torch.device) -> "Move":
+    def of(exchange: Exchange, member: int, device: torch.device) -> "PeerExchange":
         """Return the exchange of the rank that is `member` of the pool."""
         sends, receives = (
             {peer: Rows(runs, device) for peer, runs in side if num_rows(runs)}
@@ -88,12 +88,12 @@ class Move:
         out, back = sends.pop(member, None), receives.pop(member, None)
         assert (out is None) == (back is None), "what stays has where it goes"
         own = None if out is None or back is None else (out, back)
-        return Move(tuple(sends.items()), tuple(receives.items()), own)
+        return PeerExchange(tuple(sends.items()), tuple(receives.items()), own)
 
-    def reversed(self) -> "Move":
+    def reversed(self) -> "PeerExchange":
         """Return the exchange the other way round."""
         own = None if self.own is None else (self.own[1], self.own[0])
-        return Move(self.receives, self.sends, own)
+        return PeerExchange(self.receives, self.sends, own)
 
     @property
     def is_silent(self) -> bool:
@@ -112,27 +112,29 @@ class Move:
         return {member for member, _ in (*self.sends, *self.receives)}
 
 
-class Arrival:
+class PendingRecv:
     """Rows under way, and those that stay."""
 
-    def __init__(self, mover: "Mover", move: Move, give: Give, heads: Sequence[int], like: Tensor) -> None:
-        self._mover, self._move = mover, move
+    def __init__(
+        self, comm: "PeerComm", exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor
+    ) -> None:
+        self._comm, self._peer_exchange = comm, exchange
         self._ticket: Ticket | None = None
         self._messages: list[tuple[int, Tensor]] = []
         # Of what is given, only what stays is kept on, and no longer than until it was asked for.
-        self._own = [] if move.own is None else [move.own[0].of(x) for x in give(mover.member)]
+        self._own = [] if exchange.own is None else [exchange.own[0].of(x) for x in give(comm.member)]
         self._heads, self._size, self._like = heads, like.shape[3], like.new_empty(0)
-        if move.is_silent:
+        if exchange.is_silent:
             return
-        for member, rows in move.receives:
+        for member, rows in exchange.receives:
             self._messages.append((member, like.new_empty(rows.num * sum(heads) * self._size)))
         # The lane reads what is given, and fills the messages, until the ticket was waited for.
-        self._given = [(member, rows, give(member)) for member, rows in move.sends]
-        self._ticket = mover.means.lane.submit(self._exchange)
+        self._given = [(member, rows, give(member)) for member, rows in exchange.sends]
+        self._ticket = comm.means.lane.submit(self._exchange)
 
     def _exchange(self) -> None:
         sends = [(member, _packed(rows, given)) for member, rows, given in self._given]
-        self._mover.among.exchange(MessageClass.CONTEXT, sends, self._messages)
+        self._comm.among.exchange(MessageClass.CONTEXT, sends, self._messages)
 
     def whole(self, num: int) -> Sequence[Tensor]:
         """Wait, then return tensors of `num` rows, made of those that arrived and stayed; the rest of them is zero."""
@@ -150,16 +152,16 @@ class Arrival:
     def parts(self) -> Iterator[tuple[int, Rows, Sequence[Tensor]]]:
         """Wait, then yield (member, rows, what it gave for them of each tensor), what stays last."""
         if self._ticket is not None:
-            self._mover.wait(self._ticket, self._move)
+            self._comm.wait(self._ticket, self._peer_exchange)
             self._ticket, self._given = None, []
         messages, self._messages = self._messages, []
         own, self._own = self._own, []
-        for (member, message), (_, rows) in zip(messages, self._move.receives, strict=True):
+        for (member, message), (_, rows) in zip(messages, self._peer_exchange.receives, strict=True):
             shapes = [(1, rows.num, heads, self._size) for heads in self._heads]
             values = torch.split(message, [math.prod(shape) for shape in shapes])
             yield member, rows, [x.view(shape).transpose(1, 2) for x, shape in zip(values, shapes, strict=True)]
-        if self._move.own is not None:
-            yield self._mover.member, self._move.own[1], own
+        if self._peer_exchange.own is not None:
+            yield self._comm.member, self._peer_exchange.own[1], own
 
 
 def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
@@ -178,21 +180,21 @@ def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
     return message
 
 
-class Mover:
+class PeerComm:
     """What carries rows between the ranks of a pool, this one being `member` of it."""
 
-    def __init__(self, pool: Pool, member: int, among: GroupP2P, means: Means) -> None:
-        self.pool, self.member, self.among, self.means = pool, member, among, means
+    def __init__(self, group: ContextGroup, member: int, among: GroupP2P, means: Means) -> None:
+        self.group, self.member, self.among, self.means = group, member, among, means
 
-    def start(self, move: Move, give: Give, heads: Sequence[int], like: Tensor) -> Arrival:
+    def start(self, exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor) -> PendingRecv:
         """Begin an exchange of rows of the tensors that `give` returns, which have so many `heads` on every member.
 
         What is given must stay as it is until the parts that arrive were asked for.
         """
-        return Arrival(self, move, give, heads, like)
+        return PendingRecv(self, exchange, give, heads, like)
 
-    def wait(self, ticket: Ticket, move: Move) -> None:
+    def wait(self, ticket: Ticket, exchange: PeerExchange) -> None:
         """Wait for an exchange; its time is the clock's `wait context`."""
-        ranks = sorted(self.pool.members[member] for member in {self.member, *move.members})
+        ranks = sorted(self.group.members[member] for member in {self.member, *exchange.members})
         with self.means.message(MessageClass.CONTEXT, tuple(ranks)):
             ticket.wait()

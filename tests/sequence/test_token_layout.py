@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.plan.context import Heads, Pool, local_tokens
+from terrace.plan.context import ContextGroup, Heads, local_tokens
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.sequence.assign import assign
-from terrace.sequence.build import spread
+from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import Link, WorkCost
-from terrace.sequence.layout import Layout
+from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment, route
-from terrace.sequence.static import static_layout
+from terrace.sequence.static import static_group_layout
+from terrace.sequence.token_layout import NOTHING, Exchange, Pair, PairKind, Run, TokenLayout, cut_runs, num_rows
 from terrace.sequence.traffic import SentBytes, SentRows, sent_bytes, sent_rows
-from terrace.sequence.view import NOTHING, Exchange, Kind, Pair, Run, Spread, cut_runs, num_rows
 
 PADDING = -1
 Rows = list[int]  # the token of every row
@@ -55,9 +55,9 @@ def carried(exchanges: Sequence[Exchange], rows: Sequence[Rows], sizes: Sequence
 def seen(pair: Pair) -> list[tuple[int, int]]:
     """Return the rows (query, key) of a pair, by the definition of its kind."""
     queries, keys = rows_of([pair.queries]), rows_of([pair.keys])
-    if pair.kind is Kind.FULL:
+    if pair.kind is PairKind.FULL:
         return [(query, key) for query in queries for key in keys]
-    if pair.kind is Kind.CAUSAL:
+    if pair.kind is PairKind.CAUSAL:
         assert len(queries) == len(keys)
         return [(query, key) for at, query in enumerate(queries) for key in keys[: at + 1]]
     assert pair.mask is not None
@@ -71,47 +71,53 @@ def seen(pair: Pair) -> list[tuple[int, int]]:
     return visible
 
 
-def ringed(layout: Layout) -> set[int]:
+def ringed(layout: GroupLayout) -> set[int]:
     """Return the tokens whose keys go to other places."""
-    rings = [segment for segment in layout.segments if len(segment.places) > 1]
+    rings = [segment for segment in layout.segments if len(segment.ring_ranks) > 1]
     return {token for segment in rings for token in range(segment.start, segment.stop)}
 
 
-def carry_out(layout: Layout) -> tuple[list[Spread], list[Counter[tuple[int, int]]]]:
+def carry_out(layout: GroupLayout) -> tuple[list[TokenLayout], list[Counter[tuple[int, int]]]]:
     """Check all members of a layout against each other; return them and the (query, key) tokens each works on."""
-    spreads = [spread(layout, member) for member in range(len(layout.held))]
-    held = [rows_of(one.tokens) + [PADDING] * (one.num_held - num_rows(one.tokens)) for one in spreads]
-    attended = carried([one.into for one in spreads], held, [one.num_attended for one in spreads])
-    for one, rows in zip(spreads, attended, strict=True):
+    token_layouts = [build_token_layout(layout, member) for member in range(len(layout.local_runs))]
+    held = [rows_of(one.tokens) + [PADDING] * (one.num_local_tokens - num_rows(one.tokens)) for one in token_layouts]
+    attended = carried([one.into for one in token_layouts], held, [one.num_attention_tokens for one in token_layouts])
+    for one, rows in zip(token_layouts, attended, strict=True):
         assert rows == attended[one.member // layout.ulysses * layout.ulysses], "parts of a place attend alike"
     firsts = [token for rows in attended[:: layout.ulysses] for token in rows if token != PADDING]
-    assert sorted(firsts) == sorted(rows_of([run for runs in layout.held for run in runs])), "each at one place"
+    assert sorted(firsts) == sorted(rows_of([run for runs in layout.local_runs for run in runs])), "each at one place"
     marked = [[member * 10**6 + row for row in range(len(rows))] for member, rows in enumerate(attended)]
-    keys, worked, come_home = marked, [Counter[tuple[int, int]]() for _ in spreads], Counter[int]()
+    keys, worked, come_home = marked, [Counter[tuple[int, int]]() for _ in token_layouts], Counter[int]()
     tokens = dict(zip(chain(*marked), chain(*attended), strict=True))
-    for step in range(max(len(one.rounds) for one in spreads)):
-        rounds = [one.rounds[step] if step < len(one.rounds) else None for one in spreads]
+    for step in range(max(len(one.rounds) for one in token_layouts)):
+        rounds = [one.rounds[step] if step < len(one.rounds) else None for one in token_layouts]
         sizes = [round_.num_rows if round_ else 0 for round_ in rounds]
         if step:
             keys = carried([round_.exchange if round_ else NOTHING for round_ in rounds], keys, sizes)
-        homes = carried([round_.home if round_ else NOTHING for round_ in rounds], keys, [len(r) for r in attended])
+        homes = carried(
+            [round_.return_gradients if round_ else NOTHING for round_ in rounds], keys, [len(r) for r in attended]
+        )
         for member, round_ in enumerate(rounds):
             assert PADDING not in keys[member]
             for query, key in (found for pair in (round_.pairs if round_ else ()) for found in seen(pair)):
                 worked[member][attended[member][query], tokens[keys[member][key]]] += 1
-            back = [(own, home) for own, home in zip(marked[member], homes[member], strict=True) if home != PADDING]
-            assert all(own == home for own, home in back), "a gradient came to the wrong row"
+            back = [
+                (own, return_gradients)
+                for own, return_gradients in zip(marked[member], homes[member], strict=True)
+                if return_gradients != PADDING
+            ]
+            assert all(own == return_gradients for own, return_gradients in back), "a gradient came to the wrong row"
             come_home.update(own for own, _ in back)
     go_round = ringed(layout)
     going = {mark for mark, token in tokens.items() if token in go_round}
-    assert all(one.rounds[0].home == NOTHING for one in spreads)
+    assert all(one.rounds[0].return_gradients == NOTHING for one in token_layouts)
     assert all(count == 1 for count in come_home.values())
     assert going <= come_home.keys()
     assert not {token for mark in come_home.keys() - going if (token := tokens[mark]) != PADDING}
-    return spreads, worked
+    return token_layouts, worked
 
 
-def wanted(layout: Layout) -> set[tuple[int, int]]:
+def wanted(layout: GroupLayout) -> set[tuple[int, int]]:
     """Return the (query, key) tokens of the definition: same document, up to itself, inside the window."""
     pairs = set()
     begins = {*layout.documents, *(segment.start for segment in layout.segments if segment.start < segment.stop)}
@@ -124,21 +130,21 @@ def wanted(layout: Layout) -> set[tuple[int, int]]:
     return pairs
 
 
-def check(layout: Layout) -> tuple[list[Spread], list[Counter[tuple[int, int]]]]:
-    spreads, worked = carry_out(layout)
+def check(layout: GroupLayout) -> tuple[list[TokenLayout], list[Counter[tuple[int, int]]]]:
+    token_layouts, worked = carry_out(layout)
     for part in range(layout.ulysses):
         total: Counter[tuple[int, int]] = Counter()
-        for place in range(len(layout.held) // layout.ulysses):
-            total.update(worked[place * layout.ulysses + part])
+        for ring_rank in range(len(layout.local_runs) // layout.ulysses):
+            total.update(worked[ring_rank * layout.ulysses + part])
         assert PADDING not in {token for pair in total for token in pair}
         assert total.keys() == wanted(layout)
         assert set(total.values()) <= {1}, "worked on twice"
-    return spreads, worked
+    return token_layouts, worked
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    ulysses, num_places = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+def layouts(draw: st.DrawFn) -> GroupLayout:
+    ulysses, num_ring_ranks = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     lengths = draw(st.lists(st.integers(0, 90), min_size=1, max_size=6))
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     ends = accumulate(length + gap for length, gap in zip(lengths, gaps, strict=True))
@@ -146,37 +152,37 @@ def layouts(draw: st.DrawFn) -> Layout:
     segments = []
     for start, length in draw(st.permutations(list(zip(starts, lengths, strict=True)))):
         shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
-        while math.prod(shape) > num_places:
+        while math.prod(shape) > num_ring_ranks:
             shape = shape[:-1]
         degree = math.prod(shape)
-        places = tuple(draw(st.permutations(range(num_places)))[:degree])
+        ring_ranks = tuple(draw(st.permutations(range(num_ring_ranks)))[:degree])
         num_chunks = 1 if degree == 1 else 2 * degree
         chunk = draw(st.sampled_from([0, -(-length // num_chunks) + draw(st.integers(1, 3))]))
-        segments.append(Segment(start, start + length, places, shape, chunk))
+        segments.append(Segment(start, start + length, ring_ranks, shape, chunk))
     tokens = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     nothing = draw(st.integers(0, 90))
     segments.append(Segment(nothing, nothing, (0,)))
-    num_members = ulysses * num_places
+    num_members = ulysses * num_ring_ranks
     cuts = sorted(draw(st.lists(st.integers(0, sum(lengths)), min_size=num_members - 1, max_size=num_members - 1)))
     bounds = [0, *cuts, sum(lengths)]
     order = draw(st.permutations(range(num_members)))
     held = [cut_runs(tokens, bounds[at], bounds[at + 1])[:: draw(st.sampled_from([1, -1]))] for at in order]
     held[0] += ((nothing, nothing),)
     end = tokens[-1][1]
-    return Layout(
+    return GroupLayout(
         segments=tuple(segments),
         documents=tuple(sorted(draw(st.sets(st.integers(0, max(end - 1, 0)), max_size=20)))),
-        held=tuple(held),
+        local_runs=tuple(held),
         ulysses=ulysses,
-        num_held=max(num_rows(runs) for runs in held) + draw(st.integers(0, 2)),
-        num_attended=draw(st.sampled_from([0, 0, 150])),
+        num_local_tokens=max(num_rows(runs) for runs in held) + draw(st.integers(0, 2)),
+        num_attention_tokens=draw(st.sampled_from([0, 0, 150])),
         window=draw(st.sampled_from([0, 0, 1, 7, 40, 70])),
     )
 
 
 @settings(max_examples=40, deadline=None)
 @given(layout=layouts())
-def test_every_query_meets_every_key_it_sees_once(layout: Layout) -> None:
+def test_every_query_meets_every_key_it_sees_once(layout: GroupLayout) -> None:
     check(layout)
 
 
@@ -193,10 +199,22 @@ def test_what_is_assigned_by_cost_is_carried_out(
     links = tuple(Link(bytes_per_s=1e9, latency_s=1e-9) for _ in degrees)
     cost = WorkCost(links=links, pair_s=1e-8, key_bytes=8, query_bytes=8, window=window)
     tokens, num_members = sum(lengths), math.prod(degrees) * ulysses
-    num_held = -(-tokens // num_members)
-    held = [cut_runs([(0, tokens)], member * num_held, (member + 1) * num_held) for member in range(num_members)]
+    num_local_tokens = -(-tokens // num_members)
+    held = [
+        cut_runs([(0, tokens)], member * num_local_tokens, (member + 1) * num_local_tokens)
+        for member in range(num_members)
+    ]
     segments = assign(lengths, degrees, cost, tokens + 2 * num_members).segments
-    check(Layout(segments=segments, documents=(), held=tuple(held), ulysses=ulysses, num_held=num_held, window=window))
+    check(
+        GroupLayout(
+            segments=segments,
+            documents=(),
+            local_runs=tuple(held),
+            ulysses=ulysses,
+            num_local_tokens=num_local_tokens,
+            window=window,
+        )
+    )
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 99])
@@ -204,28 +222,37 @@ def test_a_document_is_cut_at_its_window(window: int) -> None:
     bounds = list(accumulate((200, 64, 65, 99, 100, 30, 30), initial=0))
     segments = (Segment(0, bounds[-1], (0,)),)
     held = (((0, bounds[-1]),),)
-    check(Layout(segments=segments, documents=tuple(bounds), held=held, ulysses=1, num_held=bounds[-1], window=window))
+    check(
+        GroupLayout(
+            segments=segments,
+            documents=tuple(bounds),
+            local_runs=held,
+            ulysses=1,
+            num_local_tokens=bounds[-1],
+            window=window,
+        )
+    )
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (3, 1, 2), (2, 2, 3)])
 def test_a_step_of_a_ring_goes_over_one_degree(shape: tuple[int, ...]) -> None:
-    num_places = math.prod(shape)
+    num_ring_ranks = math.prod(shape)
     strides = list(accumulate(shape, operator.mul, initial=1))
-    for index in range(num_places):
+    for index in range(num_ring_ranks):
         steps = route(shape, index)
-        assert sorted(step.source for step in steps[:-1]) == list(range(num_places))
+        assert sorted(step.source for step in steps[:-1]) == list(range(num_ring_ranks))
         for number, step in enumerate(steps[1:-1], 1):
             at, to = (
                 [other // stride % degree for stride, degree in zip(strides, shape, strict=False)]
                 for other in (index, step.to)
             )
-            moved = max(place for place, stride in enumerate(strides[:-1]) if number % stride == 0)
-            assert [(one + (place == moved)) % shape[place] for place, one in enumerate(at)] == to
+            moved = max(ring_rank for ring_rank, stride in enumerate(strides[:-1]) if number % stride == 0)
+            assert [(one + (ring_rank == moved)) % shape[ring_rank] for ring_rank, one in enumerate(at)] == to
 
 
 def static_case(
     node: tuple[int, int], system: tuple[int, int], micro_batch: int, sequence: int
-) -> tuple[Plan, Mesh, Pool]:
+) -> tuple[Plan, Mesh, ContextGroup]:
     """Return a plan, and its pool, of (ulysses, ring) on a node and a system, and two data ranks beyond."""
     sizes = (node[0] * node[1], system[0] * system[1])
     mapping = {
@@ -235,7 +262,11 @@ def static_case(
     plan = Plan(params="device", grads="device", optimizer="device", mapping=mapping, micro_batch=micro_batch)
     mesh = Mesh(tuple((1, 1, ulysses, ring, 1, 1) for ulysses, ring in (node, system)))
     at = {mesh_key(mesh, rank): rank for rank in range(sizes[0] * sizes[1])}
-    return plan, mesh, Pool(tuple(at[key] for key in sorted(at)), node[0] * system[0], (node[1], system[1]), sizes)
+    return (
+        plan,
+        mesh,
+        ContextGroup(tuple(at[key] for key in sorted(at)), node[0] * system[0], (node[1], system[1]), sizes),
+    )
 
 
 def mesh_key(mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -260,18 +291,18 @@ STATIC = [
 def test_a_static_spread_sends_as_much_everywhere(
     node: tuple[int, int], system: tuple[int, int], micro_batch: int, sequence: int, window: int
 ) -> None:
-    plan, mesh, pool = static_case(node, system, micro_batch, sequence)
+    plan, mesh, group = static_case(node, system, micro_batch, sequence)
     documents = sorted({*range(0, micro_batch * sequence, sequence), *range(4, micro_batch * sequence, 11)})
-    spreads, _ = check(static_layout(plan, mesh, sequence, window, documents))
+    token_layouts, _ = check(static_group_layout(plan, mesh, sequence, window, documents))
     ring, ulysses, held = mesh.total("ring"), mesh.total("ulysses"), local_tokens(plan, mesh, sequence)
-    for one in spreads:
-        rows = sent_rows(one, pool)
-        assert (one.num_held, one.num_attended, len(one.rounds)) == (held, ulysses * held, ring)
+    for one in token_layouts:
+        rows = sent_rows(one, group)
+        assert (one.num_local_tokens, one.num_attention_tokens, len(one.rounds)) == (held, ulysses * held, ring)
         assert sum(rows.into) == sum(rows.back) == (ulysses - 1) * held
         chunks = micro_batch * -(-sequence // (2 * ring)) * 2
         assert sum(rows.ring) == (ring - 1) * chunks
         assert rows.ring == (sum(rows.ring) - (system[1] - 1) * chunks, (system[1] - 1) * chunks)
-        assert sum(rows.home) == (chunks if ring > 1 else 0)
+        assert sum(rows.return_gradients) == (chunks if ring > 1 else 0)
         assert sum(rows.gradients) == max(0, ring - 2) * chunks
         sizes = [{num_rows(runs) for _, runs in round_.exchange.sends} for round_ in one.rounds[1:]]
         assert all(size == {chunks} for size in sizes)
@@ -279,57 +310,64 @@ def test_a_static_spread_sends_as_much_everywhere(
 
 def test_work_of_a_causal_ring_is_even_and_one_call_a_round() -> None:
     plan, mesh, _ = static_case((1, 4), (1, 2), 1, 160)
-    spreads, worked = check(static_layout(plan, mesh, 160, 0, [0]))
+    token_layouts, worked = check(static_group_layout(plan, mesh, 160, 0, [0]))
     work = [counter.total() for counter in worked]
     assert max(work) - min(work) <= 10 * 10  # a chunk by itself
-    for one in spreads:
+    for one in token_layouts:
         assert [len(round_.pairs) for round_ in one.rounds[1:]] == [1] * 7
-        assert all(pair.kind is Kind.FULL for round_ in one.rounds[1:] for pair in round_.pairs)
+        assert all(pair.kind is PairKind.FULL for round_ in one.rounds[1:] for pair in round_.pairs)
         causal = [pair.kind for pair in one.rounds[0].pairs]
         assert len(causal) == (1 if one.member == 7 else 2)
 
 
 def test_short_neighbours_share_a_call_and_keys_out_of_reach_are_dropped() -> None:
     segments = [Segment(start, stop, (0,)) for start, stop in pairwise((0, 20, 40, 60, 80, 100, 180))]
-    layout = Layout(segments=tuple(segments), documents=(), held=(((0, 180),),), ulysses=1, num_held=180)
+    layout = GroupLayout(
+        segments=tuple(segments), documents=(), local_runs=(((0, 180),),), ulysses=1, num_local_tokens=180
+    )
     pairs = check(layout)[0][0].rounds[0].pairs
     assert [(pair.queries, pair.kind) for pair in pairs] == [
-        ((0, 60), Kind.MASK),
-        ((60, 100), Kind.MASK),
-        ((100, 180), Kind.CAUSAL),
+        ((0, 60), PairKind.MASK),
+        ((60, 100), PairKind.MASK),
+        ((100, 180), PairKind.CAUSAL),
     ]
     plan, mesh, _ = static_case((1, 4), (1, 1), 1, 800)
-    spreads, _ = check(static_layout(plan, mesh, 800, 50, [0]))
+    token_layouts, _ = check(static_group_layout(plan, mesh, 800, 50, [0]))
     assert (
-        sum(num_rows((pair.keys,)) for one in spreads for round_ in one.rounds[1:] for pair in round_.pairs) == 6 * 49
+        sum(num_rows((pair.keys,)) for one in token_layouts for round_ in one.rounds[1:] for pair in round_.pairs)
+        == 6 * 49
     )
 
 
 def test_bytes_follow_the_table() -> None:
     """By hand: 2 parts, 2 places on the system, a row of 16 tokens in chunks of 4: parts hold 4 and attend to 8."""
-    plan, mesh, pool = static_case((2, 1), (1, 2), 1, 16)
-    one = spread(static_layout(plan, mesh, 16, 0, [0]), 0)
-    assert sent_rows(one, pool) == SentRows(into=(4, 0), ring=(0, 8), gradients=(0, 0), home=(0, 8), back=(4, 0))
+    plan, mesh, group = static_case((2, 1), (1, 2), 1, 16)
+    one = build_token_layout(static_group_layout(plan, mesh, 16, 0, [0]), 0)
+    assert sent_rows(one, group) == SentRows(
+        into=(4, 0), ring=(0, 8), gradients=(0, 0), return_gradients=(0, 8), back=(4, 0)
+    )
     # 8 query heads and 2 key heads of 16: parts have 4 and 1; 2 bytes an item
-    assert sent_bytes(one, pool, Heads(8, 2, 16), 2) == SentBytes(
+    assert sent_bytes(one, group, Heads(8, 2, 16), 2) == SentBytes(
         forward=(32 * 4 * (4 + 2 + 4), 32 * 8 * 2), backward=(32 * 4 * (4 + 4 + 2), 32 * 8 * 2 * 2)
     )
-    few = sent_bytes(one, pool, Heads(8, 1, 16), 2)
-    assert few == sent_bytes(one, pool, Heads(8, 2, 16), 2), "with fewer key heads than parts, each is sent one"
+    few = sent_bytes(one, group, Heads(8, 1, 16), 2)
+    assert few == sent_bytes(one, group, Heads(8, 2, 16), 2), "with fewer key heads than parts, each is sent one"
 
 
 def test_a_spread_is_built_in_milliseconds() -> None:
     """512 documents on 64 places: 20 ms of the process; 4096 on 1024: 300. Best of three, thrice as long allowed."""
-    for num_documents, num_places, limit_s in ((512, 64, 0.02), (4096, 1024, 0.3)):
+    for num_documents, num_ring_ranks, limit_s in ((512, 64, 0.02), (4096, 1024, 0.3)):
         tokens = 1000 * num_documents
-        share = tokens // num_places
-        segments = [Segment(start, start + 1000, (start // 1000 % num_places,)) for start in range(0, tokens, 1000)]
-        segments[-1] = Segment(tokens - 1000, tokens, tuple(range(num_places)), (8, num_places // 8))
-        held = tuple(((place * share, (place + 1) * share),) for place in range(num_places))
+        share = tokens // num_ring_ranks
+        segments = [Segment(start, start + 1000, (start // 1000 % num_ring_ranks,)) for start in range(0, tokens, 1000)]
+        segments[-1] = Segment(tokens - 1000, tokens, tuple(range(num_ring_ranks)), (8, num_ring_ranks // 8))
+        held = tuple(((ring_rank * share, (ring_rank + 1) * share),) for ring_rank in range(num_ring_ranks))
         best = float("inf")
         for _ in range(3):
-            layout = Layout(segments=tuple(segments), documents=(), held=held, ulysses=1, num_held=share)
+            layout = GroupLayout(
+                segments=tuple(segments), documents=(), local_runs=held, ulysses=1, num_local_tokens=share
+            )
             began = time.process_time()
-            spread(layout, num_places // 2)
+            build_token_layout(layout, num_ring_ranks // 2)
             best = min(best, time.process_time() - began)
         assert best < 3 * limit_s

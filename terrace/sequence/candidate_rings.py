@@ -16,13 +16,13 @@ from terrace.sequence.cost import WorkCost, ring_tokens
 
 
 @dataclass(frozen=True)
-class Shape:
-    """`num_children` units below tier `tier`: `degrees` on every tier, `num_places` together."""
+class RingShape:
+    """`num_children` units below tier `tier`: `degrees` on every tier, `num_ring_ranks` together."""
 
     tier: int
     num_children: int
     degrees: tuple[int, ...]
-    num_places: int
+    num_ring_ranks: int
 
     @property
     def ring(self) -> tuple[int, ...]:
@@ -30,19 +30,19 @@ class Shape:
         return tuple(degree for degree in self.degrees if degree > 1) or (1,)
 
 
-class Groups:
-    """The shapes of a pool with `place_degrees` on the tiers, fewest places first, and seconds of lengths on them."""
+class CandidateRings:
+    """The shapes of a pool with `ring_degrees` on the tiers, fewest places first, and seconds of lengths on them."""
 
-    def __init__(self, place_degrees: tuple[int, ...], cost: WorkCost, capacity: int) -> None:
-        assert len(place_degrees) == len(cost.links), (place_degrees, len(cost.links))
-        self.place_degrees, self.cost, self.capacity = place_degrees, cost, capacity
-        self.num_places = math.prod(place_degrees)
-        shapes = [Shape(0, 1, (1,) * len(place_degrees), 1)]
+    def __init__(self, ring_degrees: tuple[int, ...], cost: WorkCost, capacity: int) -> None:
+        assert len(ring_degrees) == len(cost.links), (ring_degrees, len(cost.links))
+        self.ring_degrees, self.cost, self.capacity = ring_degrees, cost, capacity
+        self.num_ring_ranks = math.prod(ring_degrees)
+        shapes = [RingShape(0, 1, (1,) * len(ring_degrees), 1)]
         inside = 1
-        for tier, degree in enumerate(place_degrees):
-            inner, outer = place_degrees[:tier], (1,) * (len(place_degrees) - tier - 1)
+        for tier, degree in enumerate(ring_degrees):
+            inner, outer = ring_degrees[:tier], (1,) * (len(ring_degrees) - tier - 1)
             for count in range(2, degree + 1):
-                shapes.append(Shape(tier, count, (*inner, count, *outer), count * inside))
+                shapes.append(RingShape(tier, count, (*inner, count, *outer), count * inside))
             inside *= degree
         self.shapes = tuple(shapes)
         self._seconds: dict[tuple[int, int], float] = {}
@@ -50,7 +50,7 @@ class Groups:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many places a unit of each tier has."""
-        return tuple(math.prod(self.place_degrees[: tier + 1]) for tier in range(len(self.place_degrees)))
+        return tuple(math.prod(self.ring_degrees[: tier + 1]) for tier in range(len(self.ring_degrees)))
 
     @cached_property
     def _tried(self) -> tuple[tuple[int, list[int], list[int]], ...]:
@@ -63,17 +63,17 @@ class Groups:
         if last not in by_tier[self.shapes[last].tier]:
             by_tier[self.shapes[last].tier].append(last)
         return tuple(
-            (tier, found, [self.shapes[index].num_places for index in found]) for tier, found in by_tier.items()
+            (tier, found, [self.shapes[index].num_ring_ranks for index in found]) for tier, found in by_tier.items()
         )
 
-    def wide(self, num_places: float) -> Iterator[tuple[int, list[int]]]:
+    def wide(self, num_ring_ranks: float) -> Iterator[tuple[int, list[int]]]:
         """Yield tiers and the indices of shapes that cross them, of at least so many places or else the widest."""
         widest = self._tried[-1]
-        for tier, indices, places in self._tried:
-            at = bisect_left(places, num_places)
+        for tier, indices, ring_ranks in self._tried:
+            at = bisect_left(ring_ranks, num_ring_ranks)
             if at < len(indices):
                 yield tier, indices[at:]
-            elif places is widest[2]:
+            elif ring_ranks is widest[2]:
                 yield tier, indices[-1:]
 
     def seconds(self, length: int, index: int) -> float:
@@ -86,4 +86,4 @@ class Groups:
 
     def fits(self, length: int, index: int) -> bool:
         """Whether an empty place has room for its part of a sequence."""
-        return ring_tokens(length, self.shapes[index].num_places) <= self.capacity
+        return ring_tokens(length, self.shapes[index].num_ring_ranks) <= self.capacity

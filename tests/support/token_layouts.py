@@ -3,14 +3,14 @@
 from itertools import pairwise
 
 from terrace.model.attention import AttentionPlans
-from terrace.plan.context import Pool, local_tokens
+from terrace.plan.context import ContextGroup, local_tokens
 from terrace.runtime.batch import Batch
 from terrace.runtime.context import ContextAxis
 from terrace.runtime.engine import Engine
-from terrace.sequence.build import spread
-from terrace.sequence.layout import Layout
+from terrace.sequence.build import build_token_layout
+from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
-from terrace.sequence.view import cut_runs
+from terrace.sequence.token_layout import cut_runs
 from tests.support.parity import Case, cut_rows
 
 
@@ -27,24 +27,31 @@ def assigned(engine: Engine, batch: Batch) -> Batch:
     Tokens are held as they come, so that most are attended to elsewhere.
     """
     program = engine.program
-    pool = Pool.of(program.cluster, program.plan, engine.rank)
-    places, inner = pool.num_places, next(degree for degree in pool.place_degrees if degree > 1)
+    group = ContextGroup.of(program.cluster, program.plan, engine.rank)
+    ring_ranks, inner = group.num_ring_ranks, next(degree for degree in group.ring_degrees if degree > 1)
     rings = [
-        (tuple(range(places)), tuple(degree for degree in pool.place_degrees if degree > 1)),
-        (tuple(range(places - inner, places)), (inner,)),
-        *(((place,), (1,)) for place in range(places)),
+        (tuple(range(ring_ranks)), tuple(degree for degree in group.ring_degrees if degree > 1)),
+        (tuple(range(ring_ranks - inner, ring_ranks)), (inner,)),
+        *(((ring_rank,), (1,)) for ring_rank in range(ring_ranks)),
     ]
-    total, num_held = batch.labels.numel(), local_tokens(program.plan, program.mesh, program.sequence)
+    total, num_local_tokens = batch.labels.numel(), local_tokens(program.plan, program.mesh, program.sequence)
     begins = batch.document_begins()
     segments = tuple(
         Segment(start, stop, *rings[index % len(rings)])
         for index, (start, stop) in enumerate(pairwise((*begins, total)))
     )
-    held = tuple(cut_runs([(0, total)], m * num_held, (m + 1) * num_held) for m in range(len(pool.members)))
-    layout = Layout(
-        segments=segments, documents=(), held=held, ulysses=pool.ulysses, num_held=num_held, window=window_of(engine)
+    held = tuple(
+        cut_runs([(0, total)], m * num_local_tokens, (m + 1) * num_local_tokens) for m in range(len(group.members))
     )
-    return batch.local(spread(layout, pool.members.index(engine.rank)))
+    layout = GroupLayout(
+        segments=segments,
+        documents=(),
+        local_runs=held,
+        ulysses=group.ulysses,
+        num_local_tokens=num_local_tokens,
+        window=window_of(engine),
+    )
+    return batch.local(build_token_layout(layout, group.members.index(engine.rank)))
 
 
 def window_of(engine: Engine) -> int:

@@ -22,15 +22,15 @@ from terrace.cluster import Cluster
 from terrace.data.batches import Arrays, Batches
 from terrace.data.samples import IGNORED, Parts
 from terrace.plan import Layout, Plan
-from terrace.plan.context import CHUNKS_A_PLACE, Pool, chunk_tokens, local_tokens
+from terrace.plan.context import CHUNKS_PER_RING_RANK, ContextGroup, chunk_tokens, local_tokens
 from terrace.plan.mesh import Mesh
-from terrace.sequence.balanced import balanced_layout
-from terrace.sequence.build import spread
+from terrace.sequence.balanced import balanced_group_layout
+from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.micro import micro_steps
 from terrace.sequence.segments import Segment
-from terrace.sequence.static import static_spreads
-from terrace.sequence.view import Run, Spread
+from terrace.sequence.static import static_token_layouts
+from terrace.sequence.token_layout import Run, TokenLayout
 
 Ids = npt.NDArray[np.int64]
 ReadRows = Callable[[Ids], Arrays]
@@ -43,7 +43,7 @@ class LocalMicro:
     inputs: Ids
     labels: Ids
     positions: Ids
-    spread: Spread
+    token_layout: TokenLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class LocalStep:
     balance: float
 
 
-class Spreading:
+class ContextBatches:
     """Makes the micro-batches of a rank under a plan whose ranks attend together."""
 
     def __init__(
@@ -63,11 +63,11 @@ class Spreading:
         self._batches, self._plan, self._num_micros, self._cost = batches, plan, num_micros, cost
         self._mesh, layout = Mesh.of(cluster, plan), Layout.of(cluster, plan)
         self._data_place, self._data_degree = layout.data_place(rank), layout.data_degree
-        self._pool = Pool.of(cluster, plan, rank)
-        self._member = self._pool.members.index(rank)
-        self._num_held = local_tokens(plan, self._mesh, batches.sequence)
+        self._group = ContextGroup.of(cluster, plan, rank)
+        self._member = self._group.members.index(rank)
+        self._num_local_tokens = local_tokens(plan, self._mesh, batches.sequence)
         # A spread that comes again is the same object, and what the engine made of it is of use again.
-        self._static_spread = static_spreads(plan, self._mesh, batches.sequence, cost.window, self._member)
+        self._static_token_layout = static_token_layouts(plan, self._mesh, batches.sequence, cost.window, self._member)
 
     def step(self, step: int) -> LocalStep:
         """Return this rank's part of a step."""
@@ -77,7 +77,7 @@ class Spreading:
             made = [self._assigned(step, parts, rows) for rows in micro_steps(costs, self._num_micros)]
         else:
             made = [self._static(step, parts, micro) for micro in range(self._num_micros)]
-        alike_s = self._num_held * self._cost.token_s
+        alike_s = self._num_local_tokens * self._cost.token_s
         return LocalStep(micros=[micro for micro, _ in made], balance=evenness([each_s for _, each_s in made], alike_s))
 
     def _assigned(self, step: int, parts: Sequence[Parts], rows: Sequence[int]) -> tuple[LocalMicro, Sequence[float]]:
@@ -85,12 +85,12 @@ class Spreading:
         sequence = self._batches.sequence
         runs = [(row * sequence + start, row * sequence + stop) for row in rows for start, stop in parts[row]]
         lengths = [stop - start for start, stop in runs]
-        places = self._pool.place_degrees
-        layout = balanced_layout(lengths, places, self._pool.ulysses, self._num_held, self._cost)
-        made = spread(layout, self._member)
+        ring_ranks = self._group.ring_degrees
+        layout = balanced_group_layout(lengths, ring_ranks, self._group.ulysses, self._num_local_tokens, self._cost)
+        made = build_token_layout(layout, self._member)
         made = replace(made, tokens=placed(made.tokens, runs))
         micro = local_micro(made, sequence, partial(self._batches.rows, step))
-        return micro, assigned_seconds(layout.segments, self._pool.num_places, self._cost)
+        return micro, assigned_seconds(layout.segments, self._group.num_ring_ranks, self._cost)
 
     def _static(self, step: int, parts: Sequence[Parts], micro: int) -> tuple[LocalMicro, Sequence[float]]:
         """Return the micro-batch of the data rank's own rows, and the seconds of each place of all data ranks."""
@@ -99,11 +99,11 @@ class Spreading:
         whole = self._batches.rows(step, np.arange(first, first + size))
         begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
         local = local_micro(
-            self._static_spread(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
+            self._static_token_layout(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
         )
         ring, seconds = self._mesh.total("ring"), []
-        for place in range(self._data_degree):
-            first = (micro * self._data_degree + place) * size
+        for ring_rank in range(self._data_degree):
+            first = (micro * self._data_degree + ring_rank) * size
             rows = [ring_seconds(parts[row], sequence, ring, self._cost) for row in range(first, first + size)]
             seconds += np.sum(rows, axis=0).tolist()
         return local, seconds
@@ -118,21 +118,21 @@ def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
     return begins.reshape(-1)
 
 
-def local_micro(spread: Spread, sequence: int, read: ReadRows) -> LocalMicro:
+def local_micro(token_layout: TokenLayout, sequence: int, read: ReadRows) -> LocalMicro:
     """Return the tokens that a spread says its rank holds; `read` is asked for the rows that they stand in, rising."""
-    rows = rows_of(spread.tokens, sequence)
+    rows = rows_of(token_layout.tokens, sequence)
     inputs, labels, *given = read(rows)
     positions = given[0] if given else np.broadcast_to(np.arange(sequence), inputs.shape)
-    held = np.zeros((3, spread.num_held), dtype=np.int64)
+    held = np.zeros((3, token_layout.num_local_tokens), dtype=np.int64)
     held[1] = IGNORED
     end = 0
-    for start, stop in spread.tokens:
+    for start, stop in token_layout.tokens:
         # The rows between the first and the last of a run are all there, so that it is one run here, too.
         first = int(np.searchsorted(rows, start // sequence)) * sequence + start % sequence
         for target, source in zip(held, (inputs, labels, positions), strict=True):
             target[end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
         end += stop - start
-    return LocalMicro(inputs=held[None, 0], labels=held[None, 1], positions=held[None, 2], spread=spread)
+    return LocalMicro(inputs=held[None, 0], labels=held[None, 1], positions=held[None, 2], token_layout=token_layout)
 
 
 def rows_of(runs: Sequence[Run], sequence: int) -> Ids:
@@ -165,18 +165,18 @@ def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list
         cost.area(last) - cost.area(first) for first, last in zip(edges[:-1] - starts, edges[1:] - starts, strict=True)
     ]
     chunks = edges[:-1] // chunk
-    places = np.minimum(chunks, CHUNKS_A_PLACE * ring - 1 - chunks) if ring > 1 else chunks
-    sums: list[float] = (cost.whole_pair_s * np.bincount(places, pairs, ring)).tolist()
+    ring_ranks = np.minimum(chunks, CHUNKS_PER_RING_RANK * ring - 1 - chunks) if ring > 1 else chunks
+    sums: list[float] = (cost.whole_pair_s * np.bincount(ring_ranks, pairs, ring)).tolist()
     return sums
 
 
-def assigned_seconds(segments: Sequence[Segment], num_places: int, cost: WorkCost) -> list[float]:
+def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: WorkCost) -> list[float]:
     """Return the seconds of attention of each place to segments, of which those of a ring have even parts."""
-    seconds = [0.0] * num_places
+    seconds = [0.0] * num_ring_ranks
     for segment in segments:
-        part_s = cost.whole_s(segment.stop - segment.start) / len(segment.places)
-        for place in segment.places:
-            seconds[place] += part_s
+        part_s = cost.whole_s(segment.stop - segment.start) / len(segment.ring_ranks)
+        for ring_rank in segment.ring_ranks:
+            seconds[ring_rank] += part_s
     return seconds
 
 
@@ -185,5 +185,5 @@ def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
 
     `alike_s` is what every place computes beside.
     """
-    mean_s = sum(alike_s + sum(places) / len(places) for places in seconds)
-    return sum(alike_s + max(places) for places in seconds) / mean_s if mean_s else 1.0
+    mean_s = sum(alike_s + sum(ring_ranks) / len(ring_ranks) for ring_ranks in seconds)
+    return sum(alike_s + max(ring_ranks) for ring_ranks in seconds) / mean_s if mean_s else 1.0

@@ -1,0 +1,86 @@
+"""A `TokenLayout` made ready for its device; all layers of a model share it for one micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrace.model.blockwise import DensePair, dense_mask
+from terrace.plan.context import Heads
+from terrace.runtime.context.peer_exchange import PeerComm, PeerExchange
+from terrace.sequence.token_layout import Mask, Pair, PairKind, TokenLayout, num_rows
+
+
+class UlyssesHeads:
+    """Heads that each Ulysses rank of a ring rank attends with."""
+
+    def __init__(self, heads: Heads, ulysses: int) -> None:
+        ulysses_rank = heads.per_ulysses_rank(ulysses)
+        self.queries, self.keys = ulysses_rank.queries, ulysses_rank.keys
+        self.shared = max(1, ulysses // heads.keys)  # neighbouring ranks that have the same key-value head
+        self._ulysses = ulysses
+
+    def of_queries(self, member: int) -> slice:
+        """Return the query heads of a member of the pool."""
+        ulysses_rank = member % self._ulysses
+        return slice(ulysses_rank * self.queries, (ulysses_rank + 1) * self.queries)
+
+    def of_keys(self, member: int) -> slice:
+        """Return the key-value heads that they need."""
+        first = member % self._ulysses // self.shared * self.keys
+        return slice(first, first + self.keys)
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """`exchange` brings `num_rows` rows of keys; `return_gradients` sends gradients of the rows that go no further."""
+
+    num_rows: int
+    exchange: PeerExchange
+    return_gradients: PeerExchange
+    pairs: tuple[Pair, ...]
+
+
+class DeviceLayout:
+    """The `TokenLayout` of the rank that `comm` belongs to; masks and indexes are made once, on `device`."""
+
+    def __init__(self, token_layout: TokenLayout, comm: PeerComm, device: torch.device) -> None:
+        member = token_layout.member
+        assert member == comm.member, f"a token layout of member {member} on member {comm.member}"
+        self.token_layout, self.comm = token_layout, comm
+        self.num_local_tokens = token_layout.num_local_tokens
+        self.num_attention_tokens = token_layout.num_attention_tokens
+        self.into = PeerExchange.of(token_layout.into, member, device)
+        self.back = self.into.reversed()
+        self.ring_steps = [
+            RingStep(
+                each.num_rows,
+                PeerExchange.of(each.exchange, member, device),
+                PeerExchange.of(each.return_gradients, member, device),
+                each.pairs,
+            )
+            for each in token_layout.rounds
+        ]
+        self.query_runs = [pair.queries for ring_step in self.ring_steps for pair in ring_step.pairs]
+        self._device = device
+        self._masks: dict[tuple[int, int, Mask, torch.dtype], Tensor] = {}
+        self._pairs: dict[tuple[int, torch.dtype], list[DensePair]] = {}
+
+    def pairs(self, step: int, dtype: torch.dtype) -> Sequence[DensePair]:
+        """Return the pairs of a round for queries of `dtype`."""
+        if (step, dtype) not in self._pairs:
+            with torch.inference_mode(False), torch.no_grad():
+                self._pairs[step, dtype] = [self._dense(pair, dtype) for pair in self.ring_steps[step].pairs]
+        return self._pairs[step, dtype]
+
+    def _dense(self, pair: Pair, dtype: torch.dtype) -> DensePair:
+        if pair.kind is not PairKind.MASK:
+            return DensePair(pair.queries, pair.keys, pair.kind.value)
+        assert pair.mask is not None, "a pair of this kind has one"
+        sizes = num_rows((pair.queries,)), num_rows((pair.keys,))
+        key = (*sizes, pair.mask, dtype)
+        if key not in self._masks:
+            mask = pair.mask
+            self._masks[key] = dense_mask(*sizes, mask.shift, mask.begins, mask.window, dtype, self._device)
+        return DensePair(pair.queries, pair.keys, pair.kind.value, self._masks[key])
