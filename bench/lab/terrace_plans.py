@@ -38,7 +38,7 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestan
         timeout=TIMEOUT,
     )
     expected: dict[str, int] = defaultdict(int)
-    for (_, tier), num_bytes in engine.expected_bytes().items():
+    for (_, tier), num_bytes in engine.program.sent_bytes.items():
         expected[tier] += num_bytes
 
     def step(batches: Sequence[Batch]) -> Result:

@@ -9,7 +9,7 @@ needs follow from them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -74,6 +74,11 @@ class Stage:
         """The blocks whose states are here: those that run here and copies of others that these borrow from."""
         return tuple(sorted((*self.own, *self.copies)))
 
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there are backwards among the groups."""
+        return any(group.kind is not Kind.FORWARD for group in self.groups)
+
     def passes(self) -> Iterator[tuple[Group, int, int]]:
         """Yield (group, micro-batch, block) in the order of the step."""
         for group in self.groups:
@@ -136,9 +141,16 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
                     finished[lender].append(number)
     points = {}
     for block, numbers in finished.items():
+        if not numbers:  # forward only
+            continue
         turns = numbers[unit - 1 :: unit]
         if len(numbers) % unit:
             turns.append(numbers[-1])
         turns[-1] = max(turns[-1], latest[block])
         points[block] = turns
     return points
+
+
+def forward_stage(stage: Stage) -> Stage:
+    """The same stage with the forwards of its groups alone, in their order."""
+    return replace(stage, groups=tuple(group for group in stage.groups if group.kind is Kind.FORWARD))

@@ -1,7 +1,7 @@
 """The program: what each rank does in one step, in order."""
 
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
-from terrace.program.lowering import build, build_stages
+from terrace.program.lowering import build, build_stages, forward_programs
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.text import program_text
@@ -17,6 +17,7 @@ __all__ = [
     "StepReport",
     "build",
     "build_stages",
+    "forward_programs",
     "program_text",
     "verify",
     "verify_ranks",

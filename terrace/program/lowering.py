@@ -36,7 +36,7 @@ from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
-from terrace.plan.stage import Group, Kind, Stage, reduction_points, whole_stage
+from terrace.plan.stage import Group, Kind, Stage, forward_stage, reduction_points, whole_stage
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.schedules import Orders
@@ -116,6 +116,16 @@ def build_stages(
             _ = frame.edge  # raises where the size of its messages is not known
         programs.append(replace(frame, instructions=(*_passes(frame, stages), *_end(frame))))
     return programs
+
+
+def forward_programs(programs: Sequence[Program]) -> list[Program]:
+    """Programs of the forwards alone, on the stages of the training programs `programs`, which are all stages.
+
+    They end with a CLIP, which adds up losses and tokens; there is no gradient. The verifier knows them by their stage.
+    """
+    stages = [forward_stage(each.stage) for each in programs]
+    frames = [replace(each, stage=stage, instructions=()) for each, stage in zip(programs, stages, strict=True)]
+    return [replace(frame, instructions=(*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]
 
 
 def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:

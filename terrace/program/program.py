@@ -47,6 +47,11 @@ class Program:
     sequence: int = 0  # tokens of a sequence; only what tensor, context and pipeline ranks send depends on it
 
     @property
+    def trains(self) -> bool:
+        """Whether it is a training step; otherwise it runs forwards alone."""
+        return self.stage.trains
+
+    @property
     def num_micros(self) -> int:
         """Micro-batches of a step."""
         return self.stage.num_micros

@@ -3,8 +3,9 @@
 `verify` walks one rank's instructions and raises `ProgramError` naming the rank, the position, the
 instruction and the rule; terrace.program.verify_ranks compares ranks. The rules:
 
- 1. every micro-batch passes every block of the stage forward exactly once and backward exactly once, whole or in
-    two halves, in dependency order; what another stage makes is received before, and what it reads is sent after;
+ 1. every micro-batch passes every block of the stage forward exactly once and, in a training program, backward exactly
+    once, whole or in two halves, in dependency order; what another stage makes is received before, and what it reads is
+    sent after; a program of forwards alone has no other ops than those of `FORWARD_OPS`;
  2. a block's parameters, and those it borrows, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
  4. every gradient is reduced as often as there are units of micro-batches, each time after a unit more of complete
@@ -36,10 +37,12 @@ def verify(program: Program, rank: int = 0) -> None:
     for position, instruction in enumerate(program.instructions):
         walker.step(position, instruction)
     walker.finish()
-    check_bytes(program, rank)
+    if program.trains:  # the closed formulas are those of a training step
+        check_bytes(program, rank)
     check_memory(program, rank)
 
 
+FORWARD_OPS = frozenset((Op.GATHER, Op.FREE, Op.FORWARD, Op.SEND, Op.RECV, Op.CLIP))
 _DEFAULTS = {item.name: item.default for item in fields(Instruction) if item.name != "op"}
 _UNUSED = {op: [name for name in _DEFAULTS if name not in spec.fields] for op, spec in SPECS.items()}
 
@@ -69,6 +72,8 @@ class _Walker:
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
         self._fields(instruction)
+        if not self.program.trains and (instruction.op not in FORWARD_OPS or instruction.backward):
+            self._fail("the program runs forwards alone")
         if instruction.op is not Op.CLIP and not 0 <= instruction.block < len(self.program.blocks):
             self._fail(f"there is no block {instruction.block}")
         self._checks[instruction.op](instruction)
@@ -99,12 +104,10 @@ class _Walker:
         self.now = Instruction(Op.CLIP)
         if self.resident:
             self._fail_end(f"block {min(self.resident)} is still gathered at the end: FREE it")
-        wanted = [
-            Instruction(op, block, micro)
-            for block in program.stage.own
-            for micro in range(program.num_micros)
-            for op in (Op.FORWARD, self._backward_of(block, micro))
-        ]
+        passes = [(block, micro) for block in program.stage.own for micro in range(program.num_micros)]
+        wanted = [Instruction(Op.FORWARD, *each) for each in passes]
+        if program.trains:
+            wanted += [Instruction(self._backward_of(*each), *each) for each in passes]
         for block in program.stage.held:
             if block in self._trainable:
                 wanted += [Instruction(op, block) for op in (Op.SYNC, Op.UPDATE, Op.REFRESH)]
@@ -145,7 +148,8 @@ class _Walker:
 
     @cached_property
     def _trainable(self) -> frozenset[int]:
-        return frozenset(index for index, block in enumerate(self.program.blocks) if block.num_trainable)
+        blocks = enumerate(self.program.blocks) if self.program.trains else ()
+        return frozenset(index for index, block in blocks if block.num_trainable)
 
     @cached_property
     def _orthogonalised(self) -> frozenset[int]:
@@ -169,7 +173,7 @@ class _Walker:
         edges = []
         for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
             edges += [(False, chunk[-1], onward)] if onward is not None else []
-            edges += [(True, chunk[0], back)] if back is not None else []
+            edges += [(True, chunk[0], back)] if back is not None and stage.trains else []
         return frozenset((*edge[:2], micro, edge[2]) for edge in edges for micro in range(stage.num_micros))
 
     @cached_property

@@ -22,7 +22,8 @@ class Pending:
     """Communication under way, and the instruction that issued it."""
 
     ticket: Ticket
-    counter: int
+    counter: int  # its position in the program
+    instruction: Instruction
 
 
 class Activations:
@@ -60,7 +61,7 @@ class Activations:
         """Post the receive of a RECV."""
         size, dtype = self._program.edge.numel, DTYPES[self._program.plan.compute]
         values = torch.empty(size, dtype=dtype, device=self._device)
-        pending = Pending(self._stages.receive(values, now.peer), counter)
+        pending = Pending(self._stages.receive(values, now.peer), counter, now)
         self._arriving[now.backward, now.block, now.micro] = pending, values
 
     def send(self, now: Instruction, counter: int) -> None:
@@ -71,7 +72,8 @@ class Activations:
             assert self._edge is not None, "an activation is cut only where an axis cuts it"
             padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
             values = padded[self._edge.place * edge.numel :][: edge.numel]
-        self._leaving.append((Pending(self._stages.send(MessageClass.PIPELINE, values, now.peer), counter), values))
+        ticket = self._stages.send(MessageClass.PIPELINE, values, now.peer)
+        self._leaving.append((Pending(ticket, counter, now), values))
         while self._leaving and self._leaving[0][0].ticket.is_done:
             self._leaving.popleft()[0].ticket.wait()  # raises the error of a failed send
 

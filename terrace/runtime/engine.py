@@ -1,6 +1,7 @@
 """The engine: blocks, a plan and a world, ready to step."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,11 +13,11 @@ from terrace.base.errors import ProgramError, TrainingError
 from terrace.cluster import Cluster
 from terrace.comm import Pacer, relative_errors
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass, Plan, step_bytes
+from terrace.plan import MessageClass, Plan
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
-from terrace.program import Program, StepReport, build_stages, verify, verify_stages
+from terrace.program import Program, StepReport, build_stages, forward_programs, verify, verify_stages
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.clock import make_clock
@@ -27,8 +28,10 @@ from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import return_large_buffers
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
+from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.step_runner import Objective, Progress, StepRunner, no_progress
+from terrace.runtime.step_runner import StepRunner
+from terrace.runtime.tensor import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,8 @@ class Engine:
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
+        self._forward: Program | None = None  # made by the first `evaluate`
+        self._evaluated = Counter[tuple[MessageClass, str]]()  # bytes
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
         values = [dict(block.named_parameters()) for block in blocks]
@@ -131,11 +136,44 @@ class Engine:
         argument, and nothing may change it meanwhile. Raises `ModelError` when a block takes none, and
         `TrainingError` naming the message when one that travels in a block format holds inf or nan.
         """
+        return self._run(batches, lr, self.program)
+
+    def evaluate(self, batches: Sequence[Batch], program: Program | None = None) -> StepResult:
+        """Loss and tokens of this rank's micro-batches, as many as of a step; nothing changes, `grad_norm` is 0.
+
+        Every rank calls this. `program` runs forwards alone (terrace.program.forward_programs); without one it is made,
+        which for a pipeline needs the programs of all stages. Raises as `step` does.
+        """
+        if self._forward is None or program is not None:
+            self._forward = program or self._forward_program()
+            verify(self._forward, self.rank)
+        modules = self.state.modules.values()
+        training = [module for module in modules if module.training]
+        for module in training:
+            module.eval()
+        try:
+            return self._run(batches, 0.0, self._forward)
+        finally:
+            self._evaluated.update(self._forward.sent_bytes)
+            for module in training:
+                module.train()
+
+    def _forward_program(self) -> Program:
+        program, stage = self.program, self.program.stage.index
+        programs = [program]
+        if program.stage.num_stages > 1:
+            specs, num_micros, sequence = self.state.specs, program.num_micros, program.sequence
+            programs = build_stages(program.cluster, program.plan, specs, num_micros, sequence)
+            if programs[stage].stage != program.stage:
+                raise ProgramError("the step's program has orders of its own: give `evaluate` a program of the same")
+        return forward_programs(programs)[stage]
+
+    def _run(self, batches: Sequence[Batch], lr: float, program: Program) -> StepResult:
         for axis in self.axes:
             batches = axis.take(batches)
         check_positions(batches, self.state.modules.values())
-        sums = self.runner.run(batches, lr)
-        self._num_steps += 1
+        sums = self.runner.run(batches, lr, program)
+        self._num_steps += program.trains
         figures = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens])
         loss, norm, count, *rounding = torch.cat([figures, sums.rounding]).tolist()
         self.clock.mark("other")
@@ -161,14 +199,13 @@ class Engine:
         self.runner.drain()
 
     def check_bytes(self) -> None:
-        """Drain, and hold the ledger against the plan's formula.
+        """Drain, and hold the ledger against the programs that were run.
 
-        Raises `ProgramError` when a byte was sent that the plan does not declare, or the reverse.
+        Raises `ProgramError` when a byte was sent that no program declares, or the reverse.
         """
         self.drain()
-        measured = self.comm.ledger.total()
-        expected = {key: num_bytes * self._num_steps for key, num_bytes in self.expected_bytes().items()}
-        for axis in self.axes:
+        measured, expected = self.comm.ledger.total(), dict(self.runner.declared_bytes)
+        for axis in self.axes:  # where no formula gives the bytes, the micro-batches do
             expected = {**axis.declared, **expected}
         for key in sorted(measured.keys() | expected.keys()):
             sent, declared = measured.get(key, 0), expected.get(key, 0)
@@ -176,19 +213,13 @@ class Engine:
                 message, tier = key
                 raise ProgramError(
                     f"rank {self.rank} sent {sent} bytes of {message} on tier {tier!r} in {self._num_steps} steps, "
-                    f"but the plan declares {declared}"
+                    f"but the programs declare {declared}"
                 )
 
-    def expected_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Return what the plan's formula says a step sends."""
-        program = self.program
-        stage = program.stage if program.stage.num_stages > 1 else None
-        return step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, stage)
-
     def report(self, time_s: dict[str, float]) -> StepReport:
-        """Return the measured report of a step with these times; bytes are the mean of all steps so far."""
-        steps = max(1, self._num_steps)
-        sent = {key: total // steps for key, total in self.comm.ledger.total().items()}
+        """The measured report of a step with these times; bytes are the mean of all training steps so far."""
+        steps, total = max(1, self._num_steps), self.comm.ledger.total()
+        sent = {key: (num_bytes - self._evaluated[key]) // steps for key, num_bytes in total.items()}
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self.comm.meter.peak())
 
     def refresh(self) -> None:

@@ -54,6 +54,19 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
 
 
 @torch.no_grad()
+def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of a decoder's head on its input (B, S, H) and labels (B, S), in the same chunks."""
+    assert isinstance(module, decoder.Head), "only a decoder's head has its loss in chunks"
+    hidden, flat_labels, matrix = module.norm(inputs).flatten(0, 1), labels.flatten(), module.weight.detach()
+    num_rows = chunk_rows(len(matrix), hidden.device.type)
+    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for start in range(0, len(hidden), num_rows):
+        rows = slice(start, start + num_rows)
+        loss += decoder.token_loss(hidden[rows] @ matrix.t(), flat_labels[rows])
+    return loss
+
+
+@torch.no_grad()
 def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
 

@@ -15,10 +15,9 @@ Communication goes to the lane of the outermost tier it crosses; an instruction 
     UPDATE              the ORTHOGONALISE of its block, under Muon
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,31 +26,22 @@ from terrace.model.decoder import IGNORE_INDEX
 from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
-from terrace.program import Instruction, Op
+from terrace.program import Instruction, Op, Program
 from terrace.runtime.activations import Activations, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.head import chunked_head
+from terrace.runtime.head import chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import squared_norm
+from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.tensor import Objective
 
-Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
-
-
-class Progress(Protocol):
-    """Told where the rank is; `waiting_on` holds the ranks it waits for, itself included."""
-
-    def __call__(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None: ...
-
-
-def no_progress(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
-    """No-op progress callback."""
 
 
 @dataclass(frozen=True)
@@ -137,22 +127,28 @@ class StepRunner:
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs: list[Pending] = []
         self._muon_momentum: dict[int, Pending] = {}
+        self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
-    def run(self, batches: Sequence[Batch], lr: float) -> StepSums:
-        """Run one step; `batches` are this rank's micro-batches. Refreshes may still be under way after it."""
-        assert len(batches) == self._program.num_micros, f"{len(batches)} micro-batches for {self._program.num_micros}"
+    def run(self, batches: Sequence[Batch], lr: float = 0.0, program: Program | None = None) -> StepSums:
+        """Run a program; `batches` are this rank's micro-batches. Refreshes may still be under way after it.
+
+        `program` is any verified program of the same blocks and plan as that of `comm`, which is the default.
+        """
+        program = self._program = program or self._comm.program
+        assert len(batches) == program.num_micros, f"{len(batches)} micro-batches for {program.num_micros}"
         self._batches = batches
         self._lr = lr
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
         self._loss = torch.zeros((), dtype=torch.float64, device=batches[0].inputs.device)
-        self._activations = Activations(self._program, self._stages, self._edge, self._loss.device)
+        self._activations = Activations(program, self._stages, self._edge, self._loss.device)
         self._clock.start()
-        for counter, instruction in enumerate(self._program.instructions):
+        for counter, instruction in enumerate(program.instructions):
             self._counter = counter
             self._progress(counter, instruction, ())
             self._handlers[instruction.op](instruction)
+        self.declared_bytes.update(program.sent_bytes)
         return self._sums
 
     def _tell_waiting(self, ranks: tuple[int, ...]) -> None:
@@ -164,8 +160,7 @@ class StepRunner:
             self._wait(self._refreshes.popitem()[1], "wait refresh")
 
     def _wait(self, pending: Pending, category: str) -> None:
-        instruction = self._program.instructions[pending.counter]
-        self._progress(pending.counter, instruction, self._comm.participants(instruction))
+        self._progress(pending.counter, pending.instruction, self._comm.participants(pending.instruction))
         pending.ticket.wait()
         self._clock.mark(category)
 
@@ -177,8 +172,8 @@ class StepRunner:
                 after.ticket.wait()
             work()
 
-        lane = self._program.message(self._program.instructions[self._counter]).lane
-        return Pending(self._lanes[lane].submit(when_ready), self._counter)
+        now = self._program.instructions[self._counter]
+        return Pending(self._lanes[self._program.message(now).lane].submit(when_ready), self._counter, now)
 
     def _parameters_of(self, block: int) -> tuple[int, ...]:
         return (block, *self._program.blocks[block].borrows)
@@ -187,8 +182,7 @@ class StepRunner:
         for needed in self._parameters_of(block):
             if needed in self._gathers:
                 pending = self._gathers.pop(needed)
-                backward = self._program.instructions[pending.counter].backward
-                self._wait(pending, "wait gather_backward" if backward else "wait gather")
+                self._wait(pending, "wait gather_backward" if pending.instruction.backward else "wait gather")
             if self._program.layout.params == DEVICE and needed in self._refreshes:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
@@ -203,21 +197,24 @@ class StepRunner:
             flat.free()
 
     def _forward(self, now: Instruction) -> None:
-        self._clock.doing = "forward"
+        trains, self._clock.doing = self._program.trains, "forward"
         self._await_parameters(now.block)
         self._progress(self._counter, now, ())
         inputs = self._batches[now.micro].inputs
         if now.block > 0:
-            inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_()
+            inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_(trains)
         if now.block == self._last and self._chunked is not None:
-            self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
+            if trains:
+                self._kept[now.block, now.micro] = _Kept(inputs, None, None)  # its backward runs it
+            else:
+                self._loss += head_loss(self._state.modules[now.block], inputs, self._batches[now.micro].labels)
             self._clock.mark(self._clock.doing)
             return
-        state = random_state(inputs.device) if now.block in self._recomputed else None
-        with torch.set_grad_enabled(state is None):
+        state = random_state(inputs.device) if trains and now.block in self._recomputed else None
+        with torch.set_grad_enabled(trains and state is None):
             output = self._run_block(now.block, inputs, now.micro)
-        kept = output if state is None else None
-        self._kept[now.block, now.micro] = _Kept(inputs, kept, state)
+        if trains:
+            self._kept[now.block, now.micro] = _Kept(inputs, output if state is None else None, state)
         if now.block == self._last:
             self._loss += output.detach()
         else:
@@ -352,7 +349,8 @@ class StepRunner:
         self._reduced.clear()
         # Not `* 0`: that of an infinite norm or loss is not a number.
         nothing = torch.zeros_like(self._loss)
-        counted = [flat.owned for flat in self._state if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
+        flats = self._state if self._program.trains else ()
+        counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
         squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
         num_tokens = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in self._batches]).sum().double()
         values = torch.stack([squares, *((self._loss, num_tokens) if self._counts_loss else (nothing, nothing))])

@@ -149,7 +149,7 @@ def test_ledger_sees_what_the_formula_does_not_declare(pool: LocalPool) -> None:
     assert deviation(one_byte, serial("toy", 8))["parameters"] < TOLERANCE
     for rank, outcome in enumerate(one_byte):
         assert f"rank {rank} sent" in outcome.complaint
-        assert f"bytes of reduce on tier 'node' in {NUM_STEPS} steps, but the plan declares" in outcome.complaint
+        assert f"bytes of reduce on tier 'node' in {NUM_STEPS} steps, but the programs declare" in outcome.complaint
         sent, declared = (int(word) for word in outcome.complaint.split() if word.isdigit() and len(word) > 1)
         assert sent == declared + 1
     assert all("of reduce on tier" in outcome.complaint for outcome in one_message)

@@ -22,7 +22,7 @@ from terrace.runtime.tensor.line import Line
 from terrace.runtime.tensor.loss import vocabulary_loss
 from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, HeadNorm, Norm, RowLinear, TensorAxis
 
-Objective = Callable[[Tensor, Tensor], Tensor]
+Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 
 
 def make_axis(
