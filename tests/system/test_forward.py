@@ -1,0 +1,49 @@
+"""Evaluation on ranks: a program of forwards alone finds the loss of the step, and leaves training as it was."""
+
+import pytest
+
+from terrace.cluster import Cluster
+from terrace.launch.start import LocalPool, World
+from tests.support.parity import ADAMW, TOLERANCE, Case, engine_of, exact, run_case
+from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.toys import cluster_of
+
+TENSOR = {"package": {"tensor": 2}}
+CASES: dict[str, tuple[tuple[int, ...], Case]] = {
+    "zero3": ((2, 2), Case(exact("zero3", cluster_of(2, 2)), num_micros=2, model="llama tied")),
+    "another loss": ((2, 2), Case(exact("zero++", cluster_of(2, 2)), num_micros=2)),
+    "tensor": ((2, 2), Case(exact("zero3", cluster_of(2, 2), mapping=TENSOR), model="deep llama tied")),
+    "interleaved": ((4,), Case(pipelined("ddp", ALONE, "interleaved:2"), num_micros=4, model="deep gpt2")),
+    "1f1b, sharded": ((2, 2), Case(pipelined("zero3", OUTER, "1f1b"), num_micros=3, model="deep llama tied")),
+}
+
+
+def evaluated(world: World, cluster: Cluster, case: Case) -> tuple[list[tuple[float, float, int]], bool, bool]:
+    """(evaluated loss, loss, tokens) of each step; whether training went as without; whether the bytes agree."""
+    engine = engine_of(world, cluster, case)
+    found, results = [], []
+    for step in range(2):
+        batches = case.batches(engine, case, step)
+        before = engine.evaluate(batches)
+        assert before.grad_norm == 0
+        results.append(engine.step(batches, ADAMW.lr))
+        assert before.num_tokens == results[-1].num_tokens
+        found.append((before.loss, results[-1].loss, before.num_tokens))
+    engine.check_bytes()
+    steps = engine.report({}).sent_bytes
+    engine.close()
+    plain = run_case(world, cluster, case)
+    same = list(zip(plain.losses, plain.norms, strict=True))[:2] == [(each.loss, each.grad_norm) for each in results]
+    return found, same, steps == {key: size for key, size in engine.program.sent_bytes.items() if size}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_evaluation_finds_the_loss_of_the_step_and_changes_nothing(pool: LocalPool, name: str) -> None:
+    sizes, case = CASES[name]
+    outcomes = pool.run(cluster_of(*sizes).world_size, evaluated, cluster_of(*sizes), case, timeout_s=120.0)
+    for found, same, counted in outcomes:
+        assert same
+        assert counted
+        for evaluated_loss, loss, num_tokens in found:
+            assert evaluated_loss == pytest.approx(loss, rel=TOLERANCE)
+            assert num_tokens > 0
