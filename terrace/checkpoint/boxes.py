@@ -11,12 +11,12 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) on each dim
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box of a whole array."""
+    """The box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def sizes(box: Box) -> tuple[int, ...]:
-    """Return the shape of a box."""
+    """The shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -26,7 +26,7 @@ def numel(box: Box) -> int:
 
 
 def shifted(box: Box, offsets: Sequence[int]) -> Box:
-    """Return the box moved by an offset on each dim."""
+    """The box moved by an offset on each dim."""
     return tuple((start + offset, stop + offset) for (start, stop), offset in zip(box, offsets, strict=True))
 
 
@@ -63,7 +63,7 @@ def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def uncovered(box: Box, others: Sequence[Box]) -> Box | None:
-    """Return a part of `box` that none of the others covers, or None when all of it is covered.
+    """A part of `box` that none of the others covers, or None when all of it is covered.
 
     Splits around the middle one of the others: when they are sorted, their number halves with every split.
     """
@@ -80,7 +80,7 @@ def uncovered(box: Box, others: Sequence[Box]) -> Box | None:
 
 
 def to_text(box: Box) -> str:
-    """Return a box as indices of Python, "0:4,8:16"; that of a scalar is empty."""
+    """A box as indices of Python, "0:4,8:16"; that of a scalar is empty."""
     return ",".join(f"{start}:{stop}" for start, stop in box)
 
 

@@ -41,12 +41,12 @@ Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step` steps."""
+    """The folder of the checkpoint after `step` steps."""
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first."""
+    """The complete checkpoints in a folder, oldest first."""
     if not checkpoints.is_dir():
         return []
     found = [path for path in checkpoints.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
@@ -54,12 +54,12 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """The step in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def latest(run_folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None."""
+    """The newest complete checkpoint of a run, or None."""
     found = complete(run_folder / "checkpoints")
     return found[-1] if found else None
 
@@ -67,7 +67,7 @@ def latest(run_folder: Path) -> Path | None:
 def checkpoint_bytes(
     blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, master_bytes: int, compute_bytes: int
 ) -> int:
-    """Return the size of a checkpoint of whole blocks on disk, without headers."""
+    """The size of a checkpoint of whole blocks on disk, without headers."""
     return sum(
         param.numel
         * len(KINDS[group_of(param, optimizer, is_layer(index, len(blocks)))])
@@ -78,7 +78,7 @@ def checkpoint_bytes(
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
-    """Return the group and the shape of every parameter of whole blocks."""
+    """The group and the shape of every parameter of whole blocks."""
     return {
         block.name: {
             param.name: (group_of(param, optimizer, is_layer(index, len(blocks))), list(param.shape))
@@ -89,7 +89,7 @@ def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> di
 
 
 def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
-    """Return the name of a piece in its file."""
+    """The name of a piece in its file."""
     return f"{block}/{parameter}[{to_text(box)}]/{kind}"
 
 
@@ -101,7 +101,7 @@ def manifest_of(
     facts: Mapping[str, Any],
     files: Files,
 ) -> dict[str, Any]:
-    """Return the manifest of a model's checkpoint; `blocks` are whole."""
+    """The manifest of a model's checkpoint; `blocks` are whole."""
     layout = block_layouts(blocks, optimizer)
     used = {group for parameters in layout.values() for group, _ in parameters.values()}
     return {
@@ -116,7 +116,7 @@ def manifest_of(
 
 
 def encode(manifest: Mapping[str, Any]) -> str:
-    """Return the text of a manifest, with its checksum."""
+    """The text of a manifest, with its checksum."""
     return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
 
 
@@ -132,7 +132,7 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
-    """Say whether a file has the checksum of its entry in the manifest; raises `OSError`."""
+    """Whether a file has the checksum of its entry in the manifest; raises `OSError`."""
     with path.open("rb", buffering=0) as file:
         if "crc32" not in entry:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])

@@ -109,7 +109,7 @@ class Checkpoint:
             part.values[kind][within(box, part.box)].copy_(stored)
 
     def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """Return the whole parameters of a block: parameter -> kind -> tensor; without `kinds` in all that each has.
+        """The whole parameters of a block: parameter -> kind -> tensor; without `kinds` in all that each has.
 
         Raises `CheckpointError` as `fill` does.
         """
@@ -170,7 +170,7 @@ class Checkpoint:
 
 
 def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
-    """Return the newest checkpoint of a run that is whole, verified, and what is wrong with each newer one.
+    """The newest checkpoint of a run that is whole, verified, and what is wrong with each newer one.
 
     Raises `CheckpointError` when there is none, with what is wrong with each.
     """

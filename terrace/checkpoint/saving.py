@@ -118,7 +118,7 @@ class Saver:
         return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
 
     def news(self) -> Saved | None:
-        """Return the next checkpoint that has been completed and was not returned yet."""
+        """The next checkpoint that has been completed and was not returned yet."""
         return self._told.popleft() if self._told else None
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Saver:
 
 
 def _own_connection(store: Any) -> Any:
-    """Return a client of the same store that no other thread uses; one that cannot be cloned is shared."""
+    """A client of the same store that no other thread uses; one that cannot be cloned is shared."""
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, dist.DistError, RuntimeError):

@@ -57,12 +57,12 @@ def partial_of(folder: Path, life: str = "") -> Path:
 
 
 def part_of(partial: Path, rank: int) -> Path:
-    """Return the file that says what a rank has written; it is there once all of that is on disk."""
+    """The file that says what a rank has written; it is there once all of that is on disk."""
     return partial / f"rank-{rank:05d}.json"
 
 
 def not_written(folder: Path, why: str) -> str:
-    """Return the message of a save that failed."""
+    """The message of a save that failed."""
     return (
         f"cannot write a checkpoint in {folder.parent} ({why}): free space or name another --folder; "
         "earlier checkpoints are untouched"

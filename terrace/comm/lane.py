@@ -144,5 +144,5 @@ class StreamLane(Lane):
 
 
 def make_lane(device: torch.device) -> Lane:
-    """Return the lane for this device."""
+    """The lane for this device."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane()

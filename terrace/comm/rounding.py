@@ -37,7 +37,7 @@ class Origin:
         meter.add("feedback", 0)  # a category of every report, as in the formula
 
     def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
-        """Return the residual [rows, numel], in fp32, of one hop; zero at first."""
+        """The residual [rows, numel], in fp32, of one hop; zero at first."""
         key = (message, tier, leg)
         if key not in self._residuals:
             self._residuals[key] = torch.zeros(rows, numel, dtype=torch.float32, device=self._device)
@@ -88,7 +88,7 @@ class ErrorLog:
 
 
 def relative_errors(messages: tuple[MessageClass, ...], totals: list[float]) -> dict[str, float]:
-    """Return the relative error of each message class that sent something, from what `ErrorLog.take` summed."""
+    """The relative error of each message class that sent something, from what `ErrorLog.take` summed."""
     found = {}
     for message, squared, square in zip(messages, totals[::2], totals[1::2], strict=True):
         if square != 0.0:

@@ -44,7 +44,7 @@ class HeartbeatStore:
         return beats
 
     def elect(self, attempt: int) -> bool:
-        """Say whether this rank is the first to ask for the post-mortem of this attempt."""
+        """Whether this rank is the first to ask for the post-mortem of this attempt."""
         return bool(self._store.add(f"ticket/{attempt}", 1) == 1)
 
     def withdraw(self, attempt: int) -> None:
@@ -56,7 +56,7 @@ class HeartbeatStore:
         return bytes(self._store.compare_set("verdict", "", verdict)).decode()
 
     def verdict(self) -> str | None:
-        """Return the verdict, if there is one."""
+        """The verdict, if there is one."""
         return bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else None
 
     def _read(self, ranks: range) -> list[Heartbeat]:

@@ -41,7 +41,7 @@ class Heartbeat:
     rank: int = -1
 
     def encode(self) -> str:
-        """Return the text kept in the store."""
+        """The text kept in the store."""
         return json.dumps(asdict(self))
 
     @property
@@ -50,7 +50,7 @@ class Heartbeat:
         return (self.step, self.counter)
 
     def where(self) -> str:
-        """Return the position in words."""
+        """The position in words."""
         return f"step {self.step}, instruction {self.counter} `{self.text}`"
 
 

@@ -40,7 +40,7 @@ class _Member:
         return [self.link, self.process.sentinel]
 
     def report(self) -> Report | None:
-        """Return the report that has arrived; None when the process died without one."""
+        """The report that has arrived; None when the process died without one."""
         try:
             if self.link.poll():
                 report = self.link.recv()
@@ -138,7 +138,7 @@ class ProcessPool:
     def _collect(
         self, members: list[_Member], deadline_s: float | None, deaths: list[str]
     ) -> tuple[list[Report], list[int]]:
-        """Return the reports in order of arrival, and the ranks still silent if nothing else failed."""
+        """The reports in order of arrival, and the ranks still silent if nothing else failed."""
         reports: list[Report] = []
         pending = dict(enumerate(members))
         failed = False
@@ -193,7 +193,7 @@ class ProcessPool:
 
 
 def one_error(reports: list[Report], deaths: list[str]) -> Exception:
-    """Return the error that stands for a failed call.
+    """The error that stands for a failed call.
 
     A rank's own error comes first, since the others only follow from it; then what the watchdogs found;
     then a process that died unseen; then a lost connection that nobody explains.

@@ -60,7 +60,7 @@ class _Place:
 
 
 def detect() -> bool:
-    """Say whether a launcher (torchrun, srun, mpirun) started this process as one of several ranks.
+    """Whether a launcher (torchrun, srun, mpirun) started this process as one of several ranks.
 
     Raises `ConfigError` when one did, but did not say where the ranks meet.
     """
@@ -68,19 +68,19 @@ def detect() -> bool:
 
 
 def world_size() -> int | None:
-    """Return the number of ranks that a launcher started, or None without one; raises as `detect` does."""
+    """The number of ranks that a launcher started, or None without one; raises as `detect` does."""
     place = _place()
     return None if place is None else place.world_size
 
 
 def is_restarted() -> bool:
-    """Say whether torchrun has started the ranks again, or Slurm has put the job into its queue again."""
+    """Whether torchrun has started the ranks again, or Slurm has put the job into its queue again."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def pace() -> float | None:
-    """Return the factor by which `terrace rehearse run --paced` slows every link down, if it started this process.
+    """The factor by which `terrace rehearse run --paced` slows every link down, if it started this process.
 
     Raises `ConfigError` for a value that is not a number above 0.
     """

@@ -118,7 +118,7 @@ class Vote:
         self._wish = ("failed", text)
 
     def after(self, num_done: int) -> Stop | None:
-        """Return the stop that is due now that `num_done` steps are done; the same on every rank."""
+        """The stop that is due now that `num_done` steps are done; the same on every rank."""
         if num_done % self._every:
             return None
         if self._wish is None and self._signal.name is not None:

@@ -97,7 +97,7 @@ class Watchdog:
         self._place = (step, counter, what, None)
 
     def explain(self, error: BaseException) -> HangError:
-        """Return the error that names the culprit, after a collective failed here with `error`.
+        """The error that names the culprit, after a collective failed here with `error`.
 
         Takes about four intervals; the process's connections must stay open meanwhile.
         """
@@ -239,7 +239,7 @@ class Watchdog:
             self._die(message, EXIT_HANG if kind == "hang" else EXIT_STOPPED)
 
     def _agree(self, cause: _Cause) -> str | None:
-        """Return the verdict that all ranks share, or None when this rank moved on meanwhile."""
+        """The verdict that all ranks share, or None when this rank moved on meanwhile."""
         place = self._place
         patient = cause == "stopped" and self._stops and self._state is None
         for attempt in range(_ATTEMPTS):
@@ -295,7 +295,7 @@ class Watchdog:
 
 
 def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: bool = False) -> Watchdog:
-    """Return the watchdog of `world`, which delivers its message the way the launcher wants it.
+    """The watchdog of `world`, which delivers its message the way the launcher wants it.
 
     `stops` says that the main thread ends the run in order after SIGTERM.
     """

@@ -38,13 +38,13 @@ class World:
 
 
 def open_store(address: str, port: int, *, host_it: bool, timeout_s: float) -> Store:
-    """Return a client of the store at `address`; with `host_it` serve it, too (port 0: a free one)."""
+    """A client of the store at `address`; with `host_it` serve it, too (port 0: a free one)."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(address, port, is_master=host_it, wait_for_workers=False, timeout=timeout)
 
 
 def is_communication_error(error: BaseException, *, waiting: bool) -> bool:
-    """Say whether `error` is a peer's trouble seen from here, and not this rank's own.
+    """Whether `error` is a peer's trouble seen from here, and not this rank's own.
 
     With `waiting` (the rank was inside a collective) a bare `RuntimeError` counts too. Its subclasses,
     out of memory among them, never do.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, hidden_size
@@ -68,7 +68,7 @@ def stage_sends(stage: Stage, mesh: Mesh, edge: Edge, compute: str) -> Iterator[
         yield mesh.edge_tier(stage.index, peer), edge.numel * FORMATS[compute].element_bytes
 
 
-def tie_bytes(flats: Sequence[FlatSpec], master: str) -> int:
+def tie_bytes(flats: Sequence[FlatParamSpec], master: str) -> int:
     """Return the bytes that a rank sends to sum up the gradient of a block that two stages hold."""
     shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
     return sum(shards) * FORMATS[master].element_bytes

@@ -17,7 +17,7 @@ from terrace.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class FlatSpec:
+class FlatParamSpec:
     """One flat buffer: its parameters in order, matrices, which decay, first; and the layout of its slices.
 
     The first `num_orthogonal` elements are matrices that the optimizer updates as wholes: under Muon those of layers.
@@ -49,17 +49,17 @@ def world(cluster: Cluster, plan: Plan) -> Layout:
     return Layout.of(cluster, plan, ORDER)
 
 
-def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatSpec, ...], ...]:
+def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatParamSpec, ...], ...]:
     """Return the flat buffers of every block, the trainable ones first.
 
     `blocks` is what one tensor rank holds. Raises `PlanError` for whole blocks of a plan with a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
     layouts: dict[tuple[str, ...], Layout] = {}
-    known: dict[tuple[tuple[ParamSpec, ...], bool], tuple[FlatSpec, ...]] = {}  # most blocks of a model are alike
-    found: dict[tuple[int, bool], tuple[FlatSpec, ...]] = {}  # and share a tuple, whose number is read faster
+    known: dict[tuple[tuple[ParamSpec, ...], bool], tuple[FlatParamSpec, ...]] = {}  # most blocks of a model are alike
+    found: dict[tuple[int, bool], tuple[FlatParamSpec, ...]] = {}  # and share a tuple, whose number is read faster
 
-    def flats(params: tuple[ParamSpec, ...], orthogonal: bool) -> tuple[FlatSpec, ...]:
+    def flats(params: tuple[ParamSpec, ...], orthogonal: bool) -> tuple[FlatParamSpec, ...]:
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
         for param in params:
             groups.setdefault((param.trainable and param.numel > 0, param.shared), []).append(param)
@@ -69,7 +69,7 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
                 layouts[shared] = Layout.of(cluster, plan, (*HOLDERS, *shared))
             ordered = tuple(sorted(members, key=lambda param: not param.decays))
             whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
-            made.append(FlatSpec(layouts[shared], ordered, trainable, whole))
+            made.append(FlatParamSpec(layouts[shared], ordered, trainable, whole))
         return tuple(made)
 
     keys = []
@@ -89,7 +89,7 @@ def is_layer(block: int, num_blocks: int) -> bool:
     return 0 < block < num_blocks - 1
 
 
-def orthogonalised(flats: Sequence[Sequence[FlatSpec]], held: Sequence[int]) -> list[int]:
+def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:
     """Return the blocks of `held` that have matrices which the optimizer updates as wholes."""
     return [block for block in held if any(flat.num_orthogonal for flat in flats[block])]
 

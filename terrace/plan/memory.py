@@ -27,7 +27,7 @@ from itertools import chain
 from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import tie_bytes
-from terrace.plan.flats import FlatSpec, block_flats, everyone, orthogonalised
+from terrace.plan.flats import FlatParamSpec, block_flats, everyone, orthogonalised
 from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
 from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import Mesh
@@ -95,7 +95,7 @@ def model_state_bytes(
     return {category: total[category] for category in CATEGORIES}
 
 
-def slice_bytes(plan: Plan, parts: Sequence[FlatSpec]) -> dict[str, int]:
+def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
     """Bytes that a rank keeps throughout the step of a block with the flat buffers `parts`, by category."""
     total: dict[str, int] = defaultdict(int)
     for flat in parts:
@@ -104,7 +104,7 @@ def slice_bytes(plan: Plan, parts: Sequence[FlatSpec]) -> dict[str, int]:
     return total
 
 
-def _steady(plan: Plan, flat: FlatSpec) -> dict[str, int]:
+def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
     """Return the bytes by category that are there throughout the step, of one flat buffer."""
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
@@ -128,7 +128,7 @@ def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
     return 0 if update == "lion" else min(owned, num_elementwise)
 
 
-def _peak_directions(flats: Sequence[Sequence[FlatSpec]], held: Sequence[int]) -> int:
+def _peak_directions(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> int:
     """Return the most elements of layers gathered for Muon at once: each while the one before it is updated."""
     sizes = [
         sum(flat.padded for flat in flats[block] if flat.num_orthogonal and flat.layout.span(flat.layout.optimizer) > 1)
@@ -179,7 +179,7 @@ def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffer
 
 
 def _largest_buffers(
-    layout: Layout, plan: Plan, stays: Sequence[Residency], flats: Sequence[Sequence[FlatSpec]]
+    layout: Layout, plan: Plan, stays: Sequence[Residency], flats: Sequence[Sequence[FlatParamSpec]]
 ) -> int:
     """The largest message of every lane. A message of a block is one after the other for each of its flat buffers."""
     sources: dict[tuple[MessageClass, int | None], bool] = dict.fromkeys(
@@ -188,7 +188,7 @@ def _largest_buffers(
     for stay in stays:
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         sources[message, layout.params if stay.opening else layout.params_backward] = True
-    largest: dict[tuple[tuple[str, ...], bool, bool], FlatSpec] = {}
+    largest: dict[tuple[tuple[str, ...], bool, bool], FlatParamSpec] = {}
     for flat in chain(*flats):
         key = (flat.layout.axes, flat.trainable, flat.num_orthogonal > 0)
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: as steep as can be at zero while it stays near one
 UPDATE_RMS = 0.2  # times sqrt(max(n, m)): the size of AdamW's updates (Liu et al., arXiv 2502.16982, section 2.2)
@@ -16,7 +16,7 @@ def iteration_products(shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=4096)
-def matrices_of_a_rank(flat: FlatSpec) -> tuple[tuple[int, ...], ...]:
+def matrices_of_a_rank(flat: FlatParamSpec) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the matrices that reach into a rank's slice of a flat buffer, of the rank with most work."""
     size = flat.padded // flat.layout.span(flat.layout.optimizer)
     extents, start = [], 0

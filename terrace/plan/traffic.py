@@ -26,7 +26,7 @@ from terrace.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import edge_of, stage_sends, tie_bytes
-from terrace.plan.flats import FlatSpec, block_flats, everyone, world
+from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
 from terrace.plan.hops import block_hops, control_numbers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -56,7 +56,7 @@ def step_bytes(
     flats = block_flats(cluster, plan, blocks)
     total: Bytes = defaultdict(int)
 
-    def add(message: MessageClass, flat: FlatSpec, times: int = 1, source: int | None = None) -> None:
+    def add(message: MessageClass, flat: FlatParamSpec, times: int = 1, source: int | None = None) -> None:
         for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 

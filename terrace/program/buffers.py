@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.edges import tie_bytes
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.memory import CATEGORIES, accumulates_in_place, arena_bytes, slice_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
@@ -79,7 +79,7 @@ def state_buffers(
     plan: Plan,
     stage: Stage,
     blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatSpec]],
+    flats: Sequence[Sequence[FlatParamSpec]],
     instructions: Sequence[Instruction],
     messages: Iterable[Message],
 ) -> tuple[Buffer, ...]:
@@ -96,7 +96,7 @@ def state_buffers(
 
 
 def _slices(
-    plan: Plan, stage: Stage, blocks: Sequence[BlockSpec], flats: Sequence[Sequence[FlatSpec]]
+    plan: Plan, stage: Stage, blocks: Sequence[BlockSpec], flats: Sequence[Sequence[FlatParamSpec]]
 ) -> Iterator[Buffer]:
     known: dict[int, dict[str, int]] = {}  # most blocks are alike, and share their flat buffers
     for index in stage.held:
@@ -123,7 +123,7 @@ _GIVES = {Op.FREE: Op.GATHER, Op.UPDATE: Op.ORTHOGONALISE}
 def _visiting(
     plan: Plan,
     blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatSpec]],
+    flats: Sequence[Sequence[FlatParamSpec]],
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
     """Full parameters, Muon's momentum and the gradients of shared blocks: taken and given back by instructions."""
@@ -156,7 +156,7 @@ def _visiting(
 def _gradients(
     plan: Plan,
     blocks: Sequence[BlockSpec],
-    flats: Sequence[Sequence[FlatSpec]],
+    flats: Sequence[Sequence[FlatParamSpec]],
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
     """Gradients on their way to be reduced, where autograd does not add into the accumulated gradient itself.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import Hop, block_hops, control_numbers, hops_coding_bytes
 from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
 from terrace.plan.memory import gather_buffers, reduce_buffers
@@ -68,7 +68,7 @@ class Message:
 
 
 def block_message(
-    message_class: MessageClass, everyone: Layout, plan: Plan, flats: Sequence[FlatSpec], source: int | None = None
+    message_class: MessageClass, everyone: Layout, plan: Plan, flats: Sequence[FlatParamSpec], source: int | None = None
 ) -> Message:
     """The message of a class about one block, whose flat buffers are `flats`.
 
@@ -98,7 +98,7 @@ def block_message(
     return _collective(message_class, plan, lane, tiers, everyone, transfers)
 
 
-def _carries(message_class: MessageClass, flat: FlatSpec) -> bool:
+def _carries(message_class: MessageClass, flat: FlatParamSpec) -> bool:
     if message_class is MessageClass.ORTHOGONALISE:
         return flat.num_orthogonal > 0
     return flat.trainable or message_class in _OF_ALL

@@ -10,7 +10,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of, tie_bytes
-from terrace.plan.flats import FlatSpec, block_flats, everyone, world
+from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
@@ -77,7 +77,7 @@ class Program:
         return edge_of(self.tensor, self.blocks)
 
     @cached_property
-    def flats(self) -> tuple[tuple[FlatSpec, ...], ...]:
+    def flats(self) -> tuple[tuple[FlatParamSpec, ...], ...]:
         """The flat buffers of every block."""
         return block_flats(self.cluster, self.plan, self.blocks)
 

@@ -70,5 +70,5 @@ class CudaClock(Clock):
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Return the clock for this device."""
+    """The clock for this device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

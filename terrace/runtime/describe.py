@@ -13,7 +13,7 @@ from terrace.model.spec import BlockSpec, ParamSpec, freeze
 
 
 def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence[str] = ()) -> tuple[BlockSpec, ...]:
-    """Return the specs of `blocks`.
+    """The specs of `blocks`.
 
     `frozen` holds patterns over `block.parameter`; a parameter whose `requires_grad` is off is frozen as
     well. Raises `ModelError` for a pattern that matches nothing.

@@ -246,7 +246,7 @@ def _checked(
     num_micros: int,
     sequence: int,
 ) -> Program:
-    """Return the program of a rank: the one that is given, if it is for what is asked, or a new one."""
+    """The program of a rank: the one that is given, if it is for what is asked, or a new one."""
     mesh = Mesh.of(cluster, plan)
     stage = mesh.stage(rank)
     if program is None:

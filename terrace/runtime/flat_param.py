@@ -15,7 +15,7 @@ from terrace.comm import Collectives, Meter, Origin, StageP2P
 from terrace.comm.collectives import DTYPES
 from terrace.model.spec import ParamSpec
 from terrace.plan import MessageClass, Plan
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, keeps_master
 from terrace.runtime.gradients import GradientViews
@@ -39,7 +39,7 @@ class FlatParam:
     def __init__(
         self,
         name: str,
-        spec: FlatSpec,
+        spec: FlatParamSpec,
         rank: int,
         plan: Plan,
         device: torch.device,

@@ -68,7 +68,7 @@ def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
+    """The sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
 
     The gradient of `weight` (V, H), if it trains, is recorded; it is returned where there is no queue for it, as
     beside compiled blocks. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,

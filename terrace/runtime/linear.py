@@ -34,7 +34,7 @@ class Sink(Protocol):
     """Where gradients are kept; `GradientViews` is one."""
 
     def gradient_of(self, parameter: Tensor) -> tuple[Tensor, bool]:
-        """Return the gradient of `parameter`, and whether it is the caller who gives it its first values."""
+        """The gradient of `parameter`, and whether it is the caller who gives it its first values."""
 
 
 @dataclass
@@ -123,11 +123,11 @@ class WeightQueue:
         self._records: deque[_Record] = deque()
 
     def __len__(self) -> int:
-        """Return the number of records that wait."""
+        """The number of records that wait."""
         return len(self._records)
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Return whether a gradient of `parameter` may be recorded here."""
+        """Whether a gradient of `parameter` may be recorded here."""
         return parameter in self._sinks
 
     def add(self, record: _Record, at_once: bool = False) -> None:
@@ -177,7 +177,7 @@ class WeightGradients:
                 parameter.gradients = self
 
     def queue(self, hold: bool) -> WeightQueue:
-        """Return an empty queue."""
+        """An empty queue."""
         return WeightQueue(self._sinks, hold)
 
     @contextmanager

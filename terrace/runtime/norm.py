@@ -7,7 +7,7 @@ _NORM_ROW = 4096
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """Return the sum of squares of a 1-D tensor as an fp64 scalar.
+    """The sum of squares of a 1-D tensor as an fp64 scalar.
 
     One fp32 sum over a large shard is percents too low on a CPU, and by how much depends on the size of
     the shard, so on the plan: rows of a few thousand are summed in the tensor's dtype, the rows in fp64.

@@ -46,7 +46,7 @@ def make_optimizer(
     config: OptimizerConfig,
     compute: torch.dtype,
 ) -> Optimizer:
-    """Return the optimizer of the slice `master` that begins at `start` of its flat buffer.
+    """The optimizer of the slice `master` that begins at `start` of its flat buffer.
 
     Of the buffer the first `num_decayed` elements take weight decay; `extents` are its matrices that Muon updates.
     """

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Return the state of the generator of `device`."""
+    """The state of the generator of `device`."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

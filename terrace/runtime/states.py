@@ -24,7 +24,7 @@ def is_trained(spec: ParamSpec) -> bool:
 
 
 def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str:
-    """Return the group of a parameter under an optimizer's settings; `in_layer`: of a layer, not of the ends."""
+    """The group of a parameter under an optimizer's settings; `in_layer`: of a layer, not of the ends."""
     if not is_trained(spec):
         return FROZEN
     if optimizer.name == "muon":

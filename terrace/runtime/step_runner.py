@@ -282,7 +282,7 @@ class StepRunner:
         return self._objective(output, batch.labels) if block == self._last else output
 
     def _take(self, key: Key) -> Tensor:
-        """Return an activation or a gradient; where another stage made it, wait for it."""
+        """An activation or a gradient; where another stage made it, wait for it."""
         pending = self._activations.arriving(key)
         if pending is None:
             return self._activations.take(key)

@@ -63,7 +63,7 @@ class Tracer:
         self._steps.append(step)
 
     def recordings(self) -> list[Recording]:
-        """Return a recording of every traced step, the messages that the step before left included.
+        """A recording of every traced step, the messages that the step before left included.
 
         To be called once, after `Engine.drain`: messages that the last step left have then ended.
         """
@@ -136,7 +136,7 @@ class Tracer:
         return float(origin.elapsed_time(stamp)) / 1e3
 
     def _recording(self, before: _Step | None, step: _Step) -> Recording:
-        """Return the recording of a step; of the step before it has the messages alone, under negative times."""
+        """The recording of a step; of the step before it has the messages alone, under negative times."""
         spans: list[Span] = []
         first = 0
         known: dict[int, list[int]] = {}  # position of a message in the program -> the numbers of its spans

@@ -25,7 +25,7 @@ from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass
 from terrace.plan.context import attention_heads
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
@@ -188,7 +188,7 @@ def update_seconds(program: Program) -> tuple[float, ...]:
     return tuple(update)
 
 
-def newton_schulz_s(program: Program, flats: Sequence[FlatSpec]) -> float:
+def newton_schulz_s(program: Program, flats: Sequence[FlatParamSpec]) -> float:
     """Return the seconds of Muon's products on the matrices that reach into a rank's part of a block; else 0."""
     device, dtype = program.cluster.device, program.plan.compute
     return NUM_STEPS * sum(
@@ -200,7 +200,7 @@ def newton_schulz_s(program: Program, flats: Sequence[FlatSpec]) -> float:
     )
 
 
-def _owned(flats: Sequence[FlatSpec]) -> int:
+def _owned(flats: Sequence[FlatParamSpec]) -> int:
     """Return how many parameters of a block a rank updates."""
     return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in flats if flat.trainable)
 

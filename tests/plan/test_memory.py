@@ -17,7 +17,7 @@ from terrace.comm import Meter
 from terrace.launch.start import LocalPool
 from terrace.model.spec import ParamSpec
 from terrace.plan import Layout, Plan, preset
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.plan.memory import model_state_bytes
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
@@ -137,7 +137,7 @@ def test_nothing_but_shards_is_held_before_the_first_step() -> None:
     cluster, meter = cluster_of(2, 2), Meter()
     plan = replace(preset("zero3", cluster), compute="fp32")
     params = (ParamSpec(name="weight", shape=(30, 3)), ParamSpec(name="bias", shape=(7,)))
-    spec = FlatSpec(Layout.of(cluster, plan), params, trainable=True)
+    spec = FlatParamSpec(Layout.of(cluster, plan), params, trainable=True)
     flat = FlatParam("block", spec, 2, plan, torch.device("cpu"), meter)
     assert flat.full.untyped_storage().nbytes() == 0
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in flat.parameters)

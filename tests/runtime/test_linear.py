@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from terrace.comm import Meter
 from terrace.comm.collectives import DTYPES
 from terrace.plan import Layout, preset
-from terrace.plan.flats import FlatSpec
+from terrace.plan.flats import FlatParamSpec
 from terrace.program import Instruction, Op
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, replace_parameters
@@ -55,7 +55,7 @@ class Adopted:
             chosen = tuple(spec for spec in specs if spec.trainable == trainable)
             if not chosen:
                 continue
-            spec = FlatSpec(layout, chosen, trainable)
+            spec = FlatParamSpec(layout, chosen, trainable)
             flat = FlatParam("block", spec, 0, plan, torch.device("cpu"), Meter())
             if world > 1:
                 flat.materialise()
