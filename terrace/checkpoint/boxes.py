@@ -1,7 +1,7 @@
 """Boxes: the parts of arrays that a checkpoint is made of. Pure arithmetic.
 
-A box has a range on every dim; that of a scalar has none. Elements [start, stop) of an array in row-major order are the
-end of a row, whole rows and the beginning of a row, and so on inside a row: 2n - 1 boxes at most for n dims.
+A box has a range on every dim, so the box of a scalar has none. Elements [start, stop) of an array in row-major order
+are the end of a row, whole rows and the beginning of a row, and so on inside a row: 2n - 1 boxes at most for n dims.
 """
 
 import math
@@ -31,13 +31,13 @@ def shifted(box: Box, offsets: Sequence[int]) -> Box:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes of one array have in common; None for nothing."""
+    """The intersection of two boxes of one array; None if it is empty."""
     common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return how to index an array of `outer`'s elements for those of `box`, which lies inside."""
+    """The index of `box` in an array that holds the elements of `outer`, a box around it."""
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
@@ -80,7 +80,7 @@ def uncovered(box: Box, others: Sequence[Box]) -> Box | None:
 
 
 def to_text(box: Box) -> str:
-    """A box as indices of Python, "0:4,8:16"; that of a scalar is empty."""
+    """A box in Python's notation, "0:4,8:16"; the empty text for a scalar."""
     return ",".join(f"{start}:{stop}" for start, stop in box)
 
 
@@ -94,7 +94,6 @@ def from_text(text: str) -> Box:
 
 
 def _around(box: Box, hole: Box) -> Iterator[Box]:
-    """Yield boxes that hold what of `box` lies outside `hole`, which lies inside; some may be empty."""
     for dim, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
         yield (*hole[:dim], (start, first), *box[dim + 1 :])
         yield (*hole[:dim], (last, stop), *box[dim + 1 :])

@@ -1,19 +1,20 @@
-"""What a checkpoint is on disk. It knows nothing of the plan.
+"""The format of a checkpoint on disk, which does not depend on the plan.
 
 A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds
 pieces: boxes of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank
-of any plan finds what it needs by intersecting boxes. Which kinds of state a parameter has is said by its group
-(terrace.runtime.states): the first kind is its value. Padding is not stored, and no element twice. The manifest has
+of any plan finds its elements by intersecting boxes. The group of a parameter names its kinds of state
+(terrace.runtime.states); the first kind is its value. Padding is not stored, and no element twice. The manifest has
 
     groups   group -> kinds of state
     layout   block -> parameter -> [group, shape of the whole parameter]
     files    file -> its size, its CRC-32 and its pieces: block -> parameter -> boxes
 
 and, in `checksum`, the SHA-256 of its own other entries. A CRC-32 finds every damage within 32 bits and misses any
-other once in 2^32; it is there against bad disks and cut copies, not against an attacker, and costs less than half of
-SHA-256. A checkpoint is written into a hidden folder beside it, synced, and renamed: it is there whole or not at all.
+other once in 2^32; it is there against bad disks and truncated copies, not against an attacker, and costs less than
+half of SHA-256. A checkpoint is written into a hidden folder next to its final one, synced, and renamed: it exists
+completely or not at all.
 
-Format 2, which is read too, has SHA-256 of files and knows the optimizer AdamW alone.
+Format 2, which can still be read, has SHA-256 checksums of files and no optimizer other than AdamW.
 """
 
 import hashlib
@@ -121,7 +122,7 @@ def encode(manifest: Mapping[str, Any]) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Read a manifest back; raises `ValueError` when it is damaged."""
+    """Parse the text of a manifest; raises `ValueError` when it is damaged."""
     manifest = json.loads(text)
     if not isinstance(manifest, dict):
         raise ValueError("it holds no table")
@@ -166,7 +167,6 @@ def _from_format_2(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(layout: BlockLayout | None) -> dict[str, str]:
-    """Return what each parameter of a block is, in words."""
     return {name: f"{group} {shape}" for name, (group, shape) in (layout or {}).items()}
 
 

@@ -1,11 +1,11 @@
-"""What a rank holds of the flat buffers of a block, in boxes of whole parameters.
+"""The state of a rank as boxes of whole parameters.
 
 A rank keeps a range of a flat buffer, and the buffer holds slices of parameters, padded where a dim does not divide:
 
     range of the buffer -> for each parameter, a range of its slice -> boxes of the slice -> without padding, and
     moved to where the slice begins: boxes of the whole parameter
 
-Nothing of the plan is left in the last form. Writing and reading both work on it.
+The last form no longer depends on the plan. Writing, reading and resharding work on it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from terrace.plan.tensor_traffic import Tensor as TensorAxis
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.states import FROZEN, KINDS
 
-Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the part of a whole parameter that a rank holds
+Slices = Callable[[ParamSpec], tuple[slice, ...]]  # the slice of a whole parameter that a rank holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,12 @@ class Part:
 
 
 def slices_of(tensor: TensorAxis, rank: int) -> Slices:
-    """Return what of each parameter `rank` holds."""
+    """The slice of each whole parameter that `rank` holds."""
     return partial(rank_slices, places=tensor.places(rank), degrees=tensor.degrees)
 
 
 def held(flat: FlatParam) -> list[Held]:
-    """What a checkpoint stores of a flat parameter: its state on the optimizer tier, or its frozen values."""
+    """The state of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values."""
     tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
     start, is_first = flat.part(tier).start, flat.is_first(tier)
     if not flat.spec.trainable:

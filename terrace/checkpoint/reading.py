@@ -1,4 +1,4 @@
-"""Reading a checkpoint: checks first, then any box of any parameter."""
+"""Reading checkpoints: integrity checks, then any box of any parameter."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -68,7 +68,7 @@ class Checkpoint:
             pieces.sort()
 
     def verify(self) -> None:
-        """Hold every file against its size and checksum, and the pieces against the whole parameters.
+        """Compare every file with its size and checksum, and the pieces with the whole parameters.
 
         Raises `CheckpointError` naming the first that is bad.
         """
@@ -78,7 +78,7 @@ class Checkpoint:
         for block, layout in self.layout.items():
             for name, (_, shape) in layout.items():
                 if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
-                    raise CheckpointError(f"{self.folder} has more of {block}.{name} than there is: {_INSTEAD}")
+                    raise CheckpointError(f"{self.folder} has elements of {block}.{name} twice: {_INSTEAD}")
 
     def _verify_file(self, name: str) -> None:
         path, file = self.folder / name, self.files[name]
@@ -99,8 +99,8 @@ class Checkpoint:
     def fill(self, block: str, wanted: Sequence[Part]) -> None:
         """Read boxes of parameters of one block into the parts' values.
 
-        Only what overlaps is read, with one file open and one overlap in memory at a time. Raises `CheckpointError`
-        for elements that are not there and files that cannot be read.
+        Only overlapping elements are read, with one file open and one overlap in memory at a time. Raises
+        `CheckpointError` for missing elements and unreadable files.
         """
         for index, kind, box, stored in self._stored(
             block, [(part.parameter, part.box, part.values) for part in wanted]
@@ -109,7 +109,7 @@ class Checkpoint:
             part.values[kind][within(box, part.box)].copy_(stored)
 
     def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """The whole parameters of a block: parameter -> kind -> tensor; without `kinds` in all that each has.
+        """The whole parameters of a block: parameter -> kind -> tensor; without `kinds`, all kinds.
 
         Raises `CheckpointError` as `fill` does.
         """
@@ -170,9 +170,9 @@ class Checkpoint:
 
 
 def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest checkpoint of a run that is whole, verified, and what is wrong with each newer one.
+    """The newest intact checkpoint of a run, verified, and the damage of each newer one.
 
-    Raises `CheckpointError` when there is none, with what is wrong with each.
+    Raises `CheckpointError` when none is intact, with the damage of each.
     """
     wrong: list[str] = []
     for folder in reversed(complete(run_folder / "checkpoints")):
@@ -191,8 +191,8 @@ def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load parameters and optimizer state into the engine. Every rank calls this.
 
-    Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call
-    `checkpoint.verify()` on one rank before: here only what is read is looked at.
+    Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call `checkpoint.verify()` on
+    one rank before: this checks only the elements that it reads.
     """
     check_model(checkpoint.folder, checkpoint.layout, engine.state.specs, engine.state.settings)
     slices = slices_of(engine.program.tensor, engine.rank)

@@ -14,7 +14,7 @@ from terrace.checkpoint.parts import Part
 
 @dataclass(frozen=True)
 class Copy:
-    """The elements in `box` of one array, from the box `source` of those stored to the box `target` of those wanted."""
+    """The elements `box` of one array, copied from stored box number `source` to wanted box number `target`."""
 
     source: int
     target: int

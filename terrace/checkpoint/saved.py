@@ -6,9 +6,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint that is complete, and what it cost this rank."""
+    """A complete checkpoint and its cost on this rank."""
 
     folder: Path
     num_bytes: int  # of this rank
-    stalled_s: float  # that training stood still: to wait for the save before, and to copy
+    stalled_s: float  # training stood still: waiting for the previous save, and copying
     write_s: float  # until all ranks had written and the folder was renamed

@@ -1,12 +1,12 @@
-"""Saving beside training: the state is copied at the end of a step, and a thread writes the copy.
+"""Saving in the background: the state is copied at the end of a step, and a thread writes the copy.
 
     main thread    ... step 100 | copy | step 101 | step 102 | ...          | copy |
     its thread                         | write, checksum, sync | commit |
 
-The ranks agree on a commit over keys of the store, so nothing of it comes between the messages of a step: each counts
-itself when its part is on disk, and rank 0 waits for the count, joins the parts and renames the folder. A rank that
-cannot write says why; then the folder is removed and every rank learns of it. One save is under way at a time: when
-the next is due before it has ended, training waits.
+The ranks agree on a commit through keys of the store, so saving sends no message between the messages of a step. Each
+rank increments a counter when its part is on disk; rank 0 waits for the counter, joins the parts and renames the
+folder. A rank that cannot write publishes the reason; then the folder is removed and every rank raises the error. One
+save is under way at a time: when the next is due before it has ended, training waits.
 """
 
 import shutil
@@ -49,9 +49,9 @@ _DONE = "done"
 class Saver:
     """Writes the checkpoints of a run. Every rank of the world has one, and calls it after the same steps.
 
-    `staging_bytes` of main memory hold the copy: as much as this rank writes, from the first save on to the end of the
-    run, or for the time of a save where training is to wait for it (`background` is false). `limit_s` bounds how long
-    rank 0 waits for the parts of others after its own.
+    `staging_bytes` of main memory, the size of this rank's part, hold the copy: from the first save to the end of the
+    run, or only during a save where training waits for it (`background` is false). `limit_s` bounds how long rank 0
+    waits for the parts of others after its own.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Saver:
         self._folder, self._stalled_s = run_folder, 0.0
         self._outcome: str | None = None  # of the save under way, once it has ended
         self._error: BaseException | None = None
-        self._told = deque[Saved]()  # what the thread adds, no other may overwrite
+        self._finished = deque[Saved]()  # appended by the thread
         self._life = self._agree_on_life()
 
     @property
@@ -84,9 +84,9 @@ class Saver:
         return self._thread.is_alive()
 
     def start(self, step: int) -> None:
-        """Copy the state as it is after `step` steps and begin to write it; waits for a save under way before.
+        """Copy the state after `step` steps and begin to write it, once a save under way has ended.
 
-        Raises `CheckpointError` on every rank when a save has failed that this call waited for.
+        Raises `CheckpointError` on every rank when the save that this call waited for has failed.
         """
         begin_s = time.perf_counter()
         self.finish()
@@ -112,14 +112,14 @@ class Saver:
 
     @property
     def problem(self) -> str | None:
-        """What went wrong with the last save, once it is known; then it is the same on every rank."""
+        """The error of the last save, once it is known; then it is the same on every rank."""
         if self._error is not None:
             return f"{type(self._error).__name__}: {self._error}"
         return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
 
     def news(self) -> Saved | None:
         """The next checkpoint that has been completed and was not returned yet."""
-        return self._told.popleft() if self._told else None
+        return self._finished.popleft() if self._finished else None
 
     def close(self) -> None:
         """Wait for a save under way, and for the other ranks to have heard of it: the store may be in this process.
@@ -134,7 +134,7 @@ class Saver:
                 self._wait(lambda: self._store.add("left", 0) == self._world.world_size, _LEAVE_S)
 
     def _agree_on_life(self) -> str:
-        """Clear away what earlier lives have left, and agree on a name that none of them used."""
+        # A restarted run must not mistake the files of an earlier life for its own: the name is new.
         if self._world.rank == 0:
             self._life = uuid.uuid4().hex[:8]
             problem = attempt(lambda: clear_leftovers(folder_of(self._run_folder, 0).parent))
@@ -146,13 +146,13 @@ class Saver:
         return life
 
     def _save(self, step: int) -> None:
-        """The thread: this rank's part, then the commit or its news. Nothing may leave it but by what it sets."""
+        # Runs in the thread: results and errors leave it through attributes only.
         begin_s, folder, number = time.perf_counter(), self._folder, self._number
         try:
             outcome = self._write(step, folder, number)
             if outcome == _DONE:
                 write_s = time.perf_counter() - begin_s
-                self._told.append(
+                self._finished.append(
                     Saved(folder=folder, num_bytes=self.staging_bytes, stalled_s=self._stalled_s, write_s=write_s)
                 )
             self._outcome = outcome
@@ -162,7 +162,6 @@ class Saver:
                 self._give_up(number, f"rank {self._world.rank}: {type(error).__name__}: {error}")
 
     def _give_up(self, number: int, problem: str) -> None:
-        """Let the others know that this rank has an error that no user can mend."""
         if self._world.rank == 0:
             self._store.set(f"{number}/outcome", problem)
         else:
@@ -182,7 +181,6 @@ class Saver:
         return bytes(self._store.get(f"{number}/outcome")).decode()
 
     def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
-        """Rank 0: wait for all parts, and commit them unless one is missing."""
         count = self._world.world_size
         if not self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s):
             absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
@@ -197,7 +195,6 @@ class Saver:
         return problem or _DONE
 
     def _wait(self, until: Callable[[], bool], limit_s: float | None) -> bool:
-        """Ask again and again, ever more seldom; say whether it came."""
         begin_s, pause_s = time.monotonic(), _POLL_S
         while not until():
             if limit_s is not None and time.monotonic() - begin_s > limit_s:
@@ -208,7 +205,7 @@ class Saver:
 
 
 def _own_connection(store: Any) -> Any:
-    """A client of the same store that no other thread uses; one that cannot be cloned is shared."""
+    # A store client serves one call at a time; one that cannot be cloned is shared with the main thread.
     try:
         return store.clone()
     except (AttributeError, NotImplementedError, dist.DistError, RuntimeError):

@@ -1,9 +1,9 @@
-"""What a rank writes, copied at one moment into memory of its own that is laid out as its file.
+"""A consistent copy of the state that a rank writes, in memory laid out as its file.
 
-The copy takes no longer than memory needs; training goes on over it while the file is written from the copy. It takes
-as many bytes as the rank's file, for the whole run: in main memory, pinned where the state is on a CUDA device.
+Copying runs at the speed of memory; training continues while the file is written from the copy. The copy has the size
+of the rank's file and stays for the whole run: in main memory, pinned where the state is on a CUDA device.
 
-A file is one of safetensors: the length of a header in 8 bytes, the header in JSON, then the tensors without gaps.
+The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without gaps.
 """
 
 import json
@@ -29,10 +29,10 @@ _ALIGNED = 8  # where the tensors begin in a file
 
 
 class Snapshot:
-    """The pieces that a rank is the first to hold, as one file's content.
+    """The pieces that a rank is the first to hold, as the content of one file.
 
-    `slices` says what the rank holds of each parameter. The tensors of `flats` must stay where they are: `take`
-    copies from them again and again.
+    `slices` gives the rank's slice of each parameter. The tensors of `flats` must keep their storage: every `take`
+    copies from them.
     """
 
     def __init__(self, flats: Iterable[FlatParam], slices: Slices) -> None:
@@ -52,7 +52,7 @@ class Snapshot:
         self._copies: list[Tensor] = []
 
     def take(self) -> None:
-        """Copy everything as it is now; returns when that is done."""
+        """Copy the current state; returns when the copy is complete."""
         if self._staging is None:
             self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
             self._copies, start = [], 0
@@ -72,11 +72,11 @@ class Snapshot:
         self._staging, self._copies = None, []
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write what was taken and sync it; return the file's entry in the manifest. Raises `OSError`.
+        """Write the copy and sync it; returns the file's entry in the manifest. Raises `OSError`.
 
-        The checksum is computed meanwhile, in a thread of its own. Safe in any thread, but not beside `take`.
+        Another thread computes the checksum meanwhile. Safe in any thread, but not concurrently with `take`.
         """
-        assert self._staging is not None, "nothing was taken"
+        assert self._staging is not None, "write follows take"
         buffer: Any = self._staging.numpy()
         data = memoryview(buffer)
         with ThreadPoolExecutor(1, "checksum") as hasher, path.open("wb", buffering=0) as file:

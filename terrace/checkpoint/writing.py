@@ -1,9 +1,9 @@
-"""Writing a checkpoint: every rank its own pieces and what they are, then rank 0 the manifest and the rename.
+"""Writing checkpoints: every rank writes its pieces and their list, rank 0 the manifest, then renames the folder.
 
     .step-00000100.partial/    made by every rank: its rank-00007.safetensors and, once that is synced, rank-00007.json
     step-00000100/             rank 0 has joined the small files into manifest.json, and renamed the folder
 
-At any instant there are the complete checkpoints of before, or these and the new one.
+At any instant the folder holds either the earlier checkpoints, or these and the new one, all complete.
 """
 
 import json
@@ -26,7 +26,7 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
     The newest `keep` checkpoints stay. Raises `CheckpointError` on every rank when any of them could not
-    write; what was there before is untouched then, and nothing half-written is left.
+    write; earlier checkpoints are untouched then, and no partial file is left.
     """
     folder = folder_of(run_folder, step)
     partial = partial_of(folder)
@@ -47,17 +47,17 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
 
 
 def snapshot_of(engine: Engine) -> Snapshot:
-    """Return what this rank writes of the engine's state."""
+    """The part of the engine's state that this rank writes."""
     return Snapshot(engine.state, slices_of(engine.program.tensor, engine.rank))
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
-    """Return where a checkpoint is written before it is complete; `life` keeps runs of the same folder apart."""
+    """The folder of an incomplete checkpoint; `life` keeps runs of the same folder apart."""
     return folder.with_name(f".{folder.name}.{life}{'.' * bool(life)}partial")
 
 
 def part_of(partial: Path, rank: int) -> Path:
-    """The file that says what a rank has written; it is there once all of that is on disk."""
+    """The file that lists the pieces of a rank; it exists once they are on disk."""
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -70,7 +70,7 @@ def not_written(folder: Path, why: str) -> str:
 
 
 def attempt(work: Callable[[], object]) -> str | None:
-    """Do it; return what went wrong with a file, in words."""
+    """Run `work`; returns the reason of a file error, None without one."""
     try:
         work()
     except OSError as error:
@@ -79,7 +79,7 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 
 def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
-    """Write what a rank has taken. Raises `OSError`."""
+    """Write the snapshot of a rank. Raises `OSError`."""
     partial.mkdir(parents=True, exist_ok=True)
     part, files = part_of(partial, rank), {}
     if snapshot.pieces:
@@ -89,7 +89,7 @@ def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
 
 
 def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
-    """Join what all ranks have written, rename it to its place and remove what is too old. Raises `OSError`."""
+    """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`."""
     files: Files = {}
     num_updates = 0
     for rank in range(engine.program.cluster.world_size):
@@ -106,18 +106,18 @@ def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mappin
     partial.rename(folder)
     sync_folder(folder.parent)
     shutil.rmtree(folder.with_name(f".{folder.name}{_REPLACED}"), ignore_errors=True)
-    # What is newer may be damaged, if the run went on from before it: it is neither counted nor removed.
+    # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
     earlier = [path for path in complete(folder.parent) if step_of(path) <= step]
     for old in earlier[:-keep] + [path for path in earlier[-keep:] if step_of(path) == 0 < step]:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def clear_leftovers(checkpoints: Path) -> None:
-    """Make the folder of checkpoints, and remove what saves that were cut short have left. Raises `OSError`."""
+    """Make the folder of checkpoints and remove the remains of interrupted saves. Raises `OSError`."""
     checkpoints.mkdir(parents=True, exist_ok=True)
     for left in checkpoints.glob(f".step-*{_REPLACED}"):
         whole = left.with_name(left.name.removeprefix(".").removesuffix(_REPLACED))
-        if not whole.exists():  # cut short between the two renames of `commit`
+        if not whole.exists():  # interrupted between the two renames of `commit`
             left.rename(whole)
     for left in checkpoints.glob(".step-*"):
         shutil.rmtree(left)

@@ -1,4 +1,4 @@
-"""The lane: where communication runs beside computation, in program order.
+"""Lanes: communication that overlaps computation, in program order.
 
 A rank has a lane for each tier that is the outermost of some message. On a lane messages leave in the order in
 which the program issued them, so every member of a group issues the same order. On a CPU a lane is a thread that
@@ -19,12 +19,12 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when what follows may read the result; raises what the work raised."""
+        """Block until following work may read the result; raises the error of the work."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether it has ended; nobody is made to wait."""
+        """Whether the work has ended, without waiting for it."""
 
 
 class Lane(ABC):
@@ -32,7 +32,7 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], None]) -> Ticket:
-        """Run `work` after everything submitted before, and after the computation issued so far."""
+        """Run `work` after earlier submitted work and after the computation issued so far."""
 
     @property
     def failed(self) -> bool:
@@ -41,7 +41,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self, wait: bool = True) -> None:
-        """Stop the lane, without `wait` even if its work will never end; work not yet started is dropped."""
+        """Stop the lane and drop work not yet started; without `wait`, do not wait for running work."""
 
 
 class _ThreadTicket(Ticket):
@@ -81,7 +81,7 @@ class ThreadLane(Lane):
         return self._error is not None
 
     def close(self, wait: bool = True) -> None:
-        """Let the thread finish what it runs and end."""
+        """Let the thread finish its current work and end."""
         self._queue.put(None)
         if wait:
             self._thread.join()
@@ -115,13 +115,12 @@ class _StreamTicket(Ticket):
 
 
 class StreamLane(Lane):
-    """A CUDA stream beside the current one. The host never blocks.
+    """A CUDA stream other than the current one. The host never blocks.
 
     Work waits for the computation issued before it, so a buffer that the computation released in
     program order may be written by later work, and memory that work allocated may be freed without a
-    wait. The other way round it may not: whoever submits work keeps what the computation allocated and
-    the work reads or writes alive until the ticket was waited for. The device need not be the current
-    one.
+    wait. The reverse does not hold: whoever submits work keeps the tensors that the computation allocated and
+    the work uses alive until the ticket was waited for. The device need not be the current one.
     """
 
     def __init__(self, device: torch.device) -> None:

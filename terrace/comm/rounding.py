@@ -1,14 +1,14 @@
-"""What rounding takes from messages: kept for the next one, and measured.
+"""Rounding errors of messages: fed back into the next message, and measured.
 
 Error feedback (arXiv 1901.09847): a rank that sends x over some hop keeps the residual
 
     r <- (x + r) - decoded(x + r)          and sends          encoded(x + r)
 
-so that over many steps the sum of what arrives follows the sum of what was meant.
+so that over many steps the sum of the decoded messages follows the sum of the exact ones.
 
 The relative error of a message class in a step is sqrt(sum of squared errors / sum of squares), over the
-messages of all ranks. It is measured on a sample of what a rank sends to its first peer, another part at each
-visit, because decoding everything once more would cost as much as the message.
+messages of all ranks. It is measured on a sample of the message to a rank's first peer, another part at each
+visit, because decoding whole messages again would double their cost.
 """
 
 import math
@@ -26,7 +26,7 @@ _Key = tuple[MessageClass, str, int]  # message class, origin, tier
 
 
 class Origin:
-    """Whose messages these are: a block's name, for errors, the layout of its slices, residuals of its gradients."""
+    """The source of messages: a block's name, for errors, the layout of its slices, residuals of its gradients."""
 
     def __init__(self, name: str, layout: Layout, device: torch.device, meter: Meter) -> None:
         self.name = name
@@ -59,7 +59,7 @@ class ErrorLog:
         self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
 
     def sample(self, key: _Key, leg: str, numel: int, block: int) -> slice:
-        """Return which part of a message of `numel` elements to measure; it begins at a block."""
+        """The part of a message of `numel` elements to measure; it begins at a codec block."""
         visit = self._visits[key, leg]
         self._visits[key, leg] += 1
         places = max(1, -(-numel // _SAMPLE_NUMEL))
@@ -71,7 +71,7 @@ class ErrorLog:
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
     def take(self) -> Tensor:
-        """Return [squared error, square] of every lossy class, one after the other, and begin anew."""
+        """[squared error, square] of every lossy class, concatenated; the sums start again at zero."""
         total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
         for (message, _, _), sums in self._sums.items():
             total[self.messages.index(message)] += sums
@@ -79,7 +79,7 @@ class ErrorLog:
         return total.view(-1)
 
     def not_finite(self) -> list[str]:
-        """Name the messages of the last `take` that held inf or nan."""
+        """Messages of the last `take` that held inf or nan, by name."""
         return [
             f"{message.value} of block {origin!r}"
             for (message, origin, _), sums in self._last.items()
@@ -88,7 +88,7 @@ class ErrorLog:
 
 
 def relative_errors(messages: tuple[MessageClass, ...], totals: list[float]) -> dict[str, float]:
-    """The relative error of each message class that sent something, from what `ErrorLog.take` summed."""
+    """Relative error of each message class that was used, from the sums of `ErrorLog.take` over all ranks."""
     found = {}
     for message, squared, square in zip(messages, totals[::2], totals[1::2], strict=True):
         if square != 0.0:

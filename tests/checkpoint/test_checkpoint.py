@@ -216,7 +216,7 @@ def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
     boxes = table["files"][file.name]["pieces"]["block.1"]
     boxes["up.weight"].append("3:5,0:6")
     manifest.write_text(encode(table))
-    assert "has more of block.1.up.weight than there is" in refused(Checkpoint(folder).verify)
+    assert "has elements of block.1.up.weight twice" in refused(Checkpoint(folder).verify)
     boxes["up.weight"] = ["0:3,0:6", "5:12,0:6"]
     manifest.write_text(encode(table))
     for work in (Checkpoint(folder).verify, lambda: restore(engine, Checkpoint(folder))):
