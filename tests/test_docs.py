@@ -14,7 +14,7 @@ import pytest
 from terrace.cluster import Cluster, Device, Tier
 from terrace.cluster.cluster import Kernels
 from terrace.data.config import DataConfig
-from terrace.model.lora import LoraConfig
+from terrace.model.lora.config import LoraConfig
 from terrace.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig

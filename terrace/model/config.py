@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import read_table
-from terrace.model.families import ACTIVATIONS, FAMILIES
-from terrace.model.hf_config import read_fields, without_dropout, write_table
+from terrace.model.hf.config import read_fields, without_dropout, write_table
+from terrace.model.hf.families import ACTIVATIONS, FAMILIES
 from terrace.model.rope import RopeScaling
 from terrace.model.spec import BlockSpec, ParamSpec
 

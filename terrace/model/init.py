@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.lora import DOWN, UP
+from terrace.model.lora.config import DOWN, UP
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 

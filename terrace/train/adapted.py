@@ -8,8 +8,8 @@ from terrace.base.schema import dump, load
 from terrace.checkpoint.reading import Checkpoint
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
-from terrace.model.lora import LoraConfig
-from terrace.model.lora_modules import add_adapters, merged_parameters
+from terrace.model.lora.config import LoraConfig
+from terrace.model.lora.modules import add_adapters, merged_parameters
 from terrace.train.config import RunConfig
 
 FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null

@@ -25,7 +25,7 @@ from terrace.data.sources import (
     beside,
 )
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
-from terrace.model.lora import LoraConfig, with_adapters
+from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
 from terrace.plan.hops import lossy_messages

@@ -8,9 +8,9 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.reading import Checkpoint
 from terrace.model.config import parse_model
-from terrace.model.lora import is_adapter
-from terrace.model.peft import write_adapter
-from terrace.model.pretrained import write_pretrained
+from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.lora.config import is_adapter
+from terrace.model.lora.peft import write_adapter
 from terrace.train.adapted import lora_of, merged_values
 
 

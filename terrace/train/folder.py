@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import DataError
-from terrace.model.hf_folder import (
+from terrace.model.hf.folder import (
     CHAT_TEMPLATE,
     CONFIG,
     GENERATION,
@@ -61,7 +61,7 @@ def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
 def check_weights(run: "RunConfig") -> None:
     """Raise `ModelError` unless the weights that a run starts from are there and fit its model."""
     if run.train.weights:
-        from terrace.model.pretrained import Pretrained
+        from terrace.model.hf.pretrained import Pretrained
 
         Pretrained(run.train.weights, run.model).check()
 

@@ -34,10 +34,10 @@ from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
 from terrace.model.config import num_params, to_table
 from terrace.model.decoder import token_loss
+from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
-from terrace.model.lora import is_adapter
+from terrace.model.lora.config import is_adapter
 from terrace.model.pair_kernels import describe
-from terrace.model.pretrained import Pretrained
 from terrace.plan.context import is_context_parallel
 from terrace.program import StepReport
 from terrace.runtime.engine import Engine, StepResult

@@ -15,8 +15,8 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.data.tokenizer import Tokenizer, load_tokenizer
 from terrace.model.config import ModelConfig, block_specs, load_model, parse_model
 from terrace.model.decoder import build_blocks
-from terrace.model.hf_folder import CONFIG, GENERATION, TOKENIZER, holds_weights
-from terrace.model.pretrained import Pretrained
+from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, holds_weights
+from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.train.adapted import merged_values
 from terrace.train.config import RunConfig, parse_run

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
-from terrace.model.lora import is_adapter
-from terrace.model.pretrained import Pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.lora.config import is_adapter
 from tests.cli.test_cli_export import write_folder
 from tests.support.tiny_runs import one_line, terrace, write_run
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from terrace.model.config import num_params, parse_model, to_table
-from terrace.model.hf_config import published_table
+from terrace.model.hf.config import published_table
 
 # The config.json files of published models (sizes and whatever else tells families apart), and how many elements their
 # weight files hold, a tied matrix once.

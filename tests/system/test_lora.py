@@ -20,11 +20,11 @@ from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, run_blocks, token_loss
+from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initial_value
-from terrace.model.lora import LoraConfig, is_adapter, with_adapters
-from terrace.model.lora_modules import Value, add_adapters, merged
-from terrace.model.peft import write_adapter
-from terrace.model.pretrained import write_pretrained
+from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
+from terrace.model.lora.modules import Value, add_adapters, merged
+from terrace.model.lora.peft import write_adapter
 from terrace.plan import Plan, preset
 from terrace.plan.memory import model_state_bytes
 from terrace.runtime.describe import describe

@@ -13,7 +13,7 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.cli.main import main
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.model.decoder import run_blocks
-from terrace.model.pretrained import write_pretrained
+from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train.evaluate import Evaluation, evaluate
 from terrace.train.trained import Trained

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.comm import Collectives, Meter
 from terrace.model import decoder, layers
-from terrace.model.lora_modules import LoraLinear
+from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.program import Program

@@ -1,6 +1,6 @@
 """From a Hugging Face `config.json` table to the fields of `ModelConfig`, and back.
 
-Strict in the sense of `terrace.model.families`: every key is implemented, harmless, or refused with the
+Strict in the sense of `terrace.model.hf.families`: every key is implemented, harmless, or refused with the
 value to give it. Both spellings of the rotary keys are read (a `rope_parameters` table, and `rope_theta`,
 `rotary_emb_base`, `rotary_pct` at the top); when a file holds both they must agree.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
-from terrace.model.families import ACTIVATIONS, DROPOUTS, FAMILIES, HARMLESS, ONLY, Family
+from terrace.model.hf.families import ACTIVATIONS, DROPOUTS, FAMILIES, HARMLESS, ONLY, Family
 from terrace.model.rope import RopeScaling, scaling_keys
 
 _ENDLESS = 1e30  # beyond, it is no number that anyone means

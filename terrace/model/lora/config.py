@@ -6,7 +6,7 @@ B (out, rank):
     y = x W^T + b + (alpha / rank) x A^T B^T
 
 Only adapters are trained: everything else of the model is frozen, in the compute dtype, without gradient and without
-optimizer state. `terrace.model.lora_modules` has the modules.
+optimizer state. `terrace.model.lora.modules` has the modules.
 """
 
 import fnmatch

@@ -25,9 +25,9 @@ from torch import Tensor
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import sync_folder, write_atomic
 from terrace.model.config import ModelConfig, load_model, to_table
-from terrace.model.hf_config import published_table
-from terrace.model.hf_folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
-from terrace.model.hf_names import DERIVED, NAMES, Source, num_stored, output_name, sources
+from terrace.model.hf.config import published_table
+from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
+from terrace.model.hf.names import DERIVED, NAMES, Source, num_stored, output_name, sources
 
 SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.lora import LoraConfig, adapter_names, is_adapter, targets
+from terrace.model.lora.config import LoraConfig, adapter_names, is_adapter, targets
 
 Value = Callable[[str, str], Tensor]  # (block, parameter) -> the whole parameter
 
@@ -34,7 +34,7 @@ class LoraLinear(nn.Module):
 def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraConfig) -> None:
     """Freeze the blocks of a decoder and put adapters, without values yet, into those of their layers that are targets.
 
-    Parameters are then those of `terrace.model.lora.with_adapters`.
+    Parameters are then those of `terrace.model.lora.config.with_adapters`.
     """
     specs = block_specs(config)
     for block in blocks:

@@ -23,9 +23,9 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.base.files import write_atomic
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.hf_names import NAMES, Source, sources
-from terrace.model.lora import LoraConfig, adapter_names, targets
-from terrace.model.lora_modules import Value
+from terrace.model.hf.names import NAMES, Source, sources
+from terrace.model.lora.config import LoraConfig, adapter_names, targets
+from terrace.model.lora.modules import Value
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

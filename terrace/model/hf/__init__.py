@@ -1,0 +1,1 @@
+"""Hugging Face folders, read and written: configurations, tensor names, weights."""

@@ -1,0 +1,1 @@
+"""Low-rank adapters: configuration, modules, folders of `peft`."""
