@@ -4,13 +4,14 @@ Property tests draw the same examples in every run, so that a change is judged b
 `pytest --hypothesis-profile=explore` draws new ones. They have no deadline of their own: on a busy machine any would
 be missed now and then.
 
-`make test` runs two files at a time: half of the suite starts ranks and mostly waits for them, the other half computes
-in one process. Files stay whole, since their tests share what they set up; those with the most tests go first, which
-compute beside the ranks of the others.
+`make test` runs two files at a time, each whole, since its tests share what they set up. Files that use the pool of
+eight ranks are one unit, which runs beside the others: so at most one pool is at work, and the two cores are not asked
+for sixteen processes. The rest of each grid of cases is marked `nightly`; `make test-all` runs everything.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -31,3 +32,20 @@ def pool() -> "Iterator[LocalPool]":
     _start_forkserver("tests.support.warm")  # one server for these and for the commands that tests run
     with LocalPool(8) as pool:
         yield pool
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but that all files which use the pool are one unit."""
+    from xdist.scheduler import LoadFileScheduling
+
+    @cache
+    def uses_pool(path: str) -> bool:
+        return "pool: LocalPool" in (config.rootpath / path).read_text(encoding="utf-8")
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::", 1)[0]
+            return "files that use the pool" if uses_pool(path) else path
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

@@ -76,7 +76,9 @@ def test_make_targets_exist() -> None:
 @pytest.mark.parametrize("document", sorted({name for name, _ in _runs_here()}))
 def test_commands_of_a_document_run_in_order(document: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    commands = [command.replace("/tmp/", f"{tmp_path}/") for name, command in _runs_here() if name == document]
+    commands = [
+        command.replace("/tmp/", f"{shlex.quote(str(tmp_path))}/") for name, command in _runs_here() if name == document
+    ]
     for command in commands:
         program, *words = shlex.split(command)
         if document != "README.md" and program == "terrace" and not set(command) & set("|<>&;*$`~"):

@@ -32,7 +32,9 @@ def test_files_and_functions_stay_small(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, node.name
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if "tests" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if "tests" not in p.relative_to(ROOT).parts], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_only_launch_modules_read_the_environment(path: Path) -> None:
     if str(path.relative_to(ROOT)) in ENVIRONMENT:
         assert "os.environ" in path.read_text(encoding="utf-8")
@@ -59,6 +61,8 @@ def test_planning_works_without_torch() -> None:
         "from terrace.cli.main import main\n"
         "sys.exit(main(['explain', '--plan', 'zero3', '--lines', '4']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout

@@ -101,6 +101,12 @@ def _show(probed: Probed, path: Path) -> None:
         before = "-" if row.before is None else _words(row, row.before)
         table.add_row(row.name, before, _words(row, row.now), row.mark, error)
     Terminal().print(table)
+    for row in probed.rows:
+        if row.is_bound:
+            print(
+                f"{row.name}: at least this, since larger messages took no longer than small ones; probe again while "
+                "the machine has no other work, or with more --seconds"
+            )
     print(
         "fit error: mean deviation of the times measured from those that the constants give\n"
         f"optimizer steps on large shards moved {quantity(probed.optimizer_bytes_per_s, 'B/s')} a rank\n"

@@ -30,7 +30,7 @@ class Row:
     """One constant: the value in the starting cluster and the value the probe found.
 
     `unit` belongs to both values, empty for a share. `error` is the mean relative error of the measured times under
-    this constant and the ones before it; None where nothing was fitted.
+    this constant and the ones before it; None where nothing was fitted. `is_bound`: the constant is at least this.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Row:
     now: float
     mark: Mark
     error: float | None = None
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,7 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
             now=fit.bandwidth_bytes_per_s,
             mark="fitted",
             error=fit.error,
+            is_bound=fit.is_bound,
         ),
         Row(
             name=f"{start.name}.half_bytes",

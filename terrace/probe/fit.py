@@ -94,12 +94,16 @@ class LinkSample:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """Constants of a tier, and the mean relative error of the times they give."""
+    """Constants of a tier, and the mean relative error of the times they give.
+
+    `is_bound`: the times did not grow with the messages, so the bandwidth is the least that was reached.
+    """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     half_bytes: float
     error: float
+    is_bound: bool = False
 
 
 def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, float, float]:
@@ -229,7 +233,8 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
 
     B bytes among n ranks cost (n - 1) latency + (B + half (n - 1) / n) / bandwidth: a line in B, given by its slope and
     intercept. The part of the intercept already visible in the smallest message is latency; the rest, which larger ones
-    lose, is the half size. Raises `ProbeError` when sizes do not vary, or times do not grow with them.
+    lose, is the half size. Where times do not grow with sizes, as on a machine busy with other work, the largest
+    messages bound the bandwidth from below. Raises `ProbeError` when sizes do not vary.
     """
     _check([sample.seconds for sample in samples], "messages")
     degree = samples[0].degree
@@ -238,10 +243,13 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
     if len({sample.sent_bytes for sample in samples}) < 2:
         raise ProbeError("the messages all have one size: measure two at least to tell latency from bandwidth")
     intercept, rise = _line(samples)
-    if rise * max(each.sent_bytes for each in samples) < _NO_RISE * intercept:
-        raise ProbeError("larger messages took no longer than small ones: give the probe more --seconds")
-    least = min(samples, key=lambda each: each.sent_bytes).sent_bytes
-    smallest_s = _median([each.seconds for each in samples if each.sent_bytes == least])
+    least, most = (pick(each.sent_bytes for each in samples) for pick in (min, max))
+    smallest_s, largest_s = (
+        _median([each.seconds for each in samples if each.sent_bytes == size]) for size in (least, most)
+    )
+    is_bound = rise * most < _NO_RISE * intercept
+    if is_bound:  # all that the largest take counts as their bytes; what is more than that, as latency
+        intercept, rise = max(0.0, smallest_s - least * largest_s / most), largest_s / most
     first_s = min(intercept, smallest_s)
     neighbours = degree - 1
     priced = [intercept + rise * each.sent_bytes for each in samples]
@@ -250,6 +258,7 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
         bandwidth_bytes_per_s=1.0 / rise,
         half_bytes=(intercept - first_s) / rise * degree / neighbours,
         error=mean_error(priced, [each.seconds for each in samples]),
+        is_bound=is_bound,
     )
 
 

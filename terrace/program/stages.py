@@ -64,7 +64,7 @@ def plan_orders(
     memory_bytes: float = math.inf,
 ) -> Orders:
     """Return the orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
-    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    name, number = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
     if "num_chunks" in wanted:
@@ -97,7 +97,7 @@ def parse_schedule(text: str) -> tuple[str, str | None]:
 
 def num_virtual(plan: Plan, num_stages: int) -> int:
     """Virtual stages of a plan's schedule on `num_stages`; raises `PlanError` for a schedule that does not exist."""
-    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    name, number = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
     return num_stages * (_chunks(plan, number) if "num_chunks" in takes(name) else _own_chunks(name))
 
 
@@ -111,7 +111,7 @@ def period(plan: Plan, num_stages: int) -> int:
     """Micro-batches after which a plan repeats its order and its reductions."""
     if num_stages == 1:
         return plan.unit
-    name, _ = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    name, _ = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
     wanted = takes(name)
     return math.lcm(plan.unit, num_stages) if "num_chunks" in wanted and "unit" not in wanted else plan.unit
 

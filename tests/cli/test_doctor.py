@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import NEEDED, PACKAGES, Gpu, Machine, look
 from terrace.probe.network import Link, fitted, measure_links
 from terrace.train.config import RunConfig, resolve
+from tests.support.effort import lines_run
 from tests.support.tiny_runs import terrace, write_run
 from tests.support.toys import cluster_of
 
@@ -150,12 +150,9 @@ def test_most_of_a_step_on_one_tier_is_told_with_a_plan_that_is_faster(slow_run:
     assert speed.fix.endswith("to have it written: terrace plan --model m.json")
 
 
-def test_the_start_of_a_run_warns_in_no_time_or_points_to_the_doctor(
-    slow_run: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_s = time.process_time()
+def test_the_start_of_a_run_warns_or_points_to_the_doctor(slow_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     warning = slow_warning(slow_run, slow_run.cluster, 10.0)
-    assert time.process_time() - begin_s < 1.0
+    assert lines_run(lambda: slow_warning(slow_run, slow_run.cluster, 10.0)) < 1_500_000
     assert warning is not None
     assert "% of the predicted step wait for messages on tier system; predicted to be " in warning
     monkeypatch.setattr(checks, "_SMALL_WORLD", 4)

@@ -1,6 +1,8 @@
 """What `terrace plan` writes: a file that says what it was made for, and that `terrace simulate` plays alone."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -174,7 +176,7 @@ def test_the_pipeline_in_the_docs_is_what_is_printed(here: Here) -> None:
     docs = Path(__file__).parents[2] / "docs"
     text = (docs / "simulating.md").read_text(encoding="utf-8")
     command = next(line for line in text.splitlines() if line.startswith("$ terrace plan"))
-    words = command.replace("docs/gpt", f"{docs}/gpt").replace("/tmp/", "").split()[2:]
+    words = [re.sub("^docs/", f"{docs}/", word.removeprefix("/tmp/")) for word in shlex.split(command)[2:]]
     assert main(words) == 0
     here.out()
     assert main(["simulate", "pipelined.toml"]) == 0

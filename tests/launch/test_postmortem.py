@@ -1,11 +1,11 @@
 """The rule that names the culprit, on made-up heartbeats."""
 
-import time
 from typing import Any
 
 import pytest
 
 from terrace.launch.postmortem import Heartbeat, Verdict, compress, decode, diagnose, expand
+from tests.support.effort import lines_run
 
 
 def beats(*rows: dict[str, Any], number: int = 1) -> list[Heartbeat]:
@@ -96,12 +96,11 @@ def test_when_nobody_stands_out_the_positions_are_listed() -> None:
     )
 
 
-def test_four_thousand_ranks_take_seconds_at_most() -> None:
+def test_four_thousand_ranks_are_looked_at_with_little_effort() -> None:
     rows: list[dict[str, Any]] = [{**AHEAD, "group": compress(range(rank % 8, 4000, 8))} for rank in range(4000)]
     rows[1234] = {"state": "computing", "step": 7, "counter": 5}
-    start = time.monotonic()
     message = look(*rows).message
-    assert time.monotonic() - start < 10.0
+    assert lines_run(lambda: look(*rows)) < 100 * 4000
     assert message.startswith("rank 1234 has not moved")
     assert "... (499 in all)" in message
     assert len(message) < 500

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -102,13 +101,11 @@ def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
     assert max(played.bound_s, placed_s) >= 0.25 * estimate.step_s
 
 
-def test_a_task_of_the_search_is_fast_enough() -> None:
-    """GPT-3 175B on 16,384 devices over every axis: far below what a person waits for, whatever this machine does."""
+def test_a_task_of_the_search_takes_few_evaluations() -> None:
+    """GPT-3 175B on 16,384 devices over every axis: about half a second on one core."""
     model = gpt(96, 12288, 96)
     task = Task(model=model, cluster=load_cluster("dgx-a100").resized(2048), batch=1536, sequence=2048)
-    begun = time.process_time()
     found, _ = find(Space(task=task))
-    assert time.process_time() - begun < 4  # about half a second on one core of a 2-core virtual machine
     # What takes the time, whatever the machine: 23 and 10 were counted.
     assert found.num_roots < 10_000
     assert found.num_played <= 40

@@ -1,7 +1,6 @@
 """The price of kernels and blocks: closed answers on an ideal device, and what must hold on every device."""
 
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, 
 from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s
 from terrace.simulate.links import rate_bytes_per_s
 from terrace.train.calibrate import _measured
+from tests.support.effort import lines_run
 
 A100 = load_cluster("dgx-a100").device
 IDEAL = replace(A100, kernels=Kernels())
@@ -209,11 +209,10 @@ def test_a_block_that_does_not_exist(block: int) -> None:
         block_seconds(A100, Work(model=GPT, sequence=512), block)
 
 
-def test_a_thousand_shapes_take_well_under_a_second() -> None:
-    begin = time.process_time()
-    for micro_batch in range(1, 1001):
-        block_seconds(A100, Work(model=LLAMA, sequence=512, micro_batch=micro_batch), 1)
-    assert time.process_time() - begin < 1.0
+def test_a_shape_is_priced_with_little_effort() -> None:
+    """The search prices thousands."""
+    work = Work(model=LLAMA, sequence=512, micro_batch=7)
+    assert lines_run(lambda: block_seconds(A100, work, 1)) < 1500
 
 
 def test_the_optimizer_moves_44_bytes_a_parameter() -> None:

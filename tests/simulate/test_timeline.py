@@ -1,6 +1,5 @@
 """The timeline: published bubbles, the rules of play, circles, the critical path, the picture, its speed."""
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,6 +12,7 @@ from terrace.program.schedules import Kind, Orders, Task, even_seconds, from_csv
 from terrace.simulate.timeline import Timeline, play
 from terrace.simulate.timeline_picture import picture
 from tests.program.test_schedules import any_orders, seconds_of
+from tests.support.effort import lines_run
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -184,18 +184,13 @@ def test_seconds_of_another_pipeline_are_refused() -> None:
         play(orders, replace(even_seconds(3, forward_s=1.0, input_s=1.0, weight_s=1.0), edge_s=(1.0,)))
 
 
-def test_the_largest_published_pipeline_plays_in_a_tenth_of_a_second() -> None:
+def test_the_largest_published_pipeline_plays_with_little_effort() -> None:
     """530B, Narayanan et al. 2104.04473, Table 1: 35 stages, 3 chunks, 280 micro-batches, at its ideal makespan."""
     orders = orders_for("interleaved", num_stages=35, num_chunks=3, num_micros=280)
     assert sum(map(len, orders.tasks)) == 58_800
     seconds = even_seconds(105, forward_s=1.0, input_s=1.0, weight_s=1.0)
-    took_s = []
-    for _ in range(7):
-        begun = time.process_time()
-        timeline = play(orders, seconds)
-        took_s.append(time.process_time() - begun)
-    assert timeline.makespan_s == (3 * 280 + 34) * 3
-    assert min(took_s) < 0.1
+    assert play(orders, seconds).makespan_s == (3 * 280 + 34) * 3
+    assert lines_run(lambda: play(orders, seconds)) < 20 * 58_800
 
 
 def test_picture_by_example() -> None:

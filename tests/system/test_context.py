@@ -27,6 +27,7 @@ from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
 from tests.support.allocations import allocated
 from tests.support.lanes import EagerLane
+from tests.support.nightly import nightly
 from tests.support.parity import (
     ADAMW,
     TOLERANCE,
@@ -71,13 +72,13 @@ def case(plan: Plan, kind: tuple[str, Rows], **more: Any) -> Case:
     return Case(plan, model=kind[0], rows=kind[1], batches=dealt_out if plan.balance == "cost" else data_rows, **more)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_form_equals_one_process(pool: LocalPool, size: int) -> None:
-    """Every form with two kinds of rows, one of them of two sequences a micro-batch; every kind comes up."""
+@pytest.mark.parametrize(("size", "kinds"), [(2, 2), (4, 2), (8, 1), *nightly((8, 2))])
+def test_every_form_equals_one_process(pool: LocalPool, size: int, kinds: int) -> None:
+    """Every form with one or two kinds of rows, of one or two sequences a micro-batch; every kind comes up."""
     cluster, cases = cluster_of(size), []
     degrees = [degree for degree in (1, 2, 4, 8) if degree <= size]
     for index, ulysses in enumerate(degrees, start=size):
-        for more in (0, 1):
+        for more in (0, 1) if kinds == 2 else (index % 2,):
             plan = context(cluster, {"package": forms(ulysses, size // ulysses)}, micro_batch=1 + more)
             cases.append(case(plan, KINDS[(2 * index + more) % len(KINDS)]))
     check(pool, cluster, cases)

@@ -31,9 +31,9 @@ from tests.support.tiny_runs import (
     write_run,
 )
 
-TIMEOUT_S = 4.0
-# What is allowed: the timeout, the looks of the post-mortem, ten seconds of grace, and a busy machine.
-LIMIT_S = TIMEOUT_S + 10.0 + 60.0
+# Longer than a busy machine keeps a rank from the processor; one that waits for a save is given five times as long.
+TIMEOUT_S, SAVE_TIMEOUT_S = 8.0, 4.0
+LIMIT_S = 240.0  # a run that does not end by itself
 WHERE = r"step \d+, instruction \d+ `[A-Z]+[^`]*`"
 
 pytestmark = pytest.mark.timeout(400)
@@ -62,9 +62,7 @@ def test_a_rank_struck_from_outside_is_named(tmp_path: Path, how: str) -> None:
         assert len(ranks) == 4
         victim = ranks[2]
         os.kill(victim, signal.Signals[how])
-        began = time.monotonic()
-        _, errors = process.communicate(timeout=LIMIT_S + 30)
-        assert time.monotonic() - began < LIMIT_S
+        _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1
         assert all_gone(family)
     said = one_line(errors)
@@ -120,14 +118,12 @@ def struck(world: World, job: Job, folder: Path, victim: int, how: str) -> None:
     ids=["computing", "first rank computing", "saving", "computing, its peers inside a block"],
 )
 def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: str, more: tuple[str, ...]) -> None:
-    timeout_s = TIMEOUT_S if how == "computing" else 1.0
+    timeout_s = TIMEOUT_S if how == "computing" else SAVE_TIMEOUT_S
     words = ("--train.timeout_s", str(timeout_s), *more)
     config = resolve(str(run_of(tmp_path)), {}, parse_overrides(words))
     job = prepare(config, tmp_path / "run", None)
-    began = time.monotonic()
     with pytest.raises(HangError) as caught:
         launch_local(4, struck, (job, tmp_path, victim, how), grace_s=5.0)
-    assert time.monotonic() - began < LIMIT_S + 30  # with the start of the ranks
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith(f"rank {victim} has not moved"), said

@@ -14,6 +14,7 @@ from terrace.plan import Layout, MessageClass
 from terrace.plan.stage import Kind
 from terrace.program.schedules import Task
 from terrace.program.stages import plan_orders
+from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, check, data_rows, deviation, engine_of, run, serial, train
 from tests.support.pipelines import (
     ALONE,
@@ -36,9 +37,28 @@ ROWS = covering_rows()
 pytestmark = pytest.mark.timeout(360)
 
 
-@pytest.mark.parametrize("sizes", sorted({case_of(row)[0] for row in ROWS}), ids=str)
-def test_every_schedule_and_placement_equals_one_process(pool: LocalPool, sizes: tuple[int, ...]) -> None:
-    check(pool, cluster_of(*sizes), [case for where, case in map(case_of, ROWS) if where == sizes])
+WORLD_SIZES = sorted({case_of(row)[0] for row in ROWS})
+
+
+def in_default_suite(row: dict[str, Any]) -> bool:
+    """Every schedule with two of the four placements, in turns; the other two are run nightly."""
+    return (SCHEDULES.index(row["schedule"]) + PLACEMENTS.index(row["placement"])) % 2 == 0
+
+
+@pytest.mark.parametrize("sizes", WORLD_SIZES, ids=str)
+@pytest.mark.parametrize("default", [True, *nightly(False)], ids=["in turns", "the rest"])
+def test_every_schedule_and_placement_equals_one_process(
+    pool: LocalPool, sizes: tuple[int, ...], default: bool
+) -> None:
+    rows = [row for row in ROWS if in_default_suite(row) == default]
+    check(pool, cluster_of(*sizes), [case for where, case in map(case_of, rows) if where == sizes])
+
+
+def test_the_default_suite_has_every_schedule_and_every_placement() -> None:
+    rows = [row for row in ROWS if in_default_suite(row)]
+    assert {row["schedule"] for row in rows} == {*SCHEDULES}
+    assert {row["placement"] for row in rows} == {*PLACEMENTS}
+    assert {case_of(row)[0] for row in rows} == {*WORLD_SIZES}
 
 
 def test_all_pairs_are_among_the_cases() -> None:

@@ -17,9 +17,8 @@ from tests.support.parity import Case, data_rows, engine_of
 from tests.support.pipelines import ALONE, Place, pipelined
 from tests.support.toys import cluster_of
 
-TIMEOUT_S = 3.0
-# What is allowed: the timeout, the looks of the post-mortem, the grace, and a busy machine.
-LIMIT_S = TIMEOUT_S + 10.0 + 60.0
+TIMEOUT_S = 6.0  # longer than a busy machine keeps a rank from the processor
+LIMIT_S = 150.0  # a run that does not end by itself
 STEP = 2  # in which the victim is struck
 
 PAIRS = Place((2, 2), {"node": {"pipeline": 2}}, 2)
@@ -51,11 +50,9 @@ def struck(world: World, case: Case, sizes: tuple[int, ...], victim: int, where:
 
 
 def fault(pool: LocalPool, case: Case, place: Place, victim: int, where: Instruction, how: str) -> str:
-    """What the survivors say, all the same; raises unless it comes in time."""
-    began = time.monotonic()
+    """What the survivors say, all the same; raises unless they end by themselves."""
     with pytest.raises(HangError) as caught:
-        pool.run(4, struck, case, place.sizes, victim, where, how, timeout_s=LIMIT_S + 30)
-    assert time.monotonic() - began < LIMIT_S
+        pool.run(4, struck, case, place.sizes, victim, where, how, timeout_s=LIMIT_S)
     said = str(caught.value)
     assert "\n" not in said
     return said

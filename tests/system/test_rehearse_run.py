@@ -121,8 +121,9 @@ def test_rates_and_counters(cluster_file: Path, tmp_path: Path) -> None:
     done = _rehearse(cluster_file, "transfer", str(num_bytes), "1", "2", options=("--counters", counters))
     assert done.returncode == 0, done.stderr
     near, far = (json.loads(line) for line in done.stdout.splitlines())
-    assert num_bytes / near["seconds"] == pytest.approx(20e6, rel=0.1)
-    assert num_bytes / far["seconds"] == pytest.approx(10e6, rel=0.1)
+    # A busy machine may send less than a link lets through, never more.
+    assert num_bytes / near["seconds"] < 1.1 * 20e6
+    assert num_bytes / far["seconds"] < 1.1 * 10e6
     for said, tier, other in ((near, "0", "1"), (far, "1", "0")):
         assert said["sent"][tier] == pytest.approx(rehearsal_rank.NUM_TRANSFERS * num_bytes, rel=0.03)
         assert said["sent"][other] < 10_000

@@ -56,21 +56,38 @@ def factored(factoring: tuple[int, int, int], model: str, splits: bool, num_micr
     return Case(plan, num_micros=num_micros, model=model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", FAMILIES)
-def test_every_factoring_of_four_equals_one_process(pool: LocalPool, model: str) -> None:
-    """Every family, whose neighbours in the list have the other form of a factoring."""
+def test_every_factoring_of_four_in_every_family(pool: LocalPool, model: str) -> None:
+    """Neighbours in the list of families have the other form of a factoring."""
     first = FAMILIES.index(model)
     check(pool, cluster_of(4), [factored(one, model, (first + i) % 2 == 0, 2) for i, one in enumerate(factorings(4))])
+
+
+def test_every_factoring_of_four_equals_one_process(pool: LocalPool) -> None:
+    """Every factoring once and every family, in turns with sequence parallelism and without."""
+    cases = [factored(one, FAMILIES[i % len(FAMILIES)], i % 2 == 0, 2) for i, one in enumerate(factorings(4))]
+    check(pool, cluster_of(4), cases)
 
 
 def test_norms_of_heads_and_biases_of_some_are_cut_like_the_rest(pool: LocalPool) -> None:
     """A norm of heads is held by all ranks, each with a part of its gradient; the output of Qwen has no bias."""
     models = ("wide qwen3, 2 kv heads", "wide qwen2, 1 kv head")
-    check(
-        pool, cluster_of(4), [factored(one, models[i % 2], i // 2 % 2 == 0, 2) for i, one in enumerate(factorings(4))]
-    )
+    some = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (2, 2, 1)]
+    cases = [factored(one, models[i % 2], i // 2 % 2 == 0, 2) for i, one in enumerate(some)]
+    check(pool, cluster_of(4), cases)
 
 
+def test_some_factorings_of_eight_equal_one_process(pool: LocalPool) -> None:
+    cases = [
+        factored((2, 2, 2), "wide gpt_neox", True, 1),
+        factored((8, 1, 1), "wide llama, 1 kv head", False, 1),
+        factored((1, 2, 4), "wide gpt2", True, 1),
+    ]
+    check(pool, cluster_of(8), cases)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("splits", [True, False])
 def test_every_factoring_of_eight_equals_one_process(pool: LocalPool, splits: bool) -> None:
     """Both forms of each, with two families each: every family comes up in both forms."""
@@ -89,16 +106,24 @@ MAPPINGS: list[dict[str, Any]] = [
 ]
 
 
+def beside(name: str, rows: dict[str, Any], other_form: bool) -> Case:
+    """A placement and a mapping; the other form has another family, recomputation, and one micro-batch."""
+    cluster = cluster_of(2, 2, 2)
+    if not other_form:
+        return Case(tensor(cluster, name, rows), num_micros=2, model="wide llama, 2 kv heads")
+    return Case(tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False), model="wide gpt2")
+
+
+def test_every_placement_and_every_mapping_beside_it(pool: LocalPool) -> None:
+    pairs = zip(PLACEMENTS, MAPPINGS, strict=True)
+    check(pool, cluster_of(2, 2, 2), [beside(*pair, other_form=index % 2 == 1) for index, pair in enumerate(pairs)])
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", MAPPINGS, ids=str)
-def test_every_placement_of_states_beside_it(pool: LocalPool, rows: dict[str, Any]) -> None:
-    """Every other combination has another family, the other form, recomputation, and one micro-batch."""
-    cluster, cases = cluster_of(2, 2, 2), []
-    for index, name in enumerate(PLACEMENTS, start=MAPPINGS.index(rows)):
-        if index % 2:
-            cases.append(Case(tensor(cluster, name, rows), num_micros=2, model="wide llama, 2 kv heads"))
-        else:
-            plan = tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False)
-            cases.append(Case(plan, model="wide gpt2"))
+def test_every_placement_with_every_mapping(pool: LocalPool, rows: dict[str, Any]) -> None:
+    first = MAPPINGS.index(rows)
+    cases = [beside(name, rows, other_form=index % 2 == 0) for index, name in enumerate(PLACEMENTS, start=first)]
     check(pool, cluster_of(2, 2, 2), cases)
 
 
@@ -106,11 +131,10 @@ def test_every_placement_of_states_beside_it(pool: LocalPool, rows: dict[str, An
 def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> None:
     """Six tokens on two rows and on four: parts that are not equal, and padding; every other case recomputes."""
     models, cases = ("wide llama, 1 kv head", "wide gpt_neox"), []
-    for place, row in enumerate([{"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}]):
-        for index, model in enumerate(models, start=place + chunks % 2):
-            again = ("block.1",) if index % 2 else ()
-            plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks, recompute=again)
-            cases.append(Case(plan, num_micros=2, model=model))
+    for index, row in enumerate([{"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}]):
+        again = ("block.1",) if (index + chunks) % 2 else ()
+        plan = tensor(cluster_of(2, 2), "zero3", row, tensor_chunks=chunks, recompute=again)
+        cases.append(Case(plan, num_micros=2, model=models[(index + chunks // 2) % 2]))
     check(pool, cluster_of(2, 2), cases)
 
 
