@@ -1,4 +1,4 @@
-"""The notice board of the watchdogs: what they keep in the store, and nothing about what it means.
+"""The keys of the watchdogs in the store; their meaning is in terrace.launch.postmortem.
 
 Every method may raise `torch.distributed.DistError` (a `RuntimeError`) once the process that hosts the
 store is gone. No method waits for a key that may never be written.
@@ -16,10 +16,10 @@ _MIN_STORE_TIMEOUT_S = 5.0
 
 
 class HeartbeatStore:
-    """Heartbeats, the election of who makes the post-mortem, and its verdict.
+    """Heartbeats, the election of the rank that makes the post-mortem, and its verdict.
 
-    Takes a connection of its own: a store client serves one call at a time, and the main thread may sit
-    in one. A store that cannot be cloned is shared, and then such a call delays the heartbeats.
+    Uses a connection of its own: a store client serves one call at a time, and the main thread may block in one. A
+    store that cannot be cloned is shared; a blocking call then delays the heartbeats.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
@@ -36,7 +36,7 @@ class HeartbeatStore:
         self._store.set(f"beat/{self._rank}", beat.encode())
 
     def read_all(self) -> list[Heartbeat]:
-        """Return every rank's heartbeat, in rank order."""
+        """The heartbeat of every rank, in rank order."""
         beats: list[Heartbeat] = []
         for start in range(0, self._world_size, _CHUNK):
             ranks = range(start, min(start + _CHUNK, self._world_size))
@@ -44,19 +44,19 @@ class HeartbeatStore:
         return beats
 
     def elect(self, attempt: int) -> bool:
-        """Whether this rank is the first to ask for the post-mortem of this attempt."""
+        """Whether this rank is the first to ask for the post-mortem of an attempt."""
         return bool(self._store.add(f"ticket/{attempt}", 1) == 1)
 
     def withdraw(self, attempt: int) -> None:
-        """Undo an election that proved needless, so that a later hang finds the ticket free."""
+        """Undo an election without a verdict, so that a later hang can elect again."""
         self._store.delete_key(f"ticket/{attempt}")
 
     def settle(self, verdict: str) -> str:
-        """Make `verdict` final unless there is one already; return the one that holds."""
+        """Publish `verdict` unless one is published already; returns the published one."""
         return bytes(self._store.compare_set("verdict", "", verdict)).decode()
 
     def verdict(self) -> str | None:
-        """The verdict, if there is one."""
+        """The published verdict, None without one."""
         return bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else None
 
     def _read(self, ranks: range) -> list[Heartbeat]:

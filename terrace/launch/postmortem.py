@@ -1,15 +1,15 @@
-"""Who stopped the step: the rule and its one line, as pure functions of what the ranks published.
+"""The rank that stopped a step, found from the published heartbeats by pure functions.
 
 Each rank publishes a `Heartbeat` now and then. A post-mortem takes two readings of all of them, some
 intervals apart, and names, in this order:
 
 (a) a rank whose heartbeat stopped: its process is gone or frozen;
 (b) a rank that left because of an error of its own;
-(c) the rank that waits for nobody and is furthest behind; failing that, ranks that are behind the others;
-(d) nobody, with the positions of all.
+(c) the rank that waits for no other and is furthest behind; otherwise, the ranks that are behind all others;
+(d) no rank, with the positions of all.
 
-A published position is up to one interval old. What the others wait for is not, so a silent rank is
-said to have stopped at or before the earliest instruction at which somebody waits for it.
+A published position is up to one interval old. The positions of ranks that wait are exact, so a silent rank is reported
+as stopped at or before the earliest instruction at which another rank waits for it.
 """
 
 import json
@@ -20,14 +20,14 @@ from typing import Literal
 
 State = Literal["computing", "waiting", "idle", "left", "failed", "dragged", "absent"]
 
-# `dragged` is a rank on its way out because of somebody else: never a culprit.
+# `dragged`: a rank that leaves because another one failed; it is never the culprit.
 _GONE = ("left", "failed", "dragged")
 _MAX_PIECES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What one rank says of itself; `group` is the compressed list of the ranks it waits with."""
+    """The published state of one rank; `group` is the compressed list of the ranks it waits with."""
 
     number: int
     step: int = 0
@@ -41,12 +41,12 @@ class Heartbeat:
     rank: int = -1
 
     def encode(self) -> str:
-        """The text kept in the store."""
+        """The JSON text for the store."""
         return json.dumps(asdict(self))
 
     @property
     def position(self) -> tuple[int, int]:
-        """Where the rank is in the run: step, then instruction."""
+        """Step and instruction."""
         return (self.step, self.counter)
 
     def where(self) -> str:
@@ -56,19 +56,19 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The one line, and the rule that gave it."""
+    """The message and the rule that produced it."""
 
     rule: Literal["silent", "failed", "behind", "nobody"]
     message: str
 
 
 def decode(rank: int, raw: bytes | None) -> Heartbeat:
-    """Read what `rank` published; None is a rank that never published."""
+    """Parse the heartbeat of `rank`; None stands for a rank that never published one."""
     return Heartbeat(number=-1, rank=rank) if raw is None else replace(Heartbeat(**json.loads(raw)), rank=rank)
 
 
 def compress(ranks: Iterable[int]) -> str:
-    """Return sorted ranks as runs: `0-2, 4-7`."""
+    """Sorted ranks as runs: `0-2, 4-7`."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -89,7 +89,7 @@ def expand(text: str) -> frozenset[int]:
 
 
 def in_words(ranks: Iterable[int]) -> str:
-    """Return `rank 3` or `ranks 0-2, 4-7`, cut short after eight runs."""
+    """`rank 3` or `ranks 0-2, 4-7`, truncated after eight runs."""
     chosen = sorted(set(ranks))
     pieces = compress(chosen).split(", ")
     text = ", ".join(pieces[:_MAX_PIECES])

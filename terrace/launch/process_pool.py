@@ -1,4 +1,4 @@
-"""Processes on this machine that run functions as worlds, and the parent's side of it.
+"""A pool of processes on this machine that run functions as worlds: the parent's side.
 
 The parent hosts the store, so the store survives the death of any rank. A failed call ends the
 processes that took part in it, and the next call starts fresh ones.
@@ -36,7 +36,7 @@ class _Member:
 
     @property
     def sources(self) -> list[Any]:
-        """What becomes readable when the rank reports or dies."""
+        """The objects that become readable when the rank reports or dies."""
         return [self.link, self.process.sentinel]
 
     def report(self) -> Report | None:
@@ -138,7 +138,6 @@ class ProcessPool:
     def _collect(
         self, members: list[_Member], deadline_s: float | None, deaths: list[str]
     ) -> tuple[list[Report], list[int]]:
-        """The reports in order of arrival, and the ranks still silent if nothing else failed."""
         reports: list[Report] = []
         pending = dict(enumerate(members))
         failed = False
@@ -176,7 +175,7 @@ class ProcessPool:
         return member
 
     def _stop(self, ranks: Any, patience_s: float) -> None:
-        """End processes: wait `patience_s`, then SIGTERM, then SIGKILL, which ends stopped ones too."""
+        # SIGKILL comes last, since it also ends processes that are stopped and would ignore SIGTERM.
         members = [member for rank in ranks if (member := self._members[rank]) is not None]
         _join(members, patience_s)
         for member in members:
@@ -193,10 +192,10 @@ class ProcessPool:
 
 
 def one_error(reports: list[Report], deaths: list[str]) -> Exception:
-    """The error that stands for a failed call.
+    """The one error that a failed call raises.
 
-    A rank's own error comes first, since the others only follow from it; then what the watchdogs found;
-    then a process that died unseen; then a lost connection that nobody explains.
+    A rank's own error comes first, since the other errors follow from it; then a watchdog's verdict; then a process
+    that died without a report; then an unexplained lost connection.
     """
     kinds: dict[str, list[Report]] = {}
     for report in reports:

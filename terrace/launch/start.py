@@ -1,9 +1,9 @@
-"""How a process finds its world: under torchrun, srun or mpirun, or as children started right here.
+"""Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
-With `terrace/rehearse/launch.py`, which makes the environments of a rehearsal's ranks, the one module that
-reads (or sets) environment variables. A world joined from outside gets a fresh name space in the store for
-each life: torchrun's agents keep one store over restarts, and their restart counts differ between machines,
-so ranks agree on a name instead of deriving it.
+One of the modules that may read (or set) environment variables; the others are `terrace/rehearse/launch.py`, which
+makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py`. A world joined from outside gets a
+fresh name space in the store for each life: torchrun's agents keep one store over restarts, and their restart counts
+differ between machines, so ranks agree on a name instead of deriving it.
 """
 
 import math
@@ -34,7 +34,7 @@ from terrace.launch.world import World, open_store
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
 _POLL_S = 0.02
-# What every rank would otherwise import for itself.
+# Imported once by the fork server instead of by every rank.
 _PRELOAD = ["torch", "torch.distributed", "terrace.launch.workers", "terrace.runtime.engine"]
 
 # launcher: rank, world size, local rank, local world size
@@ -97,10 +97,10 @@ def pace() -> float | None:
 
 
 def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
-    """Meet the other ranks and start torch's default process group: nccl with CUDA, otherwise gloo.
+    """Join the other ranks and start torch's default process group: nccl with CUDA, otherwise gloo.
 
     `say` gets one line on rank 0: the backend, and why. Raises `ConfigError` outside a launcher and
-    `HangError` naming the ranks that did not come within `timeout_s`.
+    `HangError` naming the ranks that did not join within `timeout_s`.
     """
     place = _place()
     if place is None:
@@ -165,14 +165,14 @@ def launch_local(
     """Run `target(world, *args)` in `world_size` processes of this machine; return rank 0's result.
 
     Each rank gets a CUDA device and they talk over nccl when there are enough devices; otherwise they
-    run on the CPU over gloo. `say` gets one line that tells which, and why.
+    run on the CPU over gloo. `say` gets one line with the choice and its reason.
 
-    The parent hosts the store. When a rank fails or dies, the others have `grace_s` to leave on their
-    own, then all are ended and one error is raised: `HangError` with the watchdogs' message, the class
-    of a rank's `TerraceError`, or `RuntimeError` with the traceback of the first that failed. There is
-    no limit on the time: a stall ends only by a watchdog in `target`. Children end when the parent does,
-    however it ends, and see the environment as of the first launch. If `target` is `stoppable`, the first SIGTERM,
-    SIGUSR1 or Ctrl-C here asks it to end in order (terrace.launch.stop), and the second does what it did before.
+    The parent hosts the store. When a rank fails or dies, the others have `grace_s` to leave, then all are ended and
+    one error is raised: `HangError` with the watchdogs' message, the class of a rank's `TerraceError`, or
+    `RuntimeError` with the traceback of the first that failed. Time is not limited: only a watchdog in `target` ends a
+    stall. Children end with the parent, however it ends, and see the environment of the first launch. If `target` is
+    `stoppable`, the first SIGTERM, SIGUSR1 or Ctrl-C here asks it to end in order (terrace.launch.stop), and the second
+    has its previous effect.
     """
     _start_forkserver(target.__module__)
     backend, why = _local_backend(world_size)
@@ -235,7 +235,7 @@ def _local_backend(world_size: int) -> tuple[str, str]:
 
 
 def _agree_on_backend(store: Store, rank: int, backend: str, why: str) -> None:
-    """Refuse a world in which some machines have a usable device and others do not: it would hang."""
+    # A world with nccl on some machines and gloo on others would hang.
     if rank == 0:
         store.set("backend", backend)
         return
@@ -248,10 +248,10 @@ def _agree_on_backend(store: Store, rank: int, backend: str, why: str) -> None:
 
 
 def _agree_on_life(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[str, int]:
-    """Agree on a name for this life of the world; return it and the number of ranks on this machine.
+    """A name for this life of the world, the same on all ranks, and the number of ranks on this machine.
 
-    Each rank knocks with a token nobody used before, and rank 0 answers tokens with the name until all
-    have come in. What an earlier life left in the store answers no fresh token, so it cannot deceive.
+    Each rank publishes a fresh token, and rank 0 answers tokens with the name until it has answered all ranks. Keys
+    that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
     """
     host, token = socket.gethostname(), uuid.uuid4().hex
     timeout = timedelta(seconds=timeout_s)
@@ -290,10 +290,10 @@ def _answer_knocks(store: Store, life: str, world_size: int, timeout_s: float) -
 
 
 def _start_forkserver(module: str = "__main__") -> None:
-    """Start the server that children are forked from, with torch and `module` imported, and threads held back.
+    """Start the server that children are forked from, with torch and `module` imported.
 
-    A single-threaded server is what makes forking safe, so OpenMP gets one thread there; each child sets
-    its own number. Gloo looks for the machine's name on the network unless told to stay on loopback.
+    Forking is safe only from a single-threaded server, so OpenMP gets one thread there; each child sets its own number.
+    Gloo is restricted to the loopback interface, since it would otherwise look up the machine's name on the network.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
@@ -307,9 +307,9 @@ def _start_forkserver(module: str = "__main__") -> None:
 
 @contextmanager
 def _unmoved_by_stops() -> Iterator[None]:
-    """Start the fork server with the signals ignored that ask a run to stop: a job may send them to all processes.
+    """Ignore stop signals while the fork server starts, so that it inherits this.
 
-    Where the fork server ends, so do the ranks. Outside the main thread nothing is changed.
+    A job may send them to all processes, and the ranks end with the fork server. Has no effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -35,7 +35,7 @@ _REQUESTED, _AGREED = "stop/asked", "stop/agreed"
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Why and after which step all ranks stop: `text` is a signal's name, or what failed."""
+    """The reason and the step after which all ranks stop; `text` is a signal's name or an error."""
 
     step: int
     why: Literal["signal", "failed"]
@@ -43,7 +43,7 @@ class Stop:
 
 
 class StopSignal:
-    """Keeps the first signal that asks this process to stop; a later one ends it at once. A context manager.
+    """Records the first stop signal of this process; a later one ends it at once. A context manager.
 
     Signals within two seconds count as one. Outside the main thread nothing is caught.
     """
@@ -71,7 +71,7 @@ class StopSignal:
 
 @contextmanager
 def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
-    """In the process that started the ranks: the first signal is handed to `ask`, a later one does what it did before.
+    """In the process that started the ranks: `ask` gets the first signal, a later one has its previous effect.
 
     Does nothing outside the main thread.
     """
@@ -98,12 +98,13 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
 
 
 def ask(store: Any, name: str) -> None:
-    """Ask the ranks of the world whose `store` this is to stop, from outside: they see it after a step."""
+    """Ask the ranks of the world of `store` to stop, from another process: they see the request after a step."""
     store.set(_REQUESTED, name)
 
 
 class Vote:
-    """Settles after which step all ranks of a world stop. Every rank has one, and asks `after` of it at every step."""
+    """The agreement of all ranks on the step after which they stop. Every rank has one and calls `after` at every
+    step."""
 
     def __init__(self, world: World, signal_: StopSignal) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
@@ -114,11 +115,11 @@ class Vote:
         self._settled = False
 
     def fail(self, text: str) -> None:
-        """Ask for an end because something failed here."""
+        """Request a stop because of an error on this rank."""
         self._wish = ("failed", text)
 
     def after(self, num_done: int) -> Stop | None:
-        """The stop that is due now that `num_done` steps are done; the same on every rank."""
+        """The stop that is due after `num_done` steps, None otherwise; the same on every rank."""
         if num_done % self._every:
             return None
         if self._wish is None and self._signal.name is not None:

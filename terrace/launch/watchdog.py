@@ -1,12 +1,12 @@
-"""The watchdog: a rank whose step stops learns which rank stopped it, says so in one line, and leaves.
+"""The watchdog: when a step stops, every rank learns which rank stopped it, reports it in one line, and exits.
 
-A thread publishes where the main thread is to a board in the store. When this rank has not moved for
-its timeout, when a collective fails under it, or when it is told to stop (SIGTERM) because another rank
-died, one rank, elected on the board, reads all heartbeats twice and settles a verdict that every other
-rank repeats: one rank reads, so thousands do not storm the store, and all survivors say the same.
+A thread publishes the position of the main thread in the store. When a rank has not moved for its timeout, when one of
+its collectives fails, or when it is told to stop (SIGTERM) because another rank died, one elected rank reads all
+heartbeats twice and publishes a verdict that every other rank repeats: thousands of ranks do not overload the store,
+and all survivors report the same.
 
-The thread runs while the main thread lets go of the interpreter lock, as collectives and kernels do. A
-rank that never lets go falls silent, and the others name it; its launcher has to end it.
+The thread runs while the main thread releases the interpreter lock, as collectives and kernels do. A rank that never
+releases it publishes nothing, and the others name it; its launcher has to end it.
 """
 
 import os
@@ -47,8 +47,8 @@ class Watchdog:
     `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats
     come every `interval_s`, sooner if `timeout_s` is short (eight in a timeout), later in a large world
     (at most 2000 writes a second in all). `on_hang` delivers the message in place of stderr.
-    `catch_sigterm` holds SIGTERM back until the message is out, and needs the main thread. With `stops`, somebody
-    else handles SIGTERM and ends the run in order: then the watchdog acts on it only where a rank is missing.
+    `catch_sigterm` holds SIGTERM back until the message is out, and needs the main thread. With `stops`, other
+    code handles SIGTERM and ends the run in order: the watchdog then acts on it only where a rank is missing.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def at(self, step: int, counter: int, instruction: object, waiting_on: tuple[int, ...] = ()) -> None:
-        """Say what the main thread does now, and with which ranks it waits (none: it computes).
+        """Set the position of the main thread and the ranks it waits with (none: it computes).
 
         One assignment, safe in the hot loop. The thread calls `str(instruction)` later: do not change it.
         """
         self._place = (step, counter, instruction, waiting_on)
 
     def idle(self, what: str = "between steps") -> None:
-        """Say that the main thread is outside a step: no timeout runs until the next `at`."""
+        """Mark the main thread as outside a step: no timeout runs until the next `at`."""
         step, counter, _, _ = self._place
         self._place = (step, counter, what, None)
 
     def explain(self, error: BaseException) -> HangError:
-        """The error that names the culprit, after a collective failed here with `error`.
+        """The error that names the culprit, after a collective failed on this rank with `error`.
 
         Takes about four intervals; the process's connections must stay open meanwhile.
         """
@@ -107,9 +107,9 @@ class Watchdog:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn a communication error inside the block into the `HangError` that names its cause.
+        """Turn a communication error in the body into the `HangError` that names its cause.
 
-        Any other error is published as this rank's own reason to leave, and passes.
+        Any other error is published as this rank's reason to leave, and propagates.
         """
         try:
             yield
@@ -239,7 +239,6 @@ class Watchdog:
             self._die(message, EXIT_HANG if kind == "hang" else EXIT_STOPPED)
 
     def _agree(self, cause: _Cause) -> str | None:
-        """The verdict that all ranks share, or None when this rank moved on meanwhile."""
         place = self._place
         patient = cause == "stopped" and self._stops and self._state is None
         for attempt in range(_ATTEMPTS):
@@ -286,7 +285,7 @@ class Watchdog:
         return f"{host} stopped: the store it hosts does not answer ({first}); {self._own_words()}"
 
     def _die(self, message: str, code: int) -> None:
-        """End the process from here: the main thread may be inside a collective for good."""
+        # From this thread: the main thread may block in a collective for ever.
         if self._on_hang is not None:
             self._on_hang(message)
         elif code == EXIT_HANG or message.startswith(f"rank {self._rank} "):  # one line for a plain stop
@@ -295,7 +294,7 @@ class Watchdog:
 
 
 def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: bool = False) -> Watchdog:
-    """The watchdog of `world`, which delivers its message the way the launcher wants it.
+    """The watchdog of `world`, with the delivery that its launcher wants.
 
     `stops` says that the main thread ends the run in order after SIGTERM.
     """

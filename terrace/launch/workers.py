@@ -1,4 +1,4 @@
-"""What runs inside a process started on this machine: take a job, join its world, run it, report.
+"""The child's side of a process pool: take a job, join its world, run it, report.
 
 One socket pair links a process to its parent. The parent's end exists in the parent only, so its end of
 file means that the parent is gone, however it died, and the process leaves at once.

@@ -1,4 +1,4 @@
-"""What a process knows about the world it belongs to, and which errors mean that a peer is in trouble.
+"""A process's view of its world, and the errors that mean that a peer is in trouble.
 
 Nothing here starts a process or reads the environment: `launch` does.
 """
