@@ -103,8 +103,7 @@ def ask(store: Any, name: str) -> None:
 
 
 class Vote:
-    """The agreement of all ranks on the step after which they stop. Every rank has one and calls `after` at every
-    step."""
+    """The agreement of all ranks on the step after which they stop; each rank calls `after` at every step."""
 
     def __init__(self, world: World, signal_: StopSignal) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_

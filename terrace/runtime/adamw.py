@@ -1,8 +1,8 @@
 """AdamW on the slice of one flat buffer that this rank owns.
 
 torch's fused AdamW does the arithmetic, as the function: making the class's object imports torch._dynamo, which takes a
-process seconds. This file only cuts the slice where the matrices end, because weight decay applies to them alone, and
-keeps the state as whole slices, which is what a checkpoint stores.
+process seconds. This file only cuts the slice where the matrices end, because weight decay applies to matrices only,
+and keeps the state as whole slices, as checkpoints store it.
 """
 
 import torch
@@ -15,7 +15,7 @@ from terrace.runtime.states import ADAMW, KINDS
 
 
 class ShardedAdamW:
-    """AdamW over `master`, of which the first `num_decayed` elements take weight decay.
+    """AdamW over `master`; its first `num_decayed` elements take weight decay.
 
     `gradient` is the memory where the finished gradient of the same elements stands at `update`. All
     are 1-D, of one length and dtype.
@@ -49,7 +49,7 @@ class ShardedAdamW:
 
     @property
     def parts(self) -> list[StatePart]:
-        """What a checkpoint stores: every element is in one part."""
+        """The state that a checkpoint stores; every element is in one part."""
         values = dict(zip(KINDS[ADAMW], (self.master, self.exp_avg, self.exp_avg_sq), strict=True))
         return [StatePart(group=ADAMW, elements=slice(0, self.master.numel()), values=values)]
 

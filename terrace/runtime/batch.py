@@ -1,4 +1,4 @@
-"""A micro-batch as the engine takes it, and a rank's part of one whose tokens are spread over ranks."""
+"""Micro-batches: whole rows, or a rank's part of rows that are spread over ranks."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from terrace.sequence.token_layout import TokenLayout
 class Batch:
     """One micro-batch: inputs and labels, both (B, S), of whole rows; with a `token_layout`, this rank's part (1, T).
 
-    `positions`, int64 of the labels' shape, are those of each token in its own document, where a row holds several.
+    `positions`, int64 of the labels' shape, count the tokens of each document from 0, where a row holds several.
     """
 
     inputs: Tensor

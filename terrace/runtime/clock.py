@@ -1,4 +1,4 @@
-"""Where the time of a step goes: one mark after each thing done, on the host or on the CUDA stream."""
+"""Time of a step by category: one mark after each activity, on the host or on the CUDA stream."""
 
 import time
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ import torch
 
 
 class Clock(ABC):
-    """Attributes the time since the last mark to a category; `doing` is the one of the computing under way."""
+    """Attributes the time since the last mark to a category; `doing` is the category of the current computation."""
 
     doing = "forward"
 
@@ -18,11 +18,11 @@ class Clock(ABC):
 
     @abstractmethod
     def mark(self, category: str) -> None:
-        """Everything since the last mark, or since the start, was `category`."""
+        """Attribute the time since the last mark, or since the start, to `category`."""
 
     @abstractmethod
     def totals(self) -> dict[str, float]:
-        """Return seconds by category since the start; on CUDA this waits for the device."""
+        """Seconds by category since the start; on CUDA this waits for the device."""
 
 
 class HostClock(Clock):

@@ -126,7 +126,7 @@ def _groups(program: Program, rank: int, timeout: timedelta, context_group: Cont
 
 
 def _meetings(program: Program, rank: int) -> Iterator[Meeting]:
-    """Round by round, the rank of another stage that this one exchanges messages with; itself alone where none."""
+    # Round by round, the rank of another stage that this one exchanges messages with; only itself where none.
     for number, pairs in enumerate(rounds_of(program.stage.pairs)):
         partners = {stage: other for pair in pairs for stage, other in (pair, pair[::-1])}
         stage = program.stage.index

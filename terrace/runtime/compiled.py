@@ -1,10 +1,9 @@
 """Blocks through `torch.compile`, each by itself.
 
-A block's parameters keep their storage while it is freed and gathered, so a compiled block reads the values that
-are there when it runs. What changes is who takes the weight gradients: a compiled backward computes them all,
-where else the runtime records them and takes them when the program says (terrace.runtime.linear). So a program
-with a backward in two parts, and the tensor axis, which fills the time of its messages with them, cannot be compiled.
-Nor can layers whose attention goes over several ranks.
+A block's parameters keep their storage while it is freed and gathered, so a compiled block reads the current values.
+A compiled backward computes all weight gradients itself; otherwise the runtime records them and computes them when the
+program says (terrace.runtime.linear). Therefore a program with a backward in two parts cannot be compiled, nor blocks
+under a tensor axis, which overlaps its messages with weight gradients, nor layers that attend over several ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +39,7 @@ def check_compiles(programs: Sequence[Program]) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile something small; raises `ConfigError` with the reason where this machine cannot."""
+    """Compile a small function; raises `ConfigError` with the reason where this machine cannot."""
     try:
         torch.compile(_trial)(torch.ones(8, device=device))
     except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
@@ -53,9 +52,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> None:
-    """Have each block compiled when it is first run.
+    """Compile each block at its first run.
 
-    What depends on where documents begin stays as it is: it differs from batch to batch, and would be compiled anew.
+    Functions that depend on where documents begin stay uncompiled: every batch would compile them again.
     """
     for owner, name in ((attention.PerMicroBatch, "get"), (attention, "attend_in_pieces")):
         function = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""From modules to block specs, and the replacing of their parameters by views of flat buffers.
+"""Block specs of modules, and the replacement of their parameters by views of flat buffers.
 
 A parameter that two blocks share (a tied embedding) belongs to the first; the later block borrows it.
 """
@@ -35,7 +35,7 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
 
 
 def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """Return `specs` with the dims that `declared`, the same blocks, say of their parameters.
+    """`specs` with the dims of parameters that `declared`, specs of the same blocks, name.
 
     Raises `ModelError` when they are not the same parameters.
     """

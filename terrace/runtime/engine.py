@@ -38,8 +38,8 @@ from terrace.runtime.tensor import Objective
 class StepResult:
     """One step: mean loss over the valid tokens of the global batch, its gradient norm before clipping.
 
-    `quantisation_error` is the relative error of each message class that travelled in a block format since
-    the step before was summed up: REFRESH comes after that, so its figure is that of the step before.
+    `quantisation_error` is the relative error of each message class that travelled in a block format between
+    the CLIP of the previous step and the CLIP of this one: the figure of REFRESH is the previous step's.
     """
 
     loss: float
@@ -55,7 +55,7 @@ class Engine:
     Every rank of the world constructs it at the same point; `torch.distributed` must be initialised when the world
     has more than one rank. The parameters of `blocks` are replaced by views of flat buffers, in the compute
     dtype. Initial values come from `initial`, or else from the blocks as they are, which then must be the same on
-    every rank. With a pipeline a rank keeps the states of its stage's blocks alone. Tensor and pipeline axes need the
+    every rank. With a pipeline a rank keeps only the states of its stage's blocks. Tensor and pipeline axes need the
     dims of parameters, from the specs `declared`, and the length of a `sequence`; the modules that then run in place
     of `blocks` are `state.modules`. A `pacer` slows every message to the rate of its tier. `compiled` runs each
     block through `torch.compile`.
@@ -130,19 +130,19 @@ class Engine:
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one step on this rank's micro-batches of (inputs, labels), or of (inputs, labels, positions).
+        """Run one training step on this rank's micro-batches.
 
-        `positions` int64 (B, S) says where each token stands in its own document; blocks then get it as a second
-        argument, and nothing may change it meanwhile. Raises `ModelError` when a block takes none, and
-        `TrainingError` naming the message when one that travels in a block format holds inf or nan.
+        Blocks get the positions of a batch, if it has any, as a second argument; the tensors must not change
+        meanwhile. Raises `ModelError` when a block takes no positions, and `TrainingError` naming the message when a
+        message in a block format holds inf or nan.
         """
         return self._run(batches, lr, self.program)
 
     def evaluate(self, batches: Sequence[Batch], program: Program | None = None) -> StepResult:
-        """Loss and tokens of this rank's micro-batches, as many as of a step; nothing changes, `grad_norm` is 0.
+        """Mean loss and tokens of micro-batches, as many as a step has; the state does not change, `grad_norm` is 0.
 
-        Every rank calls this. `program` runs forwards alone (terrace.program.forward_programs); without one it is made,
-        which for a pipeline needs the programs of all stages. Raises as `step` does.
+        Every rank calls this. `program` is of forwards (terrace.program.forward_programs); the default one is built
+        at the first call, for a pipeline from the programs of all stages. Raises as `step` does.
         """
         if self._forward is None or program is not None:
             self._forward = program or self._forward_program()
@@ -191,7 +191,7 @@ class Engine:
 
     @property
     def talks_inside(self) -> bool:
-        """Whether blocks send messages while they run, which are counted, and which other ranks must wait for."""
+        """Whether blocks send messages while they run: other ranks then wait for a block that runs here."""
         return bool(self.axes)
 
     def drain(self) -> None:
@@ -199,7 +199,7 @@ class Engine:
         self.runner.drain()
 
     def check_bytes(self) -> None:
-        """Drain, and hold the ledger against the programs that were run.
+        """Drain, then compare the ledger with the programs that were run.
 
         Raises `ProgramError` when a byte was sent that no program declares, or the reverse.
         """
@@ -246,7 +246,6 @@ def _checked(
     num_micros: int,
     sequence: int,
 ) -> Program:
-    """The program of a rank: the one that is given, if it is for what is asked, or a new one."""
     mesh = Mesh.of(cluster, plan)
     stage = mesh.stage(rank)
     if program is None:
@@ -254,8 +253,8 @@ def _checked(
         if len(programs) > 1:
             verify_stages(programs)
         return programs[stage]
-    asked = (cluster, plan, slice_blocks(specs, mesh), num_micros, stage)
-    if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != asked:
+    expected = (cluster, plan, slice_blocks(specs, mesh), num_micros, stage)
+    if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != expected:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
     if program.sequence != sequence and (program.tensor.degree > 1 or program.stage.num_stages > 1):
         raise ProgramError(

@@ -47,7 +47,7 @@ class FlatParam:
         *,
         is_copy: bool = False,
     ) -> None:
-        """Allocate the buffers; `name` is that of the block, `is_copy` says that another stage owns the block."""
+        """Allocate the buffers of block `name`; `is_copy` says that another stage owns the block."""
         layout = self.layout = spec.layout
         self.name, self.spec, self.is_copy = name, spec, is_copy
         self.coordinates = layout.coordinates(rank)

@@ -10,13 +10,13 @@ class GradientViews:
     """Gradients of parameters as views of one uninitialised buffer.
 
     The first gradient of a parameter is written to its view and later ones are added. This spares the pass that would
-    set the buffer to zero, and the pass that would read those zeros. Autograd's gradients come through a hook, which
+    set the buffer to zero, and the pass that would read the zeros. Autograd's gradients come through a hook, which
     copies the first. Weight gradients that the runtime computes ask for their place by `gradient_of`
     (terrace.runtime.linear).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], extents: Sequence[tuple[int, int]]) -> None:
-        """`extents` are the (start, stop) of each parameter in the buffer; what is behind them is padding."""
+        """`extents` are the (start, stop) of each parameter in the buffer; the rest is padding."""
         self._parameters, self._extents = parameters, extents
         self._missing: dict[Tensor, Tensor] = {}  # parameter -> its view, until it has its first gradient
         self._written: dict[Tensor, Tensor] = {}  # parameter -> its view, from then on

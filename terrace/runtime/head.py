@@ -1,18 +1,18 @@
 """The last block of a decoder with its loss, a chunk of tokens at a time: logits never exist whole.
 
-Of a chunk the logits are computed, turned into their own gradient where they stand, and multiplied back:
+The logits of a chunk are computed, replaced in place by their gradient, and multiplied back:
 
     x = h W^T,   loss += logsumexp(x) - x[label],   dx = softmax(x) - onehot(label),   dh = dx W,   dW += dx^T h
 
-The loss is a sum, so its gradient is one and nothing has to be known that comes later: the three products of the
-forward and the backward follow one another in the block's BACKWARD, and its FORWARD has nothing to compute. That is as
-many products as with whole logits, and memory of a chunk, whatever the vocabulary. (Keeping a log-sum per token and
+The loss is a sum, so its gradient is one and depends on no later result: the three products of forward and backward
+run in sequence in the block's BACKWARD, and its FORWARD computes nothing. The number of products is that with whole
+logits; the memory is one chunk's, whatever the vocabulary. (Keeping a log-sum per token and
 computing the logits again in the backward, as Wijmans et al. do, arXiv 2411.09009, would be a fourth product; taking
 the weight gradient in the forward would need its buffer there.)
 
-The weight gradient of a chunk is added at once, also in a backward whose other weight gradients are held back: what
-would have to be held is the gradient of the logits. A bf16 gradient would round once a chunk, so there it is
-summed up in fp32 first.
+The weight gradient of a chunk is added at once, also in a backward whose other weight gradients are held back, since
+holding it would keep the gradient of the logits. A bf16 gradient would round once per chunk, so it is first summed in
+fp32.
 
 `terrace.model.decoder.token_loss` of the head's logits is the same number, whole; the tensor axis has a form of its
 own (terrace.runtime.tensor.loss).
@@ -33,11 +33,11 @@ LossBackward = Callable[[Tensor, Tensor], Tensor]  # (input of the block, labels
 
 
 def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
-    """Return what runs a last block, its loss and both their backwards in chunks, where there is such a form.
+    """A function that runs a last block, its loss and both backwards in chunks; None for blocks without this form.
 
-    There is for `terrace.model.decoder.Head` with `token_loss`; None for any other pair. What is returned takes the
-    block's input (B, S, H), whose `grad` it sets, and labels (B, S); gradients of parameters go where those of
-    any backward go. Its result, a scalar, has no graph.
+    `terrace.model.decoder.Head` with `token_loss` has it. The function takes the block's input (B, S, H), sets its
+    `grad`, and takes labels (B, S); gradients of parameters go to the same place as in any backward. Its result, a
+    scalar, has no graph.
     """
     if objective is not decoder.token_loss or type(module) is not decoder.Head:
         return None
@@ -70,8 +70,8 @@ def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """The sum of the cross entropies of hidden states (N, H) against labels (N), and its gradient (N, H).
 
-    The gradient of `weight` (V, H), if it trains, is recorded; it is returned where there is no queue for it, as
-    beside compiled blocks. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
+    The gradient of `weight` (V, H), if it trains, is recorded; without a queue, as with compiled blocks, it is
+    returned. Labels are as for `token_loss`. Losses and softmax are computed in fp32 at least,
     products in the dtype of `hidden`.
     """
     matrix = weight.detach()
@@ -98,8 +98,8 @@ def add_weight_gradient(
 ) -> Tensor | None:
     """Record the sum of dx^T h over the chunks dx (n, V), h (n, H); return it if there is no queue, else None.
 
-    Each chunk is used up before the next is asked for; with `needed` false they are only gone through. One chunk alone
-    may be held by the queue, unless `at_once`. In half precision several are summed up in fp32.
+    Each chunk is used before the next is computed; with `needed` false they are computed and dropped. A single chunk
+    may be held by the queue, unless `at_once`. In half precision several chunks are summed in fp32.
     """
     total: Tensor | None = None
     wide = torch.promote_types(weight.dtype, torch.float32) if num_chunks > 1 else weight.dtype
@@ -114,7 +114,7 @@ def add_weight_gradient(
 
 
 def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """Turn logits (n, V) into the gradient of their loss against labels (n), and return the loss."""
+    # In place: logits (n, V) become the gradient of their loss against labels (n), which is returned.
     wide = torch.promote_types(logits.dtype, torch.float32)
     step = max(1, CACHED_NUMEL // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     counted = labels != decoder.IGNORE_INDEX
@@ -130,7 +130,7 @@ def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """Add dx^T h of dx (n, V) and h (n, H) to `total` (V, H), which is wider, a part at a time."""
+    # total (V, H) += dx^T h of dx (n, V), h (n, H), in parts, since the product in a wider dtype is a second copy.
     step = max(1, 4 * CACHED_NUMEL // total.shape[1])
     for start in range(0, len(total), step):
         rows = slice(start, start + step)

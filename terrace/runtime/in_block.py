@@ -24,8 +24,8 @@ class EdgeComm(Protocol):
 class InBlockAxis:
     """An axis that has put its modules or its attention into the blocks of a rank.
 
-    A new axis overrides the methods that concern it. The step runner calls them on every axis, in the order in which
-    the axes were applied, and knows nothing else about an axis.
+    A new axis overrides the methods that concern it. The step runner calls them on every axis, in the order of
+    application, and knows nothing else about an axis.
     """
 
     means: Means
@@ -48,4 +48,4 @@ class InBlockAxis:
         """Prepare for a block that runs on a micro-batch; `recomputed` blocks run again in their backward."""
 
     def remove(self) -> None:
-        """Give the blocks back what the axis replaced and would keep them from running by themselves."""
+        """Undo replacements that would keep the blocks from running without the engine."""

@@ -1,4 +1,4 @@
-"""Weight gradients that the runtime computes itself: when it says, and where they are kept.
+"""Weight gradients computed by the runtime: when the program says, into their place in the flat gradient.
 
 The backward of y = x W^T + b has two parts. The backward of the block goes on with the first; nothing in the
 block waits for the second:
@@ -6,14 +6,14 @@ block waits for the second:
     input gradient    dx = dy W                           computed at once
     weight gradient   dW += dy^T x,  db += sum of dy      recorded in a `WeightQueue`, computed when that is run
 
-The split is that of zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record is dy, x and whose
-gradient it is: running it needs neither the graph nor the values of the weights, which may be freed by then. The
+The split follows zero-bubble pipelines (Qi et al. 2401.10241, section 2). A record holds dy, x and the
+parameter: running it needs neither the graph nor the values of the weights, which may be freed by then. The
 product is written into the gradient buffer itself: the first one of a unit there (`mm(out=)`), later ones
 added by the product (`addmm_`). No other tensor of the weight's size is made.
 
-Model code is not told. Matrices that a `WeightGradients` owns become `Matrix` parameters, which take `F.linear`, and so
-`nn.Linear`, and on a CPU `F.embedding`, to the functions below. Whatever else a model does with a weight, and every
-other parameter, goes through autograd and the hook of `Flat`, into the same buffer and in any mix with this.
+Model code is unchanged. Matrices that a `WeightGradients` owns become `Matrix` parameters, which take `F.linear`, and
+so `nn.Linear`, and on a CPU `F.embedding`, to the functions below. Every other use of a weight, and every
+other parameter, goes through autograd and the hook of `GradientViews`, into the same buffer and in any mix with this.
 
 Shape legend: N rows (all leading dims), I inputs and O outputs of the layer, V vocabulary, H hidden.
 """
@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 @dataclass
 class _Record:
-    """What a weight gradient is made of; None for what the layer does not have or does not train."""
+    # weight and bias are None where the layer has none or does not train it
 
     output_gradient: Tensor  # (N, O)
     inputs: Tensor | None  # (..., I), or tokens (...)
@@ -47,7 +47,7 @@ class _Record:
     bias: Tensor | None = None  # (O)
 
     def hold(self) -> None:
-        """Note what dy and x are, to be looked at when the record is run."""
+        """Remember the versions of dy and x, to check them when the record runs."""
         self._versions = self._current_versions()
 
     def release(self) -> None:
@@ -55,7 +55,7 @@ class _Record:
         assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[Tensor, Sink]) -> None:
-        """Add the gradients to those in `sinks`."""
+        """Add the gradients to the views in `sinks`."""
         if self.weight is not None:
             assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
             self._run_weight(self.inputs, *sinks[self.weight].gradient_of(self.weight))
@@ -74,7 +74,7 @@ class _Record:
 
 
 class _Product(_Record):
-    """Of a linear layer."""
+    # of a linear layer
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         left, right = self.output_gradient.t(), inputs.reshape(-1, inputs.shape[-1])  # (O, N), (N, I)
@@ -85,7 +85,7 @@ class _Product(_Record):
 
 
 class _Sum(_Record):
-    """Of whatever has summed up the weight gradient itself: it stands for dy and for x."""
+    # of code that has summed up the weight gradient itself, which stands for dy and for x
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         if first:
@@ -95,7 +95,7 @@ class _Sum(_Record):
 
 
 class _Rows(_Record):
-    """Of an embedding: only the rows of its tokens are touched."""
+    # of an embedding: only the rows of its tokens are touched
 
     def _run_weight(self, inputs: Tensor, gradient: Tensor, first: bool) -> None:
         tokens, rows = inputs.reshape(-1), self.output_gradient
@@ -110,10 +110,10 @@ class _Rows(_Record):
 
 
 class WeightQueue:
-    """The weight gradients of one backward, in the order in which its pieces came up.
+    """The weight gradients of one backward, in the order of its layers.
 
     Without `hold` a record is run when it is added: nothing is kept, and dy is still in the cache. With it,
-    records wait for `run`, and hold their dy and x, which nobody may change until then. Any thread may add, as
+    records wait for `run` and hold their dy and x, which must not change until then. Any thread may add, as
     autograd does on CUDA, but not while another runs the queue.
     """
 
@@ -142,12 +142,12 @@ class WeightQueue:
             record.run(self._sinks)
 
     def run(self) -> None:
-        """Compute what is recorded, first come first, and let go of each record's tensors.
+        """Compute the recorded gradients in order, and drop each record's tensors.
 
         May be called at any time after the block's gradient buffer was opened and before it is reduced, also in the
-        middle of the backward that records, from a function that has just started a message; what is recorded
-        later waits for the next call. On CUDA the work is enqueued on the current stream, which must be that of
-        the backward, and the host does not wait.
+        middle of the backward that records, from a function that has just started a message; later records wait
+        for the next call. On CUDA the work is enqueued on the current stream, which must be the stream of the
+        backward, and the host does not wait.
         """
         with torch.no_grad():
             while self._records:
@@ -167,7 +167,7 @@ class WeightGradients:
         self.current: WeightQueue | None = None
 
     def own(self, parameters: Iterable[Tensor], sink: Sink) -> None:
-        """Have the gradients of `parameters` recorded from now on, to be kept in `sink`."""
+        """Record the gradients of `parameters` from now on, for the views of `sink`."""
         for parameter in parameters:
             self._sinks[parameter] = sink
             if parameter.requires_grad and parameter.dim() == 2:
@@ -191,15 +191,15 @@ class WeightGradients:
 
 
 def record_product(weight: Tensor, output_gradient: Tensor, inputs: Tensor, at_once: bool = False) -> bool:
-    """Record the weight gradient of dy (N, O) and x (..., I), if there is a queue for it; return whether there is.
+    """Record the weight gradient of dy (N, O) and x (..., I) in the current queue; returns whether a queue took it.
 
-    `at_once`: it is computed before this returns, and dy and x may change then.
+    With `at_once` it is computed before this returns, and dy and x may change then.
     """
     return _record(weight, _Product(output_gradient, inputs, weight), at_once)
 
 
 def record_sum(weight: Tensor, gradient: Tensor) -> bool:
-    """Add a weight gradient that is there already, in any dtype, if there is a queue; return whether there is."""
+    """Add a computed weight gradient, in any dtype; returns whether a queue took it."""
     return _record(weight, _Sum(gradient, gradient, weight), at_once=True)
 
 
@@ -224,7 +224,7 @@ class Matrix(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, as one of the functions of this module if there is one for it and it fits."""
+        """Run `func`, or its recording form in this module where it has one that fits."""
         own = _FUNCTIONS.get(func)
         if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             result = own(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ _LARGE_CHUNK_NUMEL = 1 << 26
 
 
 class ShardedLion:
-    """Lion over `master`, of which the first `num_decayed` elements take weight decay.
+    """Lion over `master`; its first `num_decayed` elements take weight decay.
 
     `gradient` is the memory where the finished gradient of the same elements stands at `update`.
     """
@@ -40,7 +40,7 @@ class ShardedLion:
 
     @property
     def parts(self) -> list[StatePart]:
-        """What a checkpoint stores: every element is in one part."""
+        """The state that a checkpoint stores; every element is in one part."""
         values = dict(zip(KINDS[LION], (self.master, self.momentum), strict=True))
         return [StatePart(group=LION, elements=slice(0, self.master.numel()), values=values)]
 

@@ -1,8 +1,8 @@
-"""Large freed buffers go back to the system.
+"""Returning large freed buffers to the system.
 
-Gathered blocks and gradients come and go on several threads. Left alone, glibc serves them from heaps, one a
-thread, that keep what was freed: a process then holds several times what its tensors take. With a fixed
-threshold a large buffer is a mapping of its own, and freeing it returns it.
+Gathered blocks and gradients come and go on several threads. By default glibc serves them from heaps, one per
+thread, that keep freed memory: a process then holds several times the bytes of its tensors. With a fixed threshold a
+large buffer is a mapping of its own, which is returned when it is freed.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _LARGE_BYTES = 2 << 20  # a mapping is zeroed page by page when it is made anew:
 
 
 def return_large_buffers() -> bool:
-    """Tell the C library, if it is glibc; return whether it listens. Holds for the whole process."""
+    """Set the threshold for the whole process; returns whether the C library (glibc) supports it."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,15 +1,15 @@
 """Muon on the slice of one flat buffer that this rank owns.
 
-Of every matrix W (n, m) with gradient G (Jordan 2024, https://kellerjordan.github.io/posts/muon; the scale and the
-weight decay are those of Liu et al., arXiv 2502.16982, section 2.2, by which AdamW's learning rates fit):
+The update of a matrix W (n, m) with gradient G (Jordan 2024, https://kellerjordan.github.io/posts/muon; scale and
+weight decay after Liu et al., arXiv 2502.16982, section 2.2, so that AdamW's learning rates fit):
 
     M = momentum M + G
     W = W - lr (0.2 sqrt(max(n, m)) NewtonSchulz(G + momentum M) + weight_decay W)
 
-A slice may begin and end in the middle of a matrix, and Newton-Schulz needs the whole. So `prepare` makes
-G + momentum M of the slice, in the place of the gradient; the ranks of the optimizer tier gather it (ORTHOGONALISE), in
-the compute dtype; and `update` orthogonalises every matrix that reaches into the slice, and keeps its part. The
-iteration runs in the compute dtype too, which is bf16 in Jordan's. What is no matrix of a layer takes AdamW.
+A slice may begin and end in the middle of a matrix, and Newton-Schulz needs the whole. So `prepare` replaces the
+gradient of the slice by G + momentum M; the ranks of the optimizer tier gather it (ORTHOGONALISE), in the compute
+dtype; and `update` orthogonalises every matrix that reaches into the slice, and keeps its part. The iteration runs in
+the compute dtype as well, bf16 in Jordan's code. Parameters other than the matrices of layers take AdamW.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Extent = tuple[ParamSpec, int, int]  # a matrix, and where it begins and ends in
 
 
 class ShardedMuon:
-    """Muon over the matrices of `extents` as far as they are in `master`, AdamW over what lies behind them.
+    """Muon over the parts of the matrices `extents` in `master`, AdamW over the elements behind them.
 
     `master` is the slice of the flat buffer that begins at `start`, `gradient` the memory where the finished gradient
     of the same elements stands at `prepare`. `compute` is the dtype of Newton-Schulz.
@@ -71,7 +71,7 @@ class ShardedMuon:
 
     @property
     def parts(self) -> list[StatePart]:
-        """What a checkpoint stores: every element is in one part."""
+        """The state that a checkpoint stores; every element is in one part."""
         found = []
         if self._num_matrix:
             values = dict(zip(KINDS[MUON], (self.master[: self._num_matrix], self.momentum), strict=True))
@@ -83,7 +83,7 @@ class ShardedMuon:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Take the gradient into the momentum, and put what is to be orthogonalised in its place."""
+        """Add the gradient to the momentum, and replace it by the matrix to orthogonalise."""
         gradient, momentum = self._gradient[: self._num_matrix], self._config.momentum
         self.momentum.mul_(momentum).add_(gradient)
         gradient.add_(self.momentum, alpha=momentum)
@@ -107,7 +107,7 @@ class ShardedMuon:
 
 
 def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
-    """Return U V^T of the singular value decomposition U S V^T of a matrix (n, m), roughly: S becomes about one.
+    """U V^T, approximately, for the singular value decomposition U S V^T of a matrix (n, m).
 
     Jordan's quintic iteration, whose singular values end between 0.7 and 1.2; one of zero stays zero.
     """
@@ -115,7 +115,7 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if is_tall else matrix
     wide = torch.promote_types(x.dtype, torch.float32)
-    # First by the largest element: squares of what is below 1e-19, as a momentum without gradients becomes, are zero.
+    # First by the largest element: a momentum without gradients decays below 1e-19, where squares underflow to zero.
     x = x / x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)
     x = x / torch.linalg.vector_norm(x, dtype=wide).clamp(min=1.0).to(x.dtype)
     for _ in range(num_steps):

@@ -7,10 +7,10 @@ _NORM_ROW = 4096
 
 
 def squared_norm(values: Tensor) -> Tensor:
-    """The sum of squares of a 1-D tensor as an fp64 scalar.
+    """Sum of squares of a 1-D tensor as an fp64 scalar.
 
-    One fp32 sum over a large shard is percents too low on a CPU, and by how much depends on the size of
-    the shard, so on the plan: rows of a few thousand are summed in the tensor's dtype, the rows in fp64.
+    A single fp32 sum over a large shard is several percent too low on a CPU, by an amount that depends on the shard
+    size and so on the plan. Therefore rows of a few thousand are summed in the tensor's dtype, and the rows in fp64.
     """
     cut = values.numel() // _NORM_ROW * _NORM_ROW
     rows, rest = values[:cut].view(-1, _NORM_ROW), values[cut:]

@@ -1,4 +1,4 @@
-"""The optimizers, as a shard sees them."""
+"""The protocol of the optimizers, and the choice of one for a flat parameter."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ from terrace.runtime.state_part import StatePart
 
 
 class Optimizer(Protocol):
-    """Updates `master`, a slice of a flat buffer, from the gradient that stands in memory it was given."""
+    """Updates `master`, a slice of a flat buffer, from the gradient in memory given at construction."""
 
     master: Tensor
 
@@ -27,14 +27,14 @@ class Optimizer(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its state beside `master`."""
+        """Bytes of state, without `master`."""
 
     @property
     def parts(self) -> list[StatePart]:
-        """What a checkpoint stores."""
+        """The state that a checkpoint stores."""
 
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
-        """One step with learning rate `lr`; `muon_momentum` is what ORTHOGONALISE gathered, for those that need it."""
+        """One step with learning rate `lr`; `muon_momentum` is the gathered flat buffer, under Muon."""
 
 
 def make_optimizer(
@@ -48,7 +48,7 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer of the slice `master` that begins at `start` of its flat buffer.
 
-    Of the buffer the first `num_decayed` elements take weight decay; `extents` are its matrices that Muon updates.
+    The first `num_decayed` elements of the buffer take weight decay; `extents` are its matrices that Muon updates.
     """
     if config.name == "lion":
         return ShardedLion(master, gradient, num_decayed - start, config)

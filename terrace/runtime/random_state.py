@@ -1,4 +1,4 @@
-"""The random state of a device, kept and brought back, so that a recomputed dropout drops the same elements."""
+"""Saving and restoring a device's random state, so that a recomputed dropout drops the same elements."""
 
 import torch
 from torch import Tensor

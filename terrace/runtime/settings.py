@@ -1,4 +1,4 @@
-"""Settings of the runtime that a user writes; pure, so that they are checked before torch is loaded."""
+"""Settings of the runtime that a user writes. No torch here: they are checked before it is loaded."""
 
 import math
 from dataclasses import dataclass, fields
@@ -13,8 +13,8 @@ class OptimizerConfig:
 
     `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675) or muon (Jordan
     2024; Liu et al., arXiv 2502.16982), which updates the matrices of layers and leaves the rest to AdamW. `lr` is the
-    peak rate; under muon `adamw_lr` is that of the rest, the same unless given. `clip` bounds the global gradient
-    norm; 0 turns clipping off. Raises `ConfigError` for values outside their range, and for those that have no effect.
+    peak rate; under muon `adamw_lr` is the rate of AdamW, by default the same. `clip` bounds the global gradient
+    norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
     """
 
     name: Literal["adamw", "lion", "muon"] = "adamw"
@@ -53,7 +53,7 @@ class OptimizerConfig:
 
     @property
     def adamw_share(self) -> float:
-        """What the rate of AdamW is of the rate of the step."""
+        """The learning rate of AdamW as a multiple of the step's rate."""
         return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer shows of its state."""
+"""A part of an optimizer's state, as checkpoints see it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """Elements of a rank's slice whose parameters are of one group, and by kind their state: 1-D views."""
+    """State of some elements of a rank's slice, all of parameters of one group: 1-D views by kind."""
 
     group: str
     elements: slice  # of the slice that the optimizer owns

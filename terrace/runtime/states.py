@@ -1,9 +1,9 @@
-"""Which tensors of state belong to a parameter: its group names their kinds. Pure.
+"""The kinds of optimizer state of each parameter, by its group. No torch here.
 
-A group stands for a way to update parameters: those of one group have the same kinds of state, each of the parameter's
-own shape. `master` is the parameter itself in the master dtype and comes first. A new optimizer adds its groups here,
-says in `group_of` which parameters belong to them, and hands out its tensors by `StatePart`s
-(`terrace/runtime/adamw.py`); checkpoints then store and restore them under any plan.
+A group stands for an update rule: parameters of one group have the same kinds of state, each of the parameter's shape.
+`master` is the parameter itself in the master dtype and comes first. A new optimizer adds its groups here, says in
+`group_of` which parameters belong to them, and returns its tensors as `StatePart`s (`terrace/runtime/adamw.py`);
+checkpoints then store and restore them under any plan.
 """
 
 from terrace.model.spec import ParamSpec

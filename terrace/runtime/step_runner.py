@@ -5,8 +5,8 @@ reduction or a recomputation happens where the program says and nowhere else; no
 parts, which a program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear).
 Communication goes to the lane of the outermost tier it crosses; an instruction waits only for what it reads:
 
-    FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters; what another
-                        stage sends
+    FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters; the message of
+                        another stage
     BACKWARD            all reductions but the newest, so that at most one gradient is in flight
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
@@ -46,9 +46,9 @@ Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduce
 
 @dataclass(frozen=True)
 class StepSums:
-    """What CLIP finds: mean loss and gradient norm over the valid tokens of the global step.
+    """The results of CLIP: mean loss and gradient norm over the valid tokens of the global batch.
 
-    `rounding` holds squared error and square of every lossy message class since the CLIP before.
+    `rounding` holds squared error and square of every lossy message class since the previous CLIP.
     """
 
     loss: Tensor
@@ -59,7 +59,7 @@ class StepSums:
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward."""
+    """The result of a forward that its backward needs."""
 
     inputs: Tensor
     output: Tensor | None  # with its graph; None when the backward computes it, or does so again
@@ -67,11 +67,11 @@ class _Kept:
 
 
 class StepRunner:
-    """Carries one rank's program out, step after step.
+    """Carries programs out on one rank, one after the other.
 
-    `clip` bounds the gradient norm, 0 turns that off. `axes` are the in-block axes that were applied to the modules of
-    `state`, which share `clock` and `weights` with their messages. With `compiled` autograd computes the weight
-    gradients; otherwise the runtime does, when the program says.
+    `axes` are the in-block axes that were applied to the modules of `state`; their messages use the same `clock` and
+    `weights`. With `compiled` autograd computes the weight gradients; otherwise the runtime does, when the program
+    says.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StepRunner:
     def run(self, batches: Sequence[Batch], lr: float = 0.0, program: Program | None = None) -> StepSums:
         """Run a program; `batches` are this rank's micro-batches. Refreshes may still be under way after it.
 
-        `program` is any verified program of the same blocks and plan as that of `comm`, which is the default.
+        `program` is any verified program for the blocks and the plan of the default, the program of `comm`.
         """
         program = self._program = program or self._comm.program
         assert len(batches) == program.num_micros, f"{len(batches)} micro-batches for {program.num_micros}"
@@ -155,7 +155,7 @@ class StepRunner:
         self._progress(self._counter, self._program.instructions[self._counter], ranks)
 
     def drain(self) -> None:
-        """Wait for everything under way."""
+        """Wait for all refreshes under way."""
         while self._refreshes:
             self._wait(self._refreshes.popitem()[1], "wait refresh")
 
@@ -165,7 +165,6 @@ class StepRunner:
         self._clock.mark(category)
 
     def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
-        """Put the work of the current instruction on its lane, to begin when `after` is done."""
 
         def when_ready() -> None:
             if after is not None:
@@ -222,21 +221,15 @@ class StepRunner:
         self._clock.mark(self._clock.doing)
 
     def _backward(self, now: Instruction) -> None:
-        """Run both parts of a backward, the products of the second as they come up: nothing is held for them.
-
-        Where there are messages inside a block they wait for one under way, whose time they fill.
-        """
+        # Weight gradients run as they come up and hold nothing, unless they can overlap a message inside the block.
         self._backward_input(now, hold=bool(self._axes))
         self._backward_weight(now)
 
     def _backward_input(self, now: Instruction, hold: bool = True) -> None:
-        """Run the first part of a backward: to the gradient of the block's input, which is in `_passing` after it.
-
-        Opens the gradient buffers and adds to them what autograd computes for parameters that are not weights of
-        linear layers. With `hold` the weight gradients wait for `_backward_weight`: what may run before that is
-        a message with the input gradient, other blocks and micro-batches, and the FREE of the block; a REDUCE of the
-        block takes what is there. Per layer the output gradient and the input stay in memory.
-        """
+        # Computes the gradient of the block's input, and adds the gradients of parameters that are not weights of
+        # linear layers. With `hold` the weight gradients wait for `_backward_weight`, and keep the output gradient and
+        # the input of each layer in memory. The message with the input gradient, other blocks and micro-batches, and
+        # the FREE of the block may run before that; its REDUCE must not.
         self._clock.doing = "backward"
         self._await_parameters(now.block)
         for needed in self._parameters_of(now.block):
@@ -265,7 +258,6 @@ class StepRunner:
                 torch.autograd.backward(output, gradient)
 
     def _backward_weight(self, now: Instruction) -> None:
-        """Run the second part of a backward: the weight gradients that the first has recorded."""
         self._clock.doing = "backward"
         for needed in self._parameters_of(now.block):
             self._open_gradients(needed)
@@ -282,7 +274,6 @@ class StepRunner:
         return self._objective(output, batch.labels) if block == self._last else output
 
     def _take(self, key: Key) -> Tensor:
-        """An activation or a gradient; where another stage made it, wait for it."""
         pending = self._activations.arriving(key)
         if pending is None:
             return self._activations.take(key)
@@ -326,7 +317,7 @@ class StepRunner:
             self._reductions.append((pending, gradients))
 
     def _finish_reduction(self) -> None:
-        # Only now may the buffer go: on CUDA the lane may still read it when the work was merely enqueued,
+        # The buffer may be released only now: on CUDA the lane may still read it while the work is only enqueued,
         # and the allocator would hand its memory to the compute stream.
         pending, gradients = self._reductions.popleft()
         self._wait(pending, "wait reduce")
@@ -347,7 +338,7 @@ class StepRunner:
             self._wait(pending, "wait sync")
         self._syncs.clear()
         self._reduced.clear()
-        # Not `* 0`: that of an infinite norm or loss is not a number.
+        # Not `* 0`: zero times an infinite norm or loss is nan.
         nothing = torch.zeros_like(self._loss)
         flats = self._state if self._program.trains else ()
         counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
@@ -385,7 +376,7 @@ class StepRunner:
 
 
 def _each(flats: Sequence[FlatParam], work: Callable[[FlatParam], None]) -> Callable[[], None]:
-    """Work for a lane: a message of a block is the messages of its flat parameters, one after the other."""
+    # The message of a block is the messages of its flat parameters, one after the other on one lane.
 
     def run() -> None:
         for flat in flats:

@@ -1,14 +1,14 @@
-"""When each instruction of a step really ran: the measured twin of a simulated recording.
+"""Measured times of each instruction of a step: the counterpart of a simulated recording.
 
     with tracer.step():
         engine.step(batches, lr)
     recordings = tracer.recordings()
 
-Nothing of this runs in any other step. While a step is traced, attributes of the runner's and the clock's instances
-hide the methods of their classes, so that each mark of the clock, each piece of work on a lane and each message to
-another stage leaves its time; afterwards the methods are bare again. On a CPU times are the host's; on CUDA they are
+Steps that are not traced are unaffected. While a step is traced, instance attributes of the runner and the clock hide
+the methods of their classes and record each mark of the clock, each piece of work on a lane and each message to another
+stage; afterwards they are deleted. On a CPU times are the host's; on CUDA they are
 events on the streams, read when all is done, so that tracing never makes the host wait. A message between stages is
-seen when it is sent; on NCCL, where torch sends it on a stream of its own, only what waits for it is.
+recorded when it is sent; on NCCL, where torch sends it on a stream of its own, only what waits for it is.
 
 Compute is what the stream did between two marks: a wait, or a pass up to its end. What tensor ranks send inside a block
 appears as the waits for it.
@@ -32,7 +32,7 @@ Work = Callable[[], None]
 
 @dataclass
 class _Step:
-    """Stamps of one step: (end, category, position, awaited position), and (lane, start, end, position, category)."""
+    # marks: (end, category, position, awaited position); messages: (lane, start, end, position, category)
 
     origin: Stamp = None
     marks: list[tuple[Stamp, str, int, int]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Tracer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Trace the engine's step inside."""
+        """Trace the engine's step in the body."""
         step = _Step()
         hidden = self._hide(step)
         try:
@@ -73,7 +73,6 @@ class Tracer:
         return [self._recording(before, step) for before, step in steps]
 
     def _hide(self, step: _Step) -> list[tuple[object, str]]:
-        """Put what leaves stamps before the methods; returns the attributes that hide them."""
         runner, clock, program = self._engine.runner, self._engine.clock, self._program
         start, mark, submit, self._progress = clock.start, clock.mark, runner._submit, runner._progress
         progress, awaited = self._progress, [-1]
@@ -87,7 +86,7 @@ class Tracer:
             step.marks.append((self._stamp(), category, runner._counter, awaited[0]))
             awaited[0] = -1
 
-        def told(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        def recorded(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
             awaited[0] = counter if waiting_on else -1
             progress(counter, instruction, waiting_on)
 
@@ -111,7 +110,7 @@ class Tracer:
         ]
         for owner, name, function in hidden:
             vars(owner)[name] = function
-        runner._progress = told
+        runner._progress = recorded
         self._engine.comm.stages.around = around
         return [(owner, name) for owner, name, _ in hidden]
 
@@ -136,7 +135,7 @@ class Tracer:
         return float(origin.elapsed_time(stamp)) / 1e3
 
     def _recording(self, before: _Step | None, step: _Step) -> Recording:
-        """The recording of a step; of the step before it has the messages alone, under negative times."""
+        # Messages of the previous step may still run in this one: they are included, with negative times.
         spans: list[Span] = []
         first = 0
         known: dict[int, list[int]] = {}  # position of a message in the program -> the numbers of its spans
