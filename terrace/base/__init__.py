@@ -1,1 +1,1 @@
-"""What every room may use: errors, strict loading of tables, atomic files."""
+"""Tools for every room: errors, strict loading of tables, atomic files."""

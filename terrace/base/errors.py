@@ -42,7 +42,7 @@ class CheckpointError(TerraceError):
 
 
 class TrainingError(TerraceError):
-    """A run that cannot go on, or that did not reach what it was to reach."""
+    """A run that cannot continue, or missed its target."""
 
 
 class ProbeError(TerraceError):
@@ -54,7 +54,7 @@ class HangError(TerraceError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest known word, or the list of known words."""
+    """`; did you mean 'x'?` for the nearest known word, or the list of known words."""
     choices = sorted(known)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if near:

@@ -9,9 +9,8 @@ from pathlib import Path
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `content` to `path` through a temporary file in the same folder and a rename.
 
-    A reader sees the old file or the new one, never a part. A link stays: the file it names is replaced.
-    `OSError` (a full disk, no permission, a path that is there and no file, such as a device) leaves what was
-    there as it was.
+    A reader sees the old file or the new one, never a part. A link stays: the file it names is replaced. `OSError` (a
+    full disk, no permission, an existing path that is not a regular file) leaves everything as it was.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():

@@ -42,7 +42,7 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a table; a key that is there twice would silently lose a value."""
+    """A JSON object as a table; a repeated key, which would silently lose a value, is an error."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -81,9 +81,9 @@ def dump(value: Any) -> Any:
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `top` laid over it, table by table. Neither is changed.
+    """`base` overlaid with the keys of `top`, table by table. Neither is changed.
 
-    A list of tables that carry a `name` takes a table of such names: `tiers.node.size`.
+    A list of tables with a `name` takes a table of these names: `tiers.node.size`.
     """
     result = dict(base)
     for key, value in top.items():
@@ -98,7 +98,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(dotted: str, text: str) -> dict[str, Any]:
-    """Turn `a.b.c` and a TOML value into nested tables; what is not one TOML value counts as a string."""
+    """`a.b.c` and a TOML value as nested tables; anything that is not a single TOML value is a string."""
     check_text(f"--{dotted}", text)
     try:
         table = tomllib.loads(f"value = {text}")

@@ -1,12 +1,11 @@
 """Device, Tier, Cluster, and the numbering of ranks.
 
-Ranks are numbered in mixed radix, the innermost tier fastest: with tiers (package 2, node 4), rank 5
-is position 1 of package 2. Bandwidths are per device and in one direction; vendors often quote the
-sum of both.
+Ranks are numbered in mixed radix, the innermost tier fastest: with tiers (package 2, node 4), rank 5 is position 1 of
+package 2. Bandwidths are per device and in one direction; vendors often quote the sum of both.
 
-Constants of the cost model stand beside the figures they scale: what kernels reach of a device's peaks
-(`Kernels`), what messages reach of a link (`Tier.efficiency`, `Tier.half_bytes`). Their defaults are ideal: a
-cluster that says nothing is priced at its peaks. `marks` tells for each constant where it comes from.
+Constants of the cost model stand next to the figures they scale: the share of a device's peaks that kernels reach
+(`Kernels`), and of a link's bandwidth that messages reach (`Tier.efficiency`, `Tier.half_bytes`). Their defaults are
+ideal: a cluster without them is priced at its peaks. `marks` gives the source of each constant.
 """
 
 import math
@@ -24,7 +23,7 @@ Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machin
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What kernels reach of a device's peaks. The defaults are ideal.
+    """Shares of a device's peaks that kernels reach. The defaults are ideal.
 
     A tile is (rows, columns, its share of `gemm`): the part of a product's result that one core computes at a time.
     """
@@ -115,7 +114,7 @@ class Cluster:
         return math.prod(tier.size for tier in self.tiers)
 
     def index(self, tier_name: str) -> int:
-        """Return the position of a tier, 0 for the innermost, or -1 for `device`."""
+        """The position of a tier, 0 for the innermost, -1 for `device`."""
         if tier_name == "device":
             return -1
         for index, tier in enumerate(self.tiers):
@@ -125,11 +124,11 @@ class Cluster:
         raise ClusterError(f"no tier {tier_name!r} in cluster {self.name!r}{did_you_mean(tier_name, known)}")
 
     def ranks_within(self, index: int) -> int:
-        """Return how many ranks one group of tier `index` holds (1 for `device`, index -1)."""
+        """Number of ranks in one group of tier `index` (1 for `device`, index -1)."""
         return math.prod(tier.size for tier in self.tiers[: index + 1])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the position of `rank` on each tier, innermost first."""
+        """The position of `rank` on each tier, innermost first."""
         if not 0 <= rank < self.world_size:
             raise ClusterError(f"rank {rank} is outside 0..{self.world_size - 1}")
         position = []
@@ -152,7 +151,7 @@ class Cluster:
         return rank
 
     def peers(self, rank: int, index: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` on tier `index` only, itself included, in tier order.
+        """The ranks that differ from `rank` on tier `index` only, itself included, in tier order.
 
         On `device` (index -1) a rank is alone.
         """
@@ -164,7 +163,7 @@ class Cluster:
         return tuple(first + stride * here for here in range(self.tiers[index].size))
 
     def resized(self, num_outermost: int) -> "Cluster":
-        """Return this cluster with another number of members on its outermost tier."""
+        """This cluster with another number of members on its outermost tier."""
         return replace(self, tiers=(*self.tiers[:-1], replace(self.tiers[-1], size=num_outermost)))
 
 

@@ -1,13 +1,13 @@
-"""`terrace.blocks_of`: a decoder of `transformers` as it is, as a list of blocks.
+"""`terrace.blocks_of`: an unmodified decoder of `transformers`, as a list of blocks.
 
-The blocks call the model's own modules, unchanged: the embedding (with learned positions where the decoder has them),
-each layer, then the final norm with the output matrix. What the model's own forward hands to every layer besides the
-hidden states, each block makes for itself, by the model's own rotary module and by the masks of `transformers`: the
-position ids, the rotary tables, the causal or sliding mask.
+The blocks call the model's own modules: the embedding (with learned positions where the decoder has them), each layer,
+then the final norm with the output matrix. The model's forward also hands position ids, rotary tables and a causal or
+sliding mask to every layer; here each block makes these itself, with the model's rotary module and the masks of
+`transformers`.
 
-No family is known here by name. A model is taken when its parts are found, when its layers ask for nothing else, and
-when the blocks, one after the other, give the logits that the model itself gives on a few tokens; else it is refused.
-So what a family does besides (scaled embeddings, capped logits, router losses) cannot be lost unseen.
+No family is known here by name. A model is taken if its parts are found, its layers ask for nothing else, and the
+blocks give the model's own logits on a few tokens; otherwise it is refused. So extras of a family (scaled embeddings,
+capped logits, router losses) cannot be lost unseen.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -36,14 +36,14 @@ _CHECK_TOLERANCE = 1e-3  # of the largest logit; blocks and model call the same 
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a causal language model of `transformers`, for `terrace.Trainer`.
+    """The blocks of a causal language model of `transformers`, for `terrace.Trainer`.
 
-    They share the model's modules: training them trains it, and `trainer.unload()` gives it plain parameters back.
-    A tied output matrix stays tied. The blocks take tokens (B, S), and positions within documents (B, S) where they are
+    They share the model's modules: training them trains the model, and `trainer.unload()` gives it plain parameters
+    back. A tied output matrix stays tied. The blocks take tokens (B, S), and positions within documents (B, S) where
     given, and return logits (B, S, V); labels are already shifted, as in `terrace.model.decoder.token_loss`.
 
-    Runs the model once on a few tokens. Raises `ModelError`, naming what is missing, for a model that is no such
-    decoder, has parameters elsewhere, is in training mode with dropout, or computes something that blocks do not.
+    Runs the model once on a few tokens. Raises `ModelError`, naming the missing part, for a model that is not a decoder
+    of this form, has parameters elsewhere, is in training mode with dropout, or computes something the blocks do not.
     """
     what = type(model).__name__
     decoder, output = _decoder_of(model, what)
@@ -72,7 +72,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 class _Context:
-    """What layers are handed beside hidden states; not a module, since its rotary module is a child of every block."""
+    """Arguments of a layer besides its hidden states. Not a module: its rotary module is already a child of every
+    block.
+    """
 
     def __init__(self, config: Any, rotary: nn.Module | None) -> None:
         self.config = config
@@ -86,15 +88,13 @@ class _Context:
         return getattr(self.config, "sliding_window", None) is not None
 
     def mask(self, x: Tensor, places: Tensor, sliding: bool) -> Any:
-        """Return the mask of `transformers` for x (B, S, H): causal, within documents and the window."""
+        """The mask of `transformers` for x (B, S, H): causal, within documents and the window."""
         masks = importlib.import_module("transformers.masking_utils")  # only when there is such a model
         make = masks.create_sliding_window_causal_mask if sliding else masks.create_causal_mask
         return make(config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=places)
 
 
 class _Embedding(nn.Module):
-    """Tokens (B, S) to hidden states (B, S, H)."""
-
     block_name = "embedding"
 
     def __init__(self, lookup: nn.Module, learned: nn.Module | None, dropout: nn.Module | None) -> None:
@@ -110,8 +110,6 @@ class _Embedding(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A layer of the model with what it needs; (B, S, H) to (B, S, H)."""
-
     def __init__(self, layer: nn.Module, index: int, context: _Context, what: str) -> None:
         super().__init__()
         self.block_name = f"layers.{index}"
@@ -135,8 +133,6 @@ class _Layer(nn.Module):
 
 
 class _Head(nn.Module):
-    """Final norm and output matrix; (B, S, H) to logits (B, S, V)."""
-
     block_name = "head"
 
     def __init__(self, norm: nn.Module, output: nn.Module) -> None:
@@ -144,13 +140,12 @@ class _Head(nn.Module):
         self.norm, self.output = norm, output
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of x (B, S, H)."""
+        """Logits of x (B, S, H)."""
         logits: Tensor = self.output(self.norm(x))
         return logits
 
 
 def _places(x: Tensor, positions: Tensor | None) -> Tensor:
-    """Return the position ids of x (B, S, ...): (1, S) where all samples have the same."""
     return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if positions is None else positions
 
 
@@ -173,7 +168,6 @@ def _first(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> 
 
 
 def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
-    """Return which of `_GIVEN` a layer takes; raises `ModelError` for one that asks for more."""
     parameters = inspect.signature(layer.forward).parameters
     named = {name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
     open_ended = len(named) < len(parameters)
@@ -203,7 +197,6 @@ def _check_dropout(model: nn.Module, what: str) -> None:
 
 
 def _name(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
-    """Give every block the names that its parameters have in the model."""
     full = {id(param): name for name, param in model.named_parameters()}
     held = {id(param) for block in blocks for param in block.parameters()}
     for key, name in full.items():
@@ -216,7 +209,6 @@ def _name(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
 
 @torch.no_grad()
 def _compare(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
-    """Raise `ModelError` unless the blocks give the model's own logits on a few tokens."""
     first = next(model.parameters())
     if first.device.type == "meta":
         raise ModelError(f"{what} is on the meta device: load its values first")

@@ -1,21 +1,22 @@
-"""What a token attends to, and the attending.
+"""Attention within documents and sliding windows, on one device.
 
 A token sees itself and the tokens before it in its own document; with a sliding window of W, itself and the W - 1
-before (Mistral 7B, 2310.06825, section 2). So token q of a row sees the range first(q) ... q. Documents are told by
-`positions`: a token goes on with the document of its left neighbour if its position is one more, else it begins one.
+before (Mistral 7B, 2310.06825, section 2). So token q of a row sees the range first(q) ... q. `positions` mark
+documents: a token continues the document of its left neighbour if its position is one more, otherwise it begins a
+document.
 
-The ranges of a micro-batch are put into a *plan* once, which all layers and every recomputation share:
+The ranges of a micro-batch are turned into a *mask plan* once, shared by all layers and every recomputation:
 
 - `None`: a row is one document and no window cuts it; a causal kernel;
-- on a CPU pieces: runs of tokens, each with the keys that it needs and nothing else, so that work and memory go with
-  the squares of documents, not of rows. A document is a piece, its kernel causal. Neighbours that have at most 64
-  tokens together are one piece under a mask, for a call of the kernel costs as much as so many. A document longer
-  than a window is cut into pieces of a window's length, each of which sees the piece before, too, under a band;
-- elsewhere one mask over whole rows: pieces would have the host wait for the device that has the positions;
-- or what was put in the place of `Attention.plans` from outside says it: a `Declared` plan, which attends itself.
+- on a CPU, pieces: runs of tokens with exactly the keys they need, so work and memory grow with the squares of
+  documents, not of rows. A document is a piece with a causal kernel. Neighbours with at most 64 tokens together share
+  a piece under a mask, because a kernel call costs as much as that many tokens. A document longer than a window is cut
+  into pieces of a window's length, each of which also sees the piece before, under a band;
+- on other devices one mask over whole rows: pieces would make the host wait for the device that holds the positions;
+- a `Declared` plan, installed from outside in place of `Attention.plans`, which attends by itself.
 
-Masks are what is added to the scores, in the dtype of the query, since torch makes just that of a boolean one, once a
-layer, and keeps it.
+Masks are additive and in the dtype of the query: torch converts a boolean mask to exactly that, once per layer, and
+keeps it.
 
 Shape legend: B batch, S sequence, N query heads, K key-value heads, D head_dim, W window, L queries of a piece.
 """
@@ -48,13 +49,13 @@ _Value = TypeVar("_Value")
 
 
 class PerMicroBatch:
-    """What is made of a tensor that all layers are given: made once, and kept as long as the tensor lives."""
+    """A cache of values derived from a tensor that all layers receive; entries live as long as the tensor."""
 
     def __init__(self) -> None:
         self._made: Any = WeakTensorKeyDictionary()
 
     def get(self, of: Tensor, key: object, make: Callable[[], _Value]) -> _Value:
-        """Return what `make` returned for `key` and this tensor, unless its values were changed since."""
+        """The value of `make` for `key` and this tensor, made again if the tensor's values have changed since."""
         version = 0 if of.is_inference() else of._version
         made = self._made.setdefault(of, {})
         if (version, key) not in made:
@@ -66,9 +67,9 @@ class PerMicroBatch:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens that attend together: to themselves and, if `sees_before`, to the piece before.
+    """Consecutive tokens that attend together: to themselves and, if `sees_before`, to the previous piece.
 
-    `mask` (L, keys) is added to the scores; without one every token sees those of the piece up to itself.
+    `mask` (L, keys) is added to the scores; without one, attention within the piece is causal.
     """
 
     size: int
@@ -85,34 +86,36 @@ class Pieces:
 
 
 class Declared(Protocol):
-    """A plan that was made elsewhere, say for tokens whose keys other ranks have."""
+    """A mask plan made elsewhere, for example for tokens whose keys are on other ranks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what a query (B, N, S, D) makes of keys and values (B, K, S, D), in its shape; differentiable."""
+        """Attention output of query (B, N, S, D) over keys and values (B, K, S, D), in the query's shape;
+        differentiable.
+        """
         ...
 
 
-Plan = Pieces | Tensor | Declared | None  # the tensor is a mask (B or 1, 1, S, S)
+MaskPlan = Pieces | Tensor | Declared | None  # the tensor is a mask (B or 1, 1, S, S)
 
 
 class Plans(Protocol):
-    """What layers ask for their plan."""
+    """The source of a layer's mask plan."""
 
-    def plan(self, positions: Tensor | None, query: Tensor) -> Plan:
-        """Return what the tokens of query (B, N, S, D) see; `positions` (B, S) are what the layer was given, if any."""
+    def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
+        """The mask plan for query (B, N, S, D); `positions` (B, S) are those given to the layer, if any."""
         ...
 
 
 class AttentionPlans:
-    """The plans of a model, whose layers share this object; `window` 0 stands for none."""
+    """The mask plans of a model, shared by its layers; a `window` of 0 means none."""
 
     def __init__(self, window: int) -> None:
         self.window = window
         self._packed = PerMicroBatch()
-        self._whole: dict[object, Plan] = {}
+        self._whole: dict[object, MaskPlan] = {}
 
-    def plan(self, positions: Tensor | None, query: Tensor) -> Plan:
-        """Return what the tokens of query (B, N, S, D) see, documents told by `positions` (B, S) int64.
+    def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
+        """The mask plan for query (B, N, S, D), with documents marked by `positions` (B, S) int64.
 
         Raises `ModelError` for positions of another shape.
         """
@@ -131,7 +134,7 @@ class AttentionPlans:
                 self._whole[key] = self._make(torch.arange(sequence, device=device)[None], dtype)
         return self._whole[key]
 
-    def _make(self, positions: Tensor, dtype: torch.dtype) -> Plan:
+    def _make(self, positions: Tensor, dtype: torch.dtype) -> MaskPlan:
         begins = document_begins(positions)
         if positions.device.type != "cpu":
             return whole_mask(begins, self.window, dtype)
@@ -139,21 +142,21 @@ class AttentionPlans:
 
 
 def document_begins(positions: Tensor) -> Tensor:
-    """Return of every token of positions (B, S) whether a document begins with it."""
+    """Whether a document begins at each token, bool (B, S), from positions (B, S)."""
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     return begins
 
 
 def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask (B, 1, S, S) of rows whose documents begin where `begins` (B, S) says."""
+    """The mask (B, 1, S, S) of rows in which documents begin where `begins` (B, S) is true."""
     places = torch.arange(begins.shape[1], device=begins.device)
     first = torch.where(begins, places, 0).cummax(1).values  # (B, S)
     return additive_mask(first, places, places, window, dtype).unsqueeze(1)
 
 
 def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
-    """Return the pieces of rows whose documents begin where `begins` (B, S) says, or None for a document a row."""
+    """The pieces of rows in which documents begin where `begins` (B, S) is true; None if every row is one document."""
     joined = bool((begins != begins[:1]).any())
     starts = begins.flatten() if joined else begins[0]
     bounds = [*torch.nonzero(starts).flatten().tolist(), len(starts)]
@@ -175,7 +178,6 @@ def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
 
 
 def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> Piece:
-    """Return a piece of one or several short documents."""
     if len(sizes) == 1 and not 0 < window < sizes[0]:
         return Piece(sizes[0], False, None)
     ends = torch.tensor(sizes).cumsum(0)
@@ -185,7 +187,6 @@ def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> Piece:
 
 
 def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int, int], Tensor]) -> list[Piece]:
-    """Return the pieces of a long document; `bands` holds the masks that its pieces have in common."""
     if not 0 < window < size:
         return [Piece(size, False, None)]
     length = max(window, _SHORT_PIECE)  # so that none sees beyond the piece before
@@ -203,9 +204,10 @@ def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int,
 
 
 def additive_mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dtype: torch.dtype) -> Tensor:
-    """Return (..., L, keys): zero where a query at place `queries` (L) sees a key at place `keys`, else -inf.
+    """A mask (..., L, keys): zero where a query at place `queries` (L) sees a key at place `keys`, else -inf.
 
-    It sees those from `first` (..., L), where its document begins, up to its own, and of a `window` the last so many.
+    A query sees the keys from `first` (..., L), where its document begins, up to its own place; with a `window`, only
+    the last `window` of them.
     """
     queries = queries.unsqueeze(-1)
     sees = (keys >= first.unsqueeze(-1)) & (keys <= queries)
@@ -214,8 +216,8 @@ def additive_mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dty
     return torch.zeros(sees.shape, dtype=dtype, device=keys.device).masked_fill_(~sees, -torch.inf)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-    """Return softmax(Q K^T / sqrt(D)) V, (B, N, S, D), of a query of that shape and keys and values (B, K, S, D)."""
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V, (B, N, S, D), for a query of that shape and keys and values (B, K, S, D)."""
     if plan is None:
         return _core(query, key, value, None)
     if isinstance(plan, Tensor):
@@ -226,7 +228,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: Pieces) -> Tensor:
-    """Attend piece by piece; shapes are those of `attend`."""
+    """Attend piece by piece; shapes as in `attend`."""
     batch, heads, sequence, size = query.shape
     parts = (part.transpose(1, 2) for part in (query, key, value))  # (B, S, ., D), as they lie in memory
     if plan.joined:
@@ -242,7 +244,6 @@ def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: Pieces) ->
 
 
 def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend under a mask that can be laid over (B, N, L, keys), or causally without one."""
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(query.shape[0], 1, *mask.shape)
     groups = query.shape[1] // key.shape[1]
@@ -255,7 +256,9 @@ def _core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Ten
 
 
 def _takes_groups_under_a_mask(query: Tensor) -> bool:
-    """Whether a fused kernel has both a mask and grouped heads; on CUDA torch would else write the scores out."""
+    """Whether a fused kernel takes both a mask and grouped heads; without one, torch on CUDA would materialise the
+    scores.
+    """
     return query.device.type == "cpu"
 
 

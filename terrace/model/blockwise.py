@@ -57,10 +57,10 @@ def dense_mask(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the mask (L, M) that is added to scores: zero where a query sees a key, else -inf.
+    """An additive mask (L, M): zero where a query sees a key, else -inf.
 
-    Query i stands at i + `shift` of the keys, which may be before or after all of them, and sees the keys up to there,
-    of its document and among the last `window` (0: any number). Documents begin at the keys `begins`, rising.
+    Query i stands at i + `shift` of the keys, which may lie before or after all of them, and sees the keys up to there
+    within its document and among the last `window` (0: any number). Documents begin at the keys `begins`, ascending.
     """
     queries = torch.arange(shift, shift + num_queries, device=device)
     starts = torch.tensor([0, *begins], device=device)
@@ -69,9 +69,9 @@ def dense_mask(
 
 
 def pair_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output (B, N, L, D) and the lse (B, N, L), of fp32 or fp64, of queries over the keys of a pair.
+    """The output (B, N, L, D) and the lse (B, N, L), in fp32 or fp64, of queries over the keys of a pair.
 
-    query (B, N, L, D), key and value (B, K, M, D); mask (L, M) in the dtype of the query, of kind "mask" alone. A query
+    query (B, N, L, D), key and value (B, K, M, D); mask (L, M) in the dtype of the query, for kind "mask" only. A query
     that sees none of the keys has output 0 and lse -inf.
     """
     return _kernel(query, key, kind, mask).forward(query, key, value, kind, mask)
@@ -87,19 +87,19 @@ def pair_backward(
     kind: str,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a pair adds to the gradients of its queries, keys and values.
+    """One pair's contribution to the gradients of its queries, keys and values.
 
-    `out` and `lse` are those over all keys of the queries, not of the pair (the algebra is at the top of this file);
-    `grad_out` (B, N, L, D) is the gradient of that `out`. Other shapes are those of `pair_forward`.
+    `out` and `lse` are over all keys of the queries, not over the pair's (the algebra is at the top of this file);
+    `grad_out` (B, N, L, D) is the gradient of that `out`. Other shapes as in `pair_forward`.
     """
     return _kernel(query, key, kind, mask).backward(grad_out, query, key, value, out, lse, kind, mask)
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Have `out` (B, N, L, D) and `lse` (B, N, L) become those over their keys and new ones together.
+    """Merge new keys' results into `out` (B, N, L, D) and `lse` (B, N, L), in place.
 
-    Rows with lse -inf have seen nothing; of `out` these must be finite, say zero. The dtype of `lse` is that in which
-    weights are computed; `out` is rounded to its own each time, so an `out` that is merged often should be fp32.
+    Rows with lse -inf have seen no key; their `out` must be finite, for example zero. Weights are computed in the dtype
+    of `lse`; `out` is rounded to its own dtype each time, so an `out` that is merged often should be fp32.
     """
     # The sigmoid is the part of the new keys, and never overflows; -inf of both sides would be no number.
     part = torch.sigmoid(new_lse - lse).masked_fill_(new_lse == -torch.inf, 0.0)
@@ -108,10 +108,10 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 class Attended:
-    """What queries have made of keys so far, over the pairs that are added one after the other.
+    """Attention output of queries over the pairs added so far.
 
-    `runs` are the runs of all pairs that will be added. The only pair of all rows is taken as it is; rows of one pair
-    each are written where they belong; else rows are merged, in fp32 at least.
+    `runs` are the runs of all pairs that will be added. A single pair over all rows is taken as it is; rows with one
+    pair each are written in place; other rows are merged, in fp32 at least.
     """
 
     def __init__(self, query: Tensor, runs: Sequence[Run]) -> None:
@@ -127,7 +127,7 @@ class Attended:
             self._lse = lse.transpose(1, 2)
 
     def add(self, run: Run, out: Tensor, lse: Tensor) -> None:
-        """Add what `pair_forward` returned for the queries of a run."""
+        """Add a result of `pair_forward` for the queries of a run."""
         if self._whole:
             self._out, self._lse = out, lse
             return
@@ -139,7 +139,7 @@ class Attended:
             own_lse.copy_(lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return the output (B, N, S, D) in the dtype of the query and the lse (B, N, S); 0 and -inf without a pair."""
+        """The output (B, N, S, D) in the dtype of the query and the lse (B, N, S); 0 and -inf without a pair."""
         return self._out.to(self._query.dtype), self._lse
 
 
@@ -165,18 +165,19 @@ class Sums:
             rows(self._sum, run).copy_(grad)
 
     def result(self) -> Tensor:
-        """Return the sum, in the dtype of `like`."""
+        """The sum, in the dtype of `like`."""
         return self._sum.to(self._like.dtype)
 
 
 def rows(part: Tensor, run: Run) -> Tensor:
-    """Return rows of part (B, N, S, ...), a view."""
+    """A view of the rows of part (B, N, S, ...)."""
     start, stop = run
     return part.narrow(2, start, stop - start)
 
 
 def attend_pairs(query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
-    """Return softmax(Q K^T / sqrt(D)) V, (B, N, S, D), over the keys that the pairs of a query have; 0 without any.
+    """softmax(Q K^T / sqrt(D)) V, (B, N, S, D), over the keys that the pairs of a query cover; 0 for a query without
+    pairs.
 
     key and value (B, K, S', D). Keeps its inputs, its output and an lse (B, N, S) for the backward, no scores.
     """
@@ -185,8 +186,6 @@ def attend_pairs(query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[Dens
 
 
 class _AttendPairs(torch.autograd.Function):
-    """`attend_pairs`, pair by pair in both directions."""
-
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
         attended = Attended(query, [pair.queries for pair in pairs])
@@ -222,7 +221,6 @@ class _AttendPairs(torch.autograd.Function):
 
 
 def _kernel(query: Tensor, key: Tensor, kind: str, mask: Tensor | None) -> Kernel:
-    """Return the kernel of a pair, whose kind, mask and shapes must fit."""
     assert kind in KINDS, f"a pair is of kind {kind!r}, not one of {KINDS}"
     assert (kind == "mask") == (mask is not None), (
         f"mask {mask if mask is None else tuple(mask.shape)} of a {kind} pair"
@@ -233,7 +231,6 @@ def _kernel(query: Tensor, key: Tensor, kind: str, mask: Tensor | None) -> Kerne
 
 
 def _overlap(runs: Sequence[Run]) -> bool:
-    """Whether some row is in several runs."""
     return any(before[1] > after[0] for before, after in pairwise(sorted(runs)))
 
 

@@ -1,14 +1,14 @@
-"""The key-value cache of a decoder that writes text: what attention has computed of the tokens so far.
+"""The key-value cache of a decoder that generates text.
 
-A token's keys and values depend on the tokens before it alone, so a next token needs its own and those that are there.
-A `KVCache` holds them for several rows of text, preallocated; it is handed to `run_cached`, and nothing else knows of
-it. A row begins with `run_cached(blocks, tokens, cache, row)`, whose tokens fill it as they pass the layers; then
-`run_cached(blocks, tokens, cache)` takes one further token of every row, each at its own place.
+A token's keys and values depend only on the tokens before it, so the next token needs its own and the cached ones. A
+`KVCache` holds them for several rows of text, preallocated; it is handed to `run_cached`, and nothing else knows of it.
+A row begins with `run_cached(blocks, tokens, cache, row)`, which fills the row as the tokens pass the layers; then
+`run_cached(blocks, tokens, cache)` takes one more token of every row, each at its own place.
 
-Under a sliding window of W a layer needs the last W keys alone, and the cache is a ring of W: token p lies at p mod W.
-Keys are turned by their rotary positions before they are kept, and a softmax has no order, so what attention makes of
-the ring is what it makes of the row. Without a window a row ends when the cache is full: to drop its first tokens
-would leave those after them with keys that have seen them, which a shorter text would not.
+With a sliding window of W a layer needs only the last W keys, and the cache is a ring of W: token p lies at p mod W.
+Keys are rotated before they are stored, and a softmax has no order, so attention over the ring equals attention over
+the row. Without a window a row ends when the cache is full: dropping its first tokens would leave later ones with keys
+that have seen them, unlike in a shorter text.
 
 Shape legend: B rows, S tokens of a call, K key-value heads, N query heads, D head_dim, C capacity.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.attention import Plan, attend
+from terrace.model.attention import MaskPlan, attend
 from terrace.model.config import ModelConfig
 
 
@@ -90,17 +90,18 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values (B, K, C, D) of one layer; `of` says what passes."""
+    """Keys and values (B, K, C, D) of one layer; `of` holds the tokens that are passing."""
 
     def __init__(self, of: KVCache, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
         self._of = of
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-        """Keep key and value (B, K, S, D) of the tokens that pass; return what query (B, N, S, D) makes of all so far.
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
+        """Store key and value (B, K, S, D) of the passing tokens; the attention output of query (B, N, S, D) over all
+        so far.
 
-        `plan` is what the tokens of a row's beginning see.
+        `plan` is the mask plan at the beginning of a row.
         """
         of, rows = self._of, torch.arange(len(query), device=query.device)
         if of.filling is not None:

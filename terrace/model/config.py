@@ -36,7 +36,7 @@ _LARGEST = {"num_layers": 10**5}  # every layer is a block of its own
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a decoder computes. Raises `ModelError` when no such model can exist."""
+    """The computation of a decoder. Raises `ModelError` for a configuration of no possible model."""
 
     family: str  # one of FAMILIES: the layout of its config.json and of its weight files
     vocab_size: int
@@ -151,7 +151,7 @@ def load_model(path: str, *, training: bool = True) -> ModelConfig:
 
 
 def to_table(config: ModelConfig) -> dict[str, Any]:
-    """Return a `config.json` table that `parse_model` reads back as the same configuration.
+    """A `config.json` table that `parse_model` reads back as the same configuration.
 
     Raises `ModelError` when the family cannot express the configuration (a GPT-2 with grouped heads).
     """
@@ -167,7 +167,7 @@ def to_table(config: ModelConfig) -> dict[str, Any]:
 
 
 def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
-    """Return the blocks in order, their parameters in the order of `named_parameters`.
+    """The blocks in order, their parameters in the order of `named_parameters`.
 
     With tied embeddings the head borrows block 0 and does not list the output matrix.
     """
@@ -239,7 +239,6 @@ _Dim = tuple[str, int]
 
 
 def _linear_params(parent: str, sizes: list[tuple[str, _Dim, _Dim]], bias: bool, head_dim: int) -> list[ParamSpec]:
-    """Return the parameters of linear layers; a dim of heads has `head_dim` elements for each."""
     params: list[ParamSpec] = []
 
     def size(dim: _Dim) -> int:
@@ -255,7 +254,7 @@ def _linear_params(parent: str, sizes: list[tuple[str, _Dim, _Dim]], bias: bool,
 
 
 def _head_norm_params(config: ModelConfig) -> list[ParamSpec]:
-    """Return the weights that every head shares: of one head, they are cut by no axis."""
+    """Weights shared by all heads: they have the size of one head, so no axis cuts them."""
     names = ("query_norm", "key_norm") if config.qk_norm else ()
     size = config.head_dim
     return [ParamSpec(name=f"attention.{name}.weight", shape=(size,), dims=(("head_dim", size),)) for name in names]

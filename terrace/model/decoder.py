@@ -60,9 +60,9 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, **where)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """Apply the layer to x (B, S, H), whose documents `positions` (B, S) tell if a row holds several.
+        """The layer's output for x (B, S, H); `positions` (B, S) mark documents if a row holds several.
 
-        With a `cache`, which terrace.model.cache hands over, x goes on with the tokens that it holds.
+        With a `cache`, handed over by terrace.model.cache, x continues the cached tokens.
         """
         after: Tensor = x + self.attention(self.attention_norm(x), positions, cache)
         # In the parallel form the MLP reads the layer's input, not what attention made of it.
@@ -81,7 +81,7 @@ class Head(nn.Module):
         self.norm = build_norm(config, **where)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of x (B, S, H), wherever its tokens stand."""
+        """Logits of x (B, S, H)."""
         return F.linear(self.norm(x), self.weight)
 
 
@@ -129,10 +129,10 @@ def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> Non
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the SUM of the cross entropies of logits (B, S, V) against labels (B, S), a scalar.
+    """The SUM of the cross entropies of logits (B, S, V) against labels (B, S), a scalar.
 
-    Labels are already shifted: `labels[b, s]` is the token that follows position s, or `IGNORE_INDEX`. The
-    sum is computed in fp32 at least; the caller divides once by the tokens of the whole step.
+    Labels are already shifted: `labels[b, s]` is the token that follows position s, or `IGNORE_INDEX`. The sum is
+    computed in fp32 at least; the caller divides once by the tokens of the whole step.
     """
     assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}"
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -140,5 +140,5 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def count_tokens(labels: Tensor) -> Tensor:
-    """Return how many labels (B, S) have a target, as an int64 scalar on their device."""
+    """Number of labels (B, S) with a target, an int64 scalar on their device."""
     return (labels != IGNORE_INDEX).sum()

@@ -24,7 +24,7 @@ _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
 
 def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return the initial value of one parameter, an fp32 CPU tensor of `shape`.
+    """The initial value of one parameter, an fp32 CPU tensor of `shape`.
 
     Always the whole parameter: a caller that holds a shard cuts it from this.
     """

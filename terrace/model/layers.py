@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(config: ModelConfig, **where: Any) -> nn.Module:
-    """Return the model's norm over H; `where` is the device and dtype."""
+    """The model's norm over H; `where` is the device and dtype."""
     if config.norm == "rms":
         return RMSNorm(config.hidden_size, config.norm_eps, **where)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, **where)
@@ -70,7 +70,7 @@ class Rotary:
         self._packed = PerMicroBatch()
 
     def tables(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
+        """cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
         key = (sequence, device, dtype)
         if key not in self._tables:
             if len(self._tables) >= _MAX_TABLES:
@@ -125,10 +125,10 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, **where) if config.qk_norm else None
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """Attend within x (B, S, H); a token sees those up to itself.
+        """Causal attention within x (B, S, H).
 
-        With `positions` (B, S) int64, of each token in its document, it sees its document alone; with a `cache`, the
-        tokens before these, too.
+        `positions` (B, S) int64, each token's place in its document, restrict a token to its own document; a `cache`
+        adds the tokens before these.
         """
         query = self._heads(self.query(x), self.query_norm)
         key = self._heads(self.key(x), self.key_norm)
@@ -166,7 +166,6 @@ class MLP(nn.Module):
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
-    """Return the rotary frequencies (R/2) as `scaling` changes them."""
     if scaling is None:
         return frequencies
     slow = frequencies / scaling.factor

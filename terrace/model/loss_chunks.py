@@ -10,15 +10,15 @@ CACHED_NUMEL = 1 << 18
 
 
 def chunk_rows(vocab_size: int, device: str) -> int:
-    """Return how many tokens' logits over `vocab_size` words there are at a time on a kind of device, cpu or cuda."""
+    """Number of tokens with logits over `vocab_size` words in memory at a time on a kind of device, cpu or cuda."""
     return max(1, CHUNK_NUMEL[device] // max(1, vocab_size))
 
 
 def chunk_bytes(tokens: int, vocab_size: int, hidden: int, item: int, wide: int, device: str) -> int:
-    """Return what a chunk takes: its logits, what their softmax is computed in, a wide sum of weight gradients.
+    """Bytes of a chunk: its logits, the operands of their softmax, a wide sum of weight gradients.
 
-    `item` is the bytes of an element, `wide` those of one in fp32 at least. The sum is there in half precision, where
-    there are several chunks.
+    `item` is the bytes of an element, `wide` those in fp32 at least. The sum exists in half precision with several
+    chunks.
     """
     rows = min(tokens, chunk_rows(vocab_size, device))
     cached = rows if device == "cuda" else min(rows, max(1, CACHED_NUMEL // vocab_size))

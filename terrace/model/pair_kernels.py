@@ -1,14 +1,15 @@
-"""Kernels that attend queries to some of their keys, and what softmax over those alone divides by.
+"""Kernels that attend queries to some of their keys, and give the denominator of the softmax over these keys.
 
 A kernel has a forward, which returns the output and the log of the sum of exponentials of the scores, and a backward,
-which is given those of *all* keys of its queries (terrace.model.blockwise has the algebra). There are two:
+which is given both over *all* keys of its queries (terrace.model.blockwise has the algebra). There are two:
 
     plain    products of torch, a few queries at a time, computed in fp32 (fp64 for fp64): the reference
-    flash    the flash attention that torch's own attention calls, on a CPU or on CUDA, by operators that are not
-             public. On a CPU for which oneDNN has no products of bf16 it is given fp32: its own are slow loops
+    flash    the flash attention behind torch's own attention, on a CPU or on CUDA, through operators that are not
+             public. On a CPU for which oneDNN has no products of bf16 it gets fp32: its own loops are slow
 
 A flash kernel is used on a device in a dtype after it agreed with the reference there, which is tried once
-(`kernel_for`); where it does not, a warning says so and plain products take its place. `describe` says which it is.
+(`kernel_for`); if it disagrees, a warning says so and plain products take its place. `describe` names the kernel in
+use.
 
 Shape legend: B batch, N query heads, K key-value heads, G = N / K, D head_dim, L queries, M keys, R queries at a time.
 """
@@ -48,23 +49,22 @@ class Kernel:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over keys: fp32, or fp64 for fp64."""
+    """The dtype of sums over keys: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def without_infinity(lse: Tensor) -> Tensor:
-    """Return `lse` with zeros for the -inf of queries that see nothing, whose weights exp(-inf - 0) are zeros then."""
+    """`lse` with zeros in place of -inf, for queries that see no key: their weights exp(-inf - 0) are zeros then."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def side_by_side(like: Tensor, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> Tensor:
-    """Return memory for (B, N, L, D) with the heads of a token side by side; what is not said is that of `like`."""
+    """Memory for (B, N, L, D) with the heads of a token side by side; defaults are taken from `like`."""
     batch, heads, length, size = like.shape if shape is None else shape
     return like.new_empty((batch, length, heads, size), dtype=dtype).transpose(1, 2)
 
 
 def _spans(query: Tensor, num_keys: int) -> Iterator[slice]:
-    """Yield the queries (B, N, L, D) that plain products take at a time."""
     length = query.shape[2]
     step = max(1, _MAX_SCORES // max(1, query.shape[0] * query.shape[1] * num_keys))
     for start in range(0, length, step):
@@ -72,13 +72,11 @@ def _spans(query: Tensor, num_keys: int) -> Iterator[slice]:
 
 
 def _grouped(part: Tensor, span: slice, num_kv_heads: int) -> Tensor:
-    """Return rows of part (B, N, L, D) by what they share keys with, (B, K, G R, D), in a precise dtype."""
     rows = part[:, :, span].to(precise(part.dtype))
     return rows.reshape(rows.shape[0], num_kv_heads, -1, rows.shape[3])
 
 
 def _scores(query: Tensor, key: Tensor, kind: str, mask: Tensor | None, span: slice) -> Tensor:
-    """Return (B, K, G, R, seen) of scaled queries (B, K, G R, D) at `span` and the keys that may be seen."""
     num = span.stop - span.start
     scores = query @ key.transpose(2, 3)
     scores = scores.view(*scores.shape[:2], -1, num, scores.shape[3])
@@ -230,7 +228,6 @@ CUDA_FLASH = Kernel(
 
 
 def _candidate(device_type: str, dtype: torch.dtype) -> Kernel:
-    """Return the fastest kernel that should be there."""
     if device_type == "cpu" and dtype in _TOLERANCE:
         return CPU_FLASH if dtype.itemsize > 2 or _has_products(dtype) else CPU_FLASH_WIDE
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
@@ -239,7 +236,7 @@ def _candidate(device_type: str, dtype: torch.dtype) -> Kernel:
 
 
 def _has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of bf16 or fp16 on this CPU; the kernel's own loops are many times slower."""
+    """Whether oneDNN multiplies bf16 or fp16 matrices on this CPU; the flash kernel's own loops are many times slower."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     ask = getattr(torch.ops.mkldnn, name, None)  # absent from a torch that is built without oneDNN
     return ask is not None and bool(ask())
@@ -247,9 +244,9 @@ def _has_products(dtype: torch.dtype) -> bool:
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the fastest kernel that agrees with the reference on a device, in a dtype; tried once.
+    """The fastest kernel that agrees with the reference on a device, in a dtype; tried once.
 
-    Warns if one that should be there is not, or is wrong.
+    Warns if an expected kernel is missing or wrong.
     """
     kernel = _candidate(device.type, dtype)
     if kernel is not PLAIN:
@@ -261,14 +258,14 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def describe(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the words that say which kernel attends pairs on a device."""
+    """Words that name the kernel of pairs on a device."""
     name = str(dtype).removeprefix("torch.")
     return f"{kernel_for(device, dtype).name} ({device}, {name})"
 
 
 @torch.no_grad()
 def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
-    """Return what is wrong with a kernel, in words, or nothing: tiny pairs of every kind, forward and backward."""
+    """A description of a kernel's error against the reference, or None: tiny pairs of every kind, forward and backward."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, heads: int) -> Tensor:
@@ -302,7 +299,6 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
 
 
 def _equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether tensors have the same -inf, and else differ by at most `tolerance` of the largest element."""
     if one.shape != other.shape or not torch.equal(one == -torch.inf, other == -torch.inf):
         return False
     one, other = (part.double().masked_fill(part == -torch.inf, 0.0) for part in (one, other))

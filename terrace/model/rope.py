@@ -11,12 +11,12 @@ RopeType = Literal["linear", "llama3"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """What `rope_type` names besides the default; the fields are those of a Hugging Face `config.json`.
+    """A `rope_type` other than the default; the fields are those of a Hugging Face `config.json`.
 
-    `linear` divides every frequency by `factor` (Chen et al. 2306.15595). `llama3` divides by `factor` those whose
-    wavelength exceeds `original_max_position_embeddings / low_freq_factor`, leaves those below the same over
-    `high_freq_factor`, and goes smoothly from one to the other (the Llama 3.1 release). `linear` has no other field
-    than `factor`. Raises `ModelError` for numbers that mean nothing.
+    `linear` divides every frequency by `factor` (Chen et al. 2306.15595). `llama3` divides by `factor` the frequencies
+    with a wavelength above `original_max_position_embeddings / low_freq_factor`, leaves those below the same over
+    `high_freq_factor`, and interpolates smoothly between them (the Llama 3.1 release). `linear` has no other field than
+    `factor`. Raises `ModelError` for meaningless numbers.
     """
 
     rope_type: RopeType
@@ -45,13 +45,13 @@ class RopeScaling:
             )
 
     def table(self) -> dict[str, Any]:
-        """Return the keys and values as a `config.json` holds them, `rope_type` included."""
+        """Keys and values as in a `config.json`, `rope_type` included."""
         keys = scaling_keys(self.rope_type)
         return {"rope_type": self.rope_type} | {key: getattr(self, key) for key in keys}
 
 
 def scaling_keys(rope_type: str) -> tuple[str, ...]:
-    """Return the keys that a `rope_type` needs beside itself."""
+    """Further keys that a `rope_type` needs."""
     if rope_type == "llama3":
         return ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return ("factor",) if rope_type == "linear" else ()

@@ -1,7 +1,7 @@
-"""What the rest of Terrace knows about a model: its blocks and the shapes in them.
+"""The interface of a model to the rest of Terrace: its blocks and the shapes in them.
 
-A model is an ordered list of blocks (embedding, layers, head). The block is the unit of sharding, of
-recomputation, of pipeline placement and of cost. This file is pure: planning needs no torch.
+A model is an ordered list of blocks. The block is the unit of sharding, of recomputation, of pipeline placement and of
+cost. This file is pure: planning needs no torch.
 """
 
 import fnmatch
@@ -63,7 +63,7 @@ class BlockSpec:
 
 
 def freeze(blocks: Sequence[BlockSpec], patterns: Sequence[str]) -> tuple[BlockSpec, ...]:
-    """Return `blocks` with every parameter that matches a pattern over `block.parameter` frozen.
+    """`blocks` with every parameter that matches a pattern over `block.parameter` frozen.
 
     Raises `ModelError` for a pattern that matches nothing.
     """

@@ -14,13 +14,13 @@ from terrace.cluster.cluster import Cluster
 
 
 def preset_names() -> list[str]:
-    """Return the names `load_cluster` knows."""
+    """Names that `load_cluster` knows."""
     files = resources.files(__package__).iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def cluster_table(name_or_path: str) -> dict[str, Any]:
-    """Return the table of a preset, or of a TOML file when the name ends in `.toml` or is a path."""
+    """The table of a preset, or of a TOML file if the name ends in `.toml` or is a path."""
     if name_or_path in preset_names():
         return read_table(Path(str(resources.files(__package__) / f"{name_or_path}.toml")))
     path = Path(name_or_path)
@@ -38,5 +38,5 @@ def parse_cluster(table: dict[str, Any]) -> Cluster:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """Return the preset of that name, or the cluster in that file."""
+    """The preset with this name, or the cluster in this file."""
     return parse_cluster(cluster_table(name_or_path))

@@ -20,10 +20,10 @@ _ENDLESS = 1e30  # beyond, it is no number that anyone means
 
 
 def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that a `config.json` table describes.
+    """The fields of `ModelConfig` that a `config.json` table describes.
 
-    Raises `ModelError` for a family, key or value that is unknown, missing, mistyped or not implemented.
-    Sizes are not checked here; `ModelConfig` does.
+    Raises `ModelError` for a family, key or value that is unknown, missing, mistyped or not implemented. Sizes are not
+    checked here; `ModelConfig` does that.
     """
     name = table.get("model_type")
     if not isinstance(name, str):
@@ -48,7 +48,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `config.json` table of the fields of a `ModelConfig`, in the newer form of RoPE keys."""
+    """The `config.json` table of the fields of a `ModelConfig`, with the newer form of RoPE keys."""
     family = FAMILIES[fields["family"]]
     table: dict[str, Any] = {"model_type": fields["family"], "architectures": [family.architecture]}
     table |= {key: fields[own] for own, key in family.names.items()}
@@ -69,10 +69,10 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json to publish with weights of `dtype`, from what `write_table` wrote.
+    """The config.json to publish with weights of `dtype`, made from a table of `write_table`.
 
-    RoPE is there under its newer and its older keys: a release of `transformers` that knows the older ones alone would
-    else take its defaults without a word. `tokens` are the ids that begin, end and pad a text.
+    RoPE appears under its newer and its older keys: releases of `transformers` that know only the older ones would
+    otherwise take their defaults silently. `tokens` are the ids that begin, end and pad a text.
     """
     family = FAMILIES[table["model_type"]]
     published = {**table, **tokens, "torch_dtype": dtype}
@@ -89,14 +89,13 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
 
 
 def without_dropout(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with every dropout at 0: what a model computes when it is not trained."""
+    """The table with every dropout at 0, for a model that is not being trained."""
     family = FAMILIES.get(table.get("model_type", ""))
     given = {**(family.implied if family else {}), **table}
     return {**table, **{key: 0.0 for key in given if key in DROPOUTS}}
 
 
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
-    """Raise `ModelError` for keys with values that Terrace does not implement, with the fix of all of them."""
     given = {**family.implied, **table}
     refused = [key for key, value in given.items() if key in ONLY and value not in ONLY[key]]
     if not refused:
@@ -118,7 +117,6 @@ def _rope_keys(family: Family) -> set[str]:
 
 
 def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what the file may leave out because it follows from other keys."""
     family = FAMILIES[fields["family"]]
     hidden, heads = fields["hidden_size"], fields["num_heads"]
     if fields["intermediate_size"] is None:
@@ -148,7 +146,6 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
 
 
 def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
-    """Return the RoPE base and the rotated fraction, from the newer or the older keys."""
     found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
     for where, inner in _rope_tables(table).items():
         found["theta"][f"{where}.rope_theta"] = inner.get("rope_theta")
@@ -165,7 +162,6 @@ def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
 
 
 def _read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
-    """Return what the tables of RoPE say besides its base and the rotated fraction."""
     found: dict[str, RopeScaling | None] = {}
     for where, inner in _rope_tables(table).items():
         kind = inner.get("rope_type", inner.get("type", "default"))
@@ -205,7 +201,7 @@ def _rope_tables(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _read_window(loaded: Any, family: Family) -> int:
-    """Return the sliding window of all layers, 0 for none; zero is also what a file without null says."""
+    """The sliding window of all layers, 0 for none; a file may also say 0 in place of null."""
     window = 0 if loaded.sliding_window is None else int(loaded.sliding_window)
     num_layers, kinds = loaded.num_hidden_layers, loaded.layer_types
     if family.switched_window:
@@ -244,6 +240,6 @@ def _agreed(found: Mapping[str, Any], default: float) -> float:
 
 
 def _factor(rotary_dim: int, head_dim: int) -> float:
-    """Return a fraction of `head_dim` that rounds down to `rotary_dim` again."""
+    """A fraction of `head_dim` that rounds down to `rotary_dim` again."""
     factor = rotary_dim / head_dim
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)

@@ -1,12 +1,11 @@
-"""The Hugging Face `config.json` of each model family, and what Terrace makes of its keys.
+"""The Hugging Face `config.json` of each model family, and the meaning of its keys in Terrace.
 
-A family is data: a table class whose fields are the keys Terrace implements with the defaults of
-`transformers`, the names these keys have in `ModelConfig`, and what the family fixes. Every other key is
-either harmless (`HARMLESS`), or accepted only with the value Terrace implements (`ONLY`), or refused: a key
-is never ignored because nobody thought of it.
+A family is data: a table class whose fields are the keys Terrace implements with the defaults of `transformers`, the
+names of these keys in `ModelConfig`, and the values fixed by the family. Every other key is either harmless
+(`HARMLESS`), or accepted only with the value Terrace implements (`ONLY`), or refused: no key is ignored by accident.
 
-The sizes that make a model what it is (vocabulary, width, depth, heads) have defaults in `transformers`
-too, but are required here: a forgotten key should not silently train a model of seven billion parameters.
+The defining sizes of a model (vocabulary, width, depth, heads) have defaults in `transformers` too, but are required
+here: a forgotten key should not silently train a model of seven billion parameters.
 """
 
 from collections.abc import Mapping

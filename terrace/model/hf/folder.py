@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside its config.json. Pure: needs no torch.
+"""The files of a Hugging Face folder besides its config.json. Pure: needs no torch.
 
 weights     model.safetensors, or model.safetensors.index.json and the files it names
 tokenizer   tokenizer.json, and the files beside it that say how to use it
@@ -43,7 +43,7 @@ def holds_weights(folder: str) -> bool:
 
 
 def weight_files(folder: Path) -> dict[str, str] | None:
-    """Return tensor -> file of an index, or None where all is in one `model.safetensors`.
+    """Tensor -> file of an index, or None if all tensors are in one `model.safetensors`.
 
     Raises `ModelError` for a folder without weights or with weights in another form, and for a damaged index.
     """
@@ -70,9 +70,9 @@ def weight_files(folder: Path) -> dict[str, str] | None:
 
 
 def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, Any]:
-    """Return which tokens begin, end and pad a text, as the config.json of `source` says, or else `end_of_text`.
+    """The ids that begin, end and pad a text, from the config.json of `source`, or `end_of_text`.
 
-    All three are there, since what a config.json leaves out has a meaning of its own in `transformers`.
+    All three are present, because `transformers` gives a meaning of its own to a missing one.
     """
     table: dict[str, Any] = dict.fromkeys(_TOKEN_IDS) | {"eos_token_id": end_of_text}
     if source is not None and (Path(source) / CONFIG).is_file():
@@ -82,10 +82,10 @@ def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, A
 
 
 def carried_files(source: str | Path | None, end_of_text: int | None = None) -> dict[str, bytes]:
-    """Return name -> content of the files of `source` that belong to a model whatever its weights are.
+    """Name -> content of the files of `source` that belong to a model whatever its weights are.
 
-    A tokenizer.json without a tokenizer_config.json gets one, without which `transformers` takes it for the tokenizer
-    that the model's family once had. Raises `ModelError` for a file that cannot be read.
+    A tokenizer.json without a tokenizer_config.json gets one; without it `transformers` would load the original
+    tokenizer of the model's family. Raises `ModelError` for a file that cannot be read.
     """
     found = {} if source is None else read_files(Path(source), (*TOKENIZER_FILES, GENERATION))
     if TOKENIZER in found and TOKENIZER_CONFIG not in found:
@@ -95,7 +95,7 @@ def carried_files(source: str | Path | None, end_of_text: int | None = None) -> 
 
 
 def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Return name -> content of those of the files that are there; raises `ModelError` for one that is not readable."""
+    """Name -> content of the files that exist; raises `ModelError` for one that is not readable."""
     found = {}
     for name in names:
         try:
@@ -107,7 +107,6 @@ def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _tokenizer_config(tokenizer: bytes, end_of_text: int | None) -> dict[str, Any]:
-    """Return what says that a tokenizer.json is all there is to a tokenizer."""
     table: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     try:
         added = json.loads(tokenizer).get("added_tokens", [])

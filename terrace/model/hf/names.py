@@ -19,7 +19,7 @@ DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Part `part` of `num_parts` of the tensor `name`, whose rows take turns within each of `num_groups` groups."""
+    """Part `part` of `num_parts` of the tensor `name`; the parts' rows alternate within each of `num_groups` groups."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor, as it is stored
@@ -111,7 +111,7 @@ NAMES: Mapping[str, Names] = {
 
 
 def sources(config: ModelConfig) -> dict[tuple[str, str], Source]:
-    """Return (block, parameter) -> where it is stored, in the order of the blocks; a tied head is not stored."""
+    """(block, parameter) -> its place in the files, in the order of the blocks; a tied head is not stored."""
     names = NAMES[config.family]
     return {
         (block.name, param.name): _source(config, names, block.name, param.name, param.shape)
@@ -121,7 +121,7 @@ def sources(config: ModelConfig) -> dict[tuple[str, str], Source]:
 
 
 def output_name(config: ModelConfig) -> str:
-    """Return the name of the output matrix, which a file may also hold where it is tied to the embedding."""
+    """The name of the output matrix, which a file may hold even if it is tied to the embedding."""
     return f"{NAMES[config.family].output}.weight"
 
 
@@ -150,7 +150,7 @@ def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tu
 
 
 def num_stored(config: ModelConfig) -> int:
-    """Return the number of elements that the weight files of a model hold."""
+    """Number of elements in the weight files of a model."""
     return sum(
         math.prod(shape) for shape in {source.name: source.shape for source in sources(config).values()}.values()
     )

@@ -1,8 +1,8 @@
-"""Weights of a Hugging Face folder: read one parameter at a time, and written as `transformers` reads them.
+"""Weights of a Hugging Face folder: read one parameter at a time, written as `transformers` reads them.
 
-Reading is lazy: opening a folder reads its index, and `value` reads what it is asked for, so that a rank of a pipeline
-touches its own layers alone. Values keep the dtype in which they are stored. Written folders hold the same bytes
-whenever the values are the same: the order of tensors, their names and the headers follow from the model.
+Reading is lazy: opening a folder reads its index, and `value` reads one parameter, so a pipeline rank touches only its
+own layers. Values keep their stored dtype. Folders written from the same values have the same bytes: the order of
+tensors, their names and the headers follow from the model.
 
 Shape legend: G groups, P parts, d rows of a part in a group.
 """
@@ -39,8 +39,8 @@ _NAMED = 3  # how many tensors of a kind an error names
 class Pretrained:
     """The weights in a folder, opened for reading.
 
-    `config` says what model they are to become; without it the folder's own config.json does. Raises `ModelError` for a
-    folder without readable weights.
+    `config` is the model they are for; by default, the folder's own config.json. Raises `ModelError` for a folder
+    without readable weights.
     """
 
     def __init__(self, folder: str | Path, config: ModelConfig | None = None) -> None:
@@ -52,7 +52,7 @@ class Pretrained:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model; raises `ModelError` when config.json is missing or says what Terrace does not implement."""
+        """The model; raises `ModelError` when config.json is missing or names something Terrace does not implement."""
         return load_model(str(self.folder)) if self._config is None else self._config
 
     @property
@@ -61,9 +61,9 @@ class Pretrained:
         return _FLOATS[self._header(self._stored_name(self._sources["embedding", "weight"].name))[1]]
 
     def value(self, block_name: str, param_name: str) -> Tensor:
-        """Return a whole parameter in Terrace's layout, in its stored dtype, on the CPU.
+        """A whole parameter in Terrace's layout, in its stored dtype, on the CPU.
 
-        Raises `ModelError` when it is not there or cannot be read.
+        Raises `ModelError` when it is missing or cannot be read.
         """
         source = self._sources[block_name, param_name]
         name = self._stored_name(source.name)
@@ -75,9 +75,10 @@ class Pretrained:
             raise ModelError(f"cannot read {name} of {self.folder / self._files[name]}: {error}") from error
 
     def check(self, config: ModelConfig | None = None) -> None:
-        """Hold names, shapes and dtypes against the model, `config` or the folder's own.
+        """Compare names, shapes and dtypes with the model, `config` or the folder's own.
 
-        Raises `ModelError` naming what is missing, unexpected, of another shape or of a dtype that is no plain float.
+        Raises `ModelError` naming each missing or unexpected tensor, and each of another shape or of a dtype that is
+        not a plain float.
         """
         if config is not None and config != self._config:
             Pretrained(self.folder, config).check()
@@ -115,12 +116,11 @@ class Pretrained:
         return ": give --model the folder of the weights"
 
     def _tied_output(self) -> str | None:
-        """Return the name of an output matrix that is stored although it is tied."""
         name = output_name(self.config)
         return name if self.config.tied_embeddings and name in self._files else None
 
     def _stored_name(self, name: str) -> str:
-        """Return a tensor's name in these files: one of the model without its head leaves the beginning out."""
+        """Folders of a model without its head leave out the beginning of every name."""
         short = name.removeprefix(NAMES[self.config.family].base)
         return short if name not in self._files and short in self._files else name
 
@@ -129,7 +129,6 @@ class Pretrained:
         return tensor
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return the shape and the dtype of a stored tensor."""
         try:
             tensor = self._file(self._files[name]).get_slice(name)
         except safetensors.SafetensorError as error:
@@ -152,7 +151,6 @@ def _listed(what: str, names: list[str]) -> Iterator[str]:
 
 
 def _taken(stored: Any, source: Source) -> Tensor:
-    """Return the part of a stored tensor that `source` names, turned into Terrace's layout."""
     if source.num_parts > 1 and source.num_groups == 1:
         # Rows of one part follow one another, so only they are read.
         rows = source.shape[-1 if source.transposed else 0] // source.num_parts
@@ -220,7 +218,6 @@ _Parts = list[tuple[str, str, Source]]  # (block, parameter, where it belongs) o
 
 
 def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[str, _Parts]]:
-    """Return file -> tensor -> its parts: tensors in order, a new file where the next one would make it too large."""
     tensors: dict[str, _Parts] = {}
     for (block, param), source in sources(config).items():
         tensors.setdefault(source.name, []).append((block, param, source))
@@ -252,7 +249,7 @@ def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> T
 
 
 def _joined(parts: list[Tensor], source: Source) -> Tensor:
-    """Return the tensor to store of its `parts` in Terrace's layout: what `_taken` takes apart."""
+    """The stored tensor of `parts` in Terrace's layout: the inverse of `_taken`."""
     whole = parts[0]
     if source.num_parts > 1:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)

@@ -1,12 +1,11 @@
-"""Low-rank adapters (LoRA, Hu et al. 2106.09685): what is adapted, and the specs of a model with adapters. Pure.
+"""Low-rank adapters (LoRA, Hu et al. 2106.09685): the adapted matrices, and the specs of a model with adapters. Pure.
 
-A target is the matrix W (out, in) of a linear layer. It stays as it is, and beside it are trained A (rank, in) and
-B (out, rank):
+A target is the matrix W (out, in) of a linear layer. W stays as it is; A (rank, in) and B (out, rank) are trained:
 
     y = x W^T + b + (alpha / rank) x A^T B^T
 
-Only adapters are trained: everything else of the model is frozen, in the compute dtype, without gradient and without
-optimizer state. `terrace.model.lora.modules` has the modules.
+Everything but the adapters is frozen: in the compute dtype, without gradients and without optimizer states. The modules
+are in `terrace.model.lora.modules`.
 """
 
 import fnmatch
@@ -39,7 +38,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What an adapter's product is multiplied with."""
+        """Factor of an adapter's product."""
         return self.alpha / self.rank
 
 
@@ -49,16 +48,16 @@ def is_adapter(param: str) -> bool:
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
-    """Return the names of A and B of the target `weight`, inside a block."""
+    """Names of A and B of the target `weight`, inside a block."""
     module = weight.removesuffix(_WEIGHT)
     return f"{module}.{DOWN}", f"{module}.{UP}"
 
 
 def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str]]:
-    """Return (block, weight) of every target among `blocks`, those of a decoder without adapters.
+    """(block, weight) of every target among `blocks`, a decoder's without adapters.
 
-    Weights of linear layers are what may be adapted; a pattern that matches other parameters too takes those alone.
-    Raises `ModelError` for a pattern that matches none.
+    Only weights of linear layers can be adapted; a pattern that also matches other parameters takes these weights
+    alone. Raises `ModelError` for a pattern that matches none.
     """
     names = {f"{block}.{param.name}": (block, param.name) for block, param in _linear_weights(blocks)}
     for pattern in lora.targets:
@@ -72,7 +71,7 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
 
 
 def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockSpec, ...]:
-    """Return `blocks` with everything frozen and the adapters of the targets, in the order of `named_parameters`."""
+    """`blocks` with everything frozen and the adapters of the targets, in the order of `named_parameters`."""
     chosen = targets(blocks, lora)
     known: dict[tuple[int, frozenset[str]], tuple[ParamSpec, ...]] = {}  # layers that are alike share their parameters
 
@@ -87,7 +86,6 @@ def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockS
 
 
 def _linear_weights(blocks: Sequence[BlockSpec]) -> Iterator[tuple[str, ParamSpec]]:
-    """Yield (block, weight) of linear layers: the matrices of what lies between the embedding and the head."""
     for block in blocks[1:-1]:
         yield from ((block.name, param) for param in block.params if param.decays and param.name.endswith(_WEIGHT))
 

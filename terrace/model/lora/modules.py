@@ -15,7 +15,7 @@ Value = Callable[[str, str], Tensor]  # (block, parameter) -> the whole paramete
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with its weight and bias as they are, and an adapter beside them; (..., I) to (..., O)."""
+    """A linear layer, weight and bias unchanged, with an adapter; (..., I) to (..., O)."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig) -> None:
         super().__init__()
@@ -26,15 +26,15 @@ class LoraLinear(nn.Module):
         self.scale = lora.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x (..., I) with the weight, and with what the adapter adds to it."""
+        """The layer's output for x (..., I), the adapter's product included."""
         y = F.linear(x, self.weight, self.bias)
         return torch.add(y, F.linear(F.linear(x, self.lora_a), self.lora_b), alpha=self.scale)
 
 
 def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraConfig) -> None:
-    """Freeze the blocks of a decoder and put adapters, without values yet, into those of their layers that are targets.
+    """Freeze the blocks of a decoder and put adapters, without values yet, into the target layers.
 
-    Parameters are then those of `terrace.model.lora.config.with_adapters`.
+    The parameters are then those of `terrace.model.lora.config.with_adapters`.
     """
     specs = block_specs(config)
     for block in blocks:
@@ -49,7 +49,7 @@ def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraCon
 
 
 def merged(config: ModelConfig, lora: LoraConfig, value: Value) -> Value:
-    """Return the values of the model without adapters: those of `value` with each adapter folded into its weight.
+    """`value` of the model without adapters: each adapter is folded into its weight.
 
     Folding is computed in the wider dtype of weight and adapter, fp32 at least, and the result stays in it.
     """
@@ -69,9 +69,9 @@ def merged(config: ModelConfig, lora: LoraConfig, value: Value) -> Value:
 def merged_parameters(
     parameters: Iterable[tuple[str, str, Tensor]], config: ModelConfig, lora: LoraConfig | None
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (block, parameter, value) of a model with adapters as one without; without `lora` as they are.
+    """(block, parameter, value) of a model with adapters folded in; without `lora`, unchanged.
 
-    Parameters of a block follow one another; one block is in memory at a time.
+    Parameters come block by block; one block is in memory at a time.
     """
     if lora is None:
         yield from parameters

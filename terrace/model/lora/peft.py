@@ -1,12 +1,12 @@
 """Adapters as `peft` stores them: a folder with adapter_config.json and adapter_model.safetensors.
 
-`PeftModel.from_pretrained(base, folder)` reads it, and so does what serves a base model with adapters. A tensor is
-named after the module of the base model that it belongs to, `base_model.model.MODULE.lora_A.weight` (rank, in) and
-`...lora_B.weight` (out, rank), also where the base stores its matrix transposed (GPT-2).
+`PeftModel.from_pretrained(base, folder)` reads it, and so do servers of a base model with adapters. A tensor is named
+after the module of the base model that it belongs to, `base_model.model.MODULE.lora_A.weight` (rank, in) and
+`...lora_B.weight` (out, rank), even if the base stores its matrix transposed (GPT-2).
 
-Where a family stores query, key and value in one matrix, their adapters become one of their ranks together: the rows of
-its A are theirs one after the other, and its B has each one's rows where that part lies and zeros elsewhere. Its own
-alpha grows with its rank, so that the factor alpha / rank stays.
+Where a family stores query, key and value in one matrix, their adapters become one adapter of their summed rank: the
+rows of its A are the parts' rows one after the other, and its B has each part's rows at the part's place and zeros
+elsewhere. Its alpha grows with its rank, so the factor alpha / rank stays.
 
 Shape legend: G groups, P parts, d rows of a part in a group, r rank.
 """
@@ -31,11 +31,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, value: Value, base: str) -> list[str]:
-    """Write the adapters of a model into a folder as `peft` does, and return the names of its files.
+    """Write a model's adapters into a folder in the format of `peft`; the names of its files.
 
-    `value` returns the whole parameter of (block, parameter), and is asked for adapters alone; they are stored in fp32.
-    `base` is what the base model is called: a folder or a repository. Raises `ModelError` for a folder that is not
-    empty or cannot be written.
+    `value` gives the whole parameter of (block, parameter) and is called for adapters only; they are stored in fp32.
+    `base` is the name of the base model: a folder or a repository. Raises `ModelError` for a folder that is not empty
+    or cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -60,7 +60,6 @@ _Part = tuple[str, str, Source]  # block, weight, where the weight lies
 
 
 def _by_module(config: ModelConfig, lora: LoraConfig) -> dict[str, list[_Part]]:
-    """Return the targets by the module of the base model that holds them, in the order of the blocks."""
     places, chosen = sources(config), targets(block_specs(config), lora)
     found: dict[str, list[_Part]] = {}
     for (block, param), source in places.items():
@@ -70,7 +69,6 @@ def _by_module(config: ModelConfig, lora: LoraConfig) -> dict[str, list[_Part]]:
 
 
 def _joined(parts: Sequence[_Part], value: Value) -> tuple[Tensor, Tensor]:
-    """Return the A (r, in) and the B (out, r) of a module from the adapters of its parts."""
     adapters = [[value(block, name).float() for name in adapter_names(weight)] for block, weight, _ in parts]
     down = torch.cat([down for down, _ in adapters])  # (r, in), r of all parts together
     if parts[0][2].num_parts == 1:
@@ -119,6 +117,5 @@ def _table(config: ModelConfig, lora: LoraConfig, num_parts: Mapping[str, int], 
 
 
 def _is_shared(modules: Iterable[str], path: str) -> bool:
-    """Whether another module of a layer ends in the same word."""
     last = path.rpartition(".")[2]
     return sum(module.rpartition(".")[2] == last for module in set(modules)) > 1
