@@ -236,7 +236,7 @@ def _candidate(device_type: str, dtype: torch.dtype) -> Kernel:
 
 
 def _has_products(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies bf16 or fp16 matrices on this CPU; the flash kernel's own loops are many times slower."""
+    """Whether oneDNN multiplies bf16 or fp16 matrices on this CPU; the flash kernel's own loops are far slower."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
     ask = getattr(torch.ops.mkldnn, name, None)  # absent from a torch that is built without oneDNN
     return ask is not None and bool(ask())
@@ -265,7 +265,7 @@ def describe(device: torch.device, dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
-    """A description of a kernel's error against the reference, or None: tiny pairs of every kind, forward and backward."""
+    """A kernel's error against the reference in words, or nothing: tiny pairs of every kind, forward and backward."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, heads: int) -> Tensor:
