@@ -4,6 +4,7 @@ The steps of an embedding, a layer and a head do not depend on the tiers on whic
 message do. So steps are kept by degrees and tokens, prices by mapping.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.plan import MessageClass, Plan
@@ -66,8 +67,8 @@ class Inner:
             bytes_of = attention_bytes(work, *degrees)
             prices = InBlockPrices(cluster, None, bytes_of)
             forward_s, backward_s = (
-                exposed(prices.priced(moments_of(steps)), rooms).get(MessageClass.CONTEXT, 0.0)
-                for steps in attention_steps(bytes_of.parts, bytes_of.ring)
+                exposed(prices.priced(moments), rooms).get(MessageClass.CONTEXT, 0.0)
+                for moments in _attention_moments(bytes_of.parts, bytes_of.ring)
             )
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
         return found
@@ -127,6 +128,12 @@ class Inner:
             sequence_parallel=task.software.sequence_parallel,
         )
         return Tensor.of(Mesh.of(task.cluster, plan), tiers, plan, num_tokens)
+
+
+@lru_cache(maxsize=4096)
+def _attention_moments(parts: int, ring: tuple[int, ...]) -> tuple[tuple[Moment, ...], ...]:
+    # The steps of a long ring are many, and to look moments up by them hashes them all.
+    return tuple(map(moments_of, attention_steps(parts, ring)))
 
 
 def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:
