@@ -22,14 +22,14 @@ from terrace.data.chat_tokens import prepare_chat
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.decoder import build_blocks, run_blocks, token_loss
+from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.chats import CHATML, write_lines
 from tests.support.parity import ADAMW, exact, make_adamw, trainable
 from tests.support.tiny_runs import MODEL, losses, one_line, terrace, write_run
-from tests.support.toys import cluster_of
+from tests.support.toys import cluster_of, run_blocks
 
 pytestmark = pytest.mark.timeout(360)
 pytest.importorskip("jinja2")
