@@ -39,9 +39,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file")
+    raw = content.encode("utf-8") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_atomic(path) as file:
-        file.write(content.encode("utf-8") if isinstance(content, str) else content)
+        file.write(raw)
 
 
 def sync_folder(path: Path) -> None:
