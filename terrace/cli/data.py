@@ -38,9 +38,9 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="lengths")
     lengths = actions.add_parser(
         "lengths",
-        help="lengths of documents, and costs of balance policies",
-        description="Print a histogram of the lengths of documents, and the cost of each balance policy for a batch of "
-        "them on a cluster whose ranks all attend together. PATH is any source for data.path: text, JSONL, Parquet, "
+        help="how long documents are, and what policies of balance would cost",
+        description="Print a histogram of the lengths of documents, and what each policy of balance would cost a batch "
+        "of them on a cluster whose ranks all attend together. PATH is whatever data.path takes: text, JSONL, Parquet, "
         "a folder of them, a token file.",
         usage="terrace data lengths [PATH] [options]",
         epilog="How the corpus is read can be set as for a run, e.g. --data.tokenizer FILE or --data.column NAME, and "
@@ -76,7 +76,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":
             raise ConfigError(f"--picture {options.picture}: it is written as SVG; name a file that ends in .svg")
-    # All input is checked before the corpus is read, which may take minutes.
     model, cluster, data = _described(options, path, rest)
     if cluster.world_size > _MOST_PLACES:
         raise ConfigError(
@@ -102,7 +101,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
     num_cut = sum(length > options.sequence for length in lengths)
     cut = f"; {num_cut:,} documents are longer than a sequence and were cut" * bool(num_cut)
-    print(f"bytes are sums over all ranks{cut}")
+    print(f"bytes are those of all ranks{cut}")
     if options.picture is not None:
         print(f"wrote {options.picture}")
     return 0
@@ -122,11 +121,10 @@ def _described(
         if value is not None:
             check_text(f"--{name}", value)
     table = resolve_table(None, flags, {name: overrides[name] for name in ("cluster",) if name in overrides})
-    # No option is ignored silently.
     if options.distribution is not None and "data" in overrides:
         raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")
     if "path" in overrides.get("data", {}):
-        raise ConfigError("--data.path has no effect with PATH: leave it out")
+        raise ConfigError("--data.path has no effect beside PATH: leave it out")
     data = merge({"path": path}, dict(overrides.get("data", {}))) if path is not None else {}
     return parse_model(table["model"]), parse_cluster(table["cluster"]), data
 
@@ -134,7 +132,6 @@ def _described(
 def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
     if options.distribution is not None:
         return options.distribution, _DISTRIBUTIONS[options.distribution](options.sequence)
-    # Imported here: a built-in distribution needs neither numpy nor a tokenizer.
     import numpy as np
 
     from terrace.base.schema import load

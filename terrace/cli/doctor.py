@@ -33,8 +33,8 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "doctor",
-        help="check this machine: the parts that will be used, and fixes for missing ones",
-        description="Check this machine and, with a model, a cluster or a plan, a run on it.",
+        help="say what this machine has, what will be used, and what is missing",
+        description="Look at this machine, and with a model, a cluster or a plan at the run that they make.",
         epilog=f"The exit code is 1 if something blocks. {OVERRIDES_HELP}",
     )
     add_run_options(parser)
@@ -52,10 +52,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
     found = [*findings(machine), *_attention(machine)]
-    # Under a launcher all ranks measure, one prints.
     is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
-    # Without options of a run the doctor looks at the machine only.
     if rest or any(each is not None for each in asked):
         found += _run_findings(options, rest, machine)
     links: list[Link] | None = []
@@ -63,7 +61,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         links = _links(options, rest, machine, found)
     if not is_first or links is None:  # under a launcher only rank 0 prints
         return 0
-    # After the machine's findings, so that blocking ones come first on the screen.
     found += [_link_finding(link) for link in links]
     if options.json:
         table = {"machine": asdict(machine), "findings": [asdict(each) for each in found]}
@@ -116,7 +113,6 @@ def _links(
         words = "measuring needs torch, which is not there or does not work"
         found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))
         return []
-    # Imported here: probing needs torch, and the doctor must work without it.
     from terrace.cli import probing
 
     cluster = resolve_run(options, rest).cluster
@@ -127,10 +123,9 @@ def _link_finding(link: "Link") -> Finding:
     reached = f"{quantity(link.bandwidth_bytes_per_s, 'B/s')} after {seconds(link.latency_s)}"
     told = f"{quantity(link.told_bandwidth_bytes_per_s, 'B/s')} after {seconds(link.told_latency_s)}"
     words, about = f"{reached}; the cluster's file says {told}", f"tier {link.tier}"
-    # Well below the file's rate its predictions are not to be trusted.
     if link.share >= _SLOW:
         return Finding(level="fine", about=about, words=words)
-    fix = "predictions are off: terrace probe writes a cluster file with the measured rates"
+    fix = "predictions are off: terrace probe writes a cluster file of what is reached"
     return Finding(level="note", about=about, words=words, fix=fix)
 
 

@@ -63,7 +63,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.data.files import find_documents
     from terrace.train.evaluate import evaluate
 
-    # Fails early for a path without documents.
     find_documents(options.data, options.split)  # before the weights, which may take a while
     model = load_model_of(options)
     texts = islice(read_documents(options.data, options.column, options.split), options.documents)
@@ -86,7 +85,6 @@ def _progress() -> "Callable[[Evaluation], None]":
 
     def tell(found: "Evaluation") -> None:
         if sys.stderr.isatty() and time.monotonic() - last[0] >= _SECONDS:
-            # Every token would flood the terminal: one line per second.
             last[0] = time.monotonic()
             print(f"\r{found.num_tokens:,} tokens, loss {found.loss:.4f}", end="\033[K\r", file=sys.stderr, flush=True)
 

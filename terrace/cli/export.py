@@ -61,7 +61,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"export needs the package {error.name!r}: pip install 'terrace[train]'") from error
     checkpoint = Checkpoint(_chosen(options.folder, options.step))
-    # A damaged checkpoint must not become a model that looks sound.
     checkpoint.verify()
     if options.adapter:
         base = config.train.weights if options.base is None else options.base
@@ -78,7 +77,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         source if source.is_dir() else None,
         _end_of_text(config, source),
     )
-    # A run on bytes has no tokenizer file; say so, since generating elsewhere needs one.
     if "tokenizer.json" not in written:
         print(f"no tokenizer: the run was trained on {config.data.tokenizer}")
     print(f"wrote {options.path}, the model after step {checkpoint.step} in {dtype}: {', '.join(written)}")

@@ -70,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("fp32", "bf16", "fp64"),
         default="fp32",
-        help="dtype of weights and activations (default: %(default)s)",
+        help="what weights and activations are kept in (default: %(default)s)",
     )
     parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
 
@@ -86,12 +86,10 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             )
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
-    # After the options are checked: importing torch takes seconds.
     from terrace.train.generate import generate_texts
     from terrace.train.sampling import Sampling
 
     prompts = options.prompt or [_PROMPT]
-    # A prompt from a shell may hold bytes that are no text.
     for prompt in prompts:
         check_text("--prompt", prompt)
     model = load_model_of(options)

@@ -62,5 +62,4 @@ def sigterm_raises() -> Iterator[None]:
     try:
         yield
     finally:
-        # The caller's handler comes back, also after an exception.
         signal.signal(signal.SIGTERM, before)

@@ -93,7 +93,7 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
     checkpoint, wrong = newest_whole(run_folder)
     folder = checkpoint.folder
     if wrong:
-        print(f"resuming from {folder}, since {'; '.join(wrong)}", flush=True)
+        print(f"going on from {folder}, since {'; '.join(wrong)}", flush=True)
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     # Every fact that decides the sequence of batches or the model must be the same.
     stored = dict(checkpoint.facts.get("model", {}))
@@ -127,7 +127,6 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         FORMATS[config.plan.compute].element_bytes,
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
-    # The new checkpoint is complete before an old one is removed.
     num_at_once = min(num_saves + 1, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
     existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
     try:
@@ -148,7 +147,6 @@ def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
     if going_on and folder is not None and (folder / "config.toml").is_file():
         return folder
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    # Two runs of the same second get different folders.
     candidates = [folder] if folder is not None else (_RUNS / f"{stamp}{f'-{n}' * bool(n)}" for n in count())
     for candidate in candidates:
         try:
@@ -164,7 +162,7 @@ def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
                 raise ConfigError(f"--folder {folder} is a file: name a new folder") from None
         except OSError as error:
             raise _unusable(candidate, error) from error
-    raise ConfigError(f"--folder {folder} is not empty: name a new folder, or resume with --resume {folder}")
+    raise ConfigError(f"--folder {folder} is not empty: name a new folder, or go on with --resume {folder}")
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from rich import box
+from rich.table import Table
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal
-from terrace.probe.assemble import Constant, Probed, assemble
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.probe.assemble import Probed, Row, assemble
+from terrace.report.tables import quantity, seconds
 
 _HEADER = """\
 # Written by `terrace probe`. Figures marked "measured" or "fitted" are what {ranks} ranks reached here, all at work at
@@ -32,7 +34,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
         help="measure this machine or job and write a cluster file",
-        description="Measure this machine, or the ranks of torchrun, srun or mpirun, and write a cluster file.",
+        description="Measure what this machine reaches, or the ranks of torchrun, srun or mpirun, and write it down.",
         epilog=CLUSTER_EPILOG,
     )
     parser.add_argument(
@@ -68,7 +70,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     def check() -> None:
         check_out(options.out, options.force)
 
-    # The file is checked inside: under a launcher only one rank may look at it.
     samples = probing.run(cluster, options.seconds, check)
     if samples is not None:  # on the one rank that writes
         probed = assemble(cluster, samples)
@@ -89,7 +90,7 @@ def check_out(path: Path, force: bool) -> None:
 
 def _show(probed: Probed, path: Path) -> None:
     title = f"cluster {probed.cluster.name}, probed with {probed.cluster.world_size} ranks at once"
-    table = new_table(title)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("constant", no_wrap=True)
     for heading in ("before", "now"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -114,7 +115,7 @@ def _show(probed: Probed, path: Path) -> None:
     sys.stdout.flush()
 
 
-def _words(row: Constant, value: float) -> str:
+def _words(row: Row, value: float) -> str:
     if row.unit == "s":
         return seconds(value)
     return quantity(value, row.unit) if row.unit and row.unit != "elements" else f"{value:.3g}"

@@ -27,13 +27,11 @@ class ProgressLine:
     def show(self, record: StepRecord, seconds_left: float) -> None:
         """Show a step."""
         line = step_words(record, self._num_steps, seconds_left)
-        # First and last step are always kept.
         keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
         if keep:
             print(f"{self._erase()}{line}", flush=True)
         if self._live and record.step < self._num_steps:
             print(f"{self._erase()}{self._bar(record.step)}", end="", flush=True)
-            # A line longer than the terminal would wrap, and could not be overwritten.
             words = line[: max(0, self._console.width - _BAR - 2)]
             print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
 
@@ -67,7 +65,6 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
     if record.balance is not None:
         parts.append(f"balance {record.balance:.2f}")
     if record.peak_memory_bytes:
-        # The first kind is the one that counts: allocated on CUDA, resident on a CPU.
         name, size = next(iter(record.peak_memory_bytes.items()))
         parts.append(f"{quantity(size, 'B')} {name}")
     return "  ".join([*parts, f"{clock(seconds_left)} left"])
@@ -87,6 +84,6 @@ def utilisation_words(used: Utilisation) -> str:
         f"MFU = {quantity(flops.model, 'FLOP')} / (seconds of a step x {used.num_devices} x {peak}): "
         f"{quantity(flops.products, 'FLOP')} of products (6 a weight and token, 4 of a frozen one), "
         f"{quantity(flops.attention, 'FLOP')} of causal attention\n"
-        f"HFU = the same with {quantity(flops.hardware, 'FLOP')}: attention's full square, and recomputation\n"
+        f"HFU = the same with {quantity(flops.hardware, 'FLOP')}: attention's full square, and what is recomputed\n"
         f"  the peak is {used.origin}"
     )

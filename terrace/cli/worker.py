@@ -47,7 +47,6 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
     going_on = going_on or (folder is not None and resume is None and is_restarted())
     num_ranks = world_size()
     if num_ranks is not None:
-        # A fresh run must match the launcher's ranks exactly; only a resumed one is fitted.
         changes = ""
         if going_on or resume is not None:
             config, changes = fit(num_ranks)
@@ -96,7 +95,7 @@ def run_rank(world: World, job: Job) -> str | None:
     except BrokenPipeError as error:
         drop_stdout()
         raise TrainingError(
-            "the output's reader is gone, so the run ended; send output to a file, and resume with --resume "
+            "nobody reads the output any more, so the run ended; send it to a file, and go on with --resume "
             f"{job.folder} if it has a checkpoint"
         ) from error
 
@@ -125,7 +124,6 @@ def _run_joined(make: Callable[[], Job], cluster: Cluster, going_on: bool, chang
     if world.rank == 0:
         print(changes, end="\n" * bool(changes))
         show_plan(job)
-    # Token caches may be local to a machine: its first rank opens or builds them.
     here = f"tokens/{socket.gethostname()}"
     sources = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _sources_here(job))
     signal_name = run_rank(world, replace(job, sources=sources))
@@ -176,10 +174,9 @@ def _sources_here(job: Job) -> tuple[Source, ...]:
         )
     data = job.run.data
     sources = prepare_sources(data, load_tokenizer(data.tokenizer), job.run.train.sequence)
-    # Paths may be local to machines: contents must be the same.
     for mine, of_rank_0 in zip(sources, job.sources, strict=True):
         if mine.tokens.digest != of_rank_0.tokens.digest:
             raise DataError(
-                f"{mine.name} on {socket.gethostname()} differs from rank 0's: give every machine the same data"
+                f"{mine.name} on {socket.gethostname()} differs from that of rank 0: give every machine the same data"
             )
     return sources

@@ -37,10 +37,11 @@ from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import Pacer
 from terrace.comm.rounding import ErrorLog, Origin
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.hops import Hop, encodings, gather_hops, lossy_messages, reduce_hops
+from terrace.plan.hops import Hop, encodings, lossy_messages
 from terrace.plan.layout import INSIDE
-from terrace.plan.memory import gather_buffers, reduce_buffers, sends_copies
+from terrace.plan.memory import sends_copies
 from terrace.plan.wire import SCALE_BYTES
+from terrace.program.message import Transfer
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -52,24 +53,11 @@ Piece = Callable[[int], Tensor]
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Lane:
-    """What the collectives of one lane use."""
-
-    def __init__(self, index: int, axes: tuple[str, ...], groups: TierGroups, arenas: dict[int, Arena]) -> None:
-        self._index = index
-        self._axes = axes
-        self._groups = groups
-        self.arena = arenas[index]
-
-    def group(self, hop: Hop) -> TierGroup:
-        return self._groups.of(self._index, self._axes, hop.tier)
-
-
 class Collectives:
     """The collectives of one rank.
 
-    `layout` is that of all ranks that hold some part of a block together, `world` that of all ranks; an origin has the
-    one of its own slices.
+    Each call is given the transfer that the program resolved (terrace.program.message): lane, ranks, hops and buffers.
+    `layout` is that of all ranks that hold some part of a block together.
     `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding does to
     them. A `pacer` holds every collective to the rate of its tier.
     """
@@ -83,12 +71,10 @@ class Collectives:
         meter: Meter,
         device: torch.device,
         pacer: Pacer | None = None,
-        world: Layout | None = None,
     ) -> None:
         self._groups = groups
         self._layout = layout
-        self._world = world or layout
-        self._plan = plan
+        self.plan = plan
         self._ledger = ledger
         self._pacer = pacer
         self._master = DTYPES[plan.master]
@@ -96,136 +82,122 @@ class Collectives:
         self._arenas = {lane: Arena(device, meter) for lane in {INSIDE, *groups.lanes}}
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
-    def gather(self, message: MessageClass, piece: Piece, outer: int, inner: int, origin: Origin) -> None:
-        """Fill `piece(inner)` from the `piece(outer)` of every rank, in place.
+    def gather(self, transfer: Transfer, piece: Piece, origin: Origin) -> None:
+        """Fill the `piece` of the innermost tier from the piece of the outermost one of every rank, in place.
 
         A rounding format rounds the rank's own part too, so that all members hold the same values.
         """
-        numel = piece(inner).numel() * origin.layout.span(inner)
-        hops = gather_hops(origin.layout, self._plan, message, numel, outer, inner)
-        if not hops:
+        if not transfer.gathering:
             return
-        lane = self._lane(message, inner, outer, origin)
-        lane.arena.begin(gather_buffers(self._plan, message, hops))
-        for run in encodings(hops):
+        self._arenas[transfer.lane].begin(transfer.gather_buffers)
+        for run in encodings(transfer.gathering):
             if run[0].wire.block:
-                self._gather_codes(message, run, piece, origin, lane)
+                self._gather_codes(transfer, run, piece, origin)
             else:
-                self._gather_values(message, run[0], piece, lane)
+                self._gather_values(transfer, run[0], piece)
 
-    def reduce(self, message: MessageClass, source: Tensor, inner: int, outer: int, origin: Origin) -> Tensor:
-        """Return this rank's `piece(outer)` of the sum of every rank's `source`, a `piece(inner)`.
+    def reduce(self, transfer: Transfer, source: Tensor, origin: Origin) -> Tensor:
+        """This rank's piece of the sum of every rank's `source`, on the outermost tier of the reduction.
 
         The result is in the master dtype and valid until the lane's next collective; where no tier between has
         peers it is `source` itself, in its own.
         """
-        numel = source.numel() * origin.layout.span(inner)
-        hops = reduce_hops(origin.layout, self._plan, message, numel, inner, outer)
-        if not hops:
-            return source
-        lane = self._lane(message, inner, outer, origin)
-        lane.arena.begin(reduce_buffers(self._plan, message, hops))
-        for hop in hops:
+        if transfer.reduction:
+            self._arenas[transfer.lane].begin(transfer.reduce_buffers)
+        for hop in transfer.reduction:
             reduce_hop = self._reduce_codes if hop.wire.block else self._reduce_values
-            source = reduce_hop(message, hop, source, origin, lane)
+            source = reduce_hop(transfer, hop, source, origin)
         return source
 
-    def sum_control(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks of `values`, fp64, and of this rank's rounding errors behind them.
+    def sum_control(self, transfer: Transfer, values: Tensor) -> Tensor:
+        """The sum over all ranks of `values`, fp64, and of this rank's rounding errors behind them.
 
         The same bits on every rank.
         """
         values = torch.cat([values, self.errors.take()])
-        crossed = [tier for tier, degree in enumerate(self._world.degrees) if degree > 1]
-        for tier in crossed:
-            group = self._groups.of(max(crossed), self._world.axes, tier)
+        for hop in transfer.gathering:
+            group = self._group(transfer, hop)
             everyone = values.new_empty(group.size * values.numel())
-            with self._sending(MessageClass.CONTROL, group, (group.size - 1) * values.nbytes):
+            with self._sending(transfer, group, (group.size - 1) * values.nbytes):
                 all_gather(everyone, values, group, torch.empty_like(everyone))
             values = everyone.view(group.size, -1).sum(0)
         return values
 
-    def gather_numbers(self, numbers: Tensor, line: Layout) -> Tensor:
-        """Return `numbers` (n) of every rank of a tensor line, (ranks, n), the same rows on each; never rounded."""
+    def gather_numbers(self, transfer: Transfer, numbers: Tensor) -> Tensor:
+        """`numbers` (n) of every rank of a tensor line, (ranks, n), the same rows on each; never rounded."""
         rows = numbers.reshape(1, -1)
-        for tier, degree in enumerate(line.degrees):
-            if degree > 1:
-                group = self._groups.of(INSIDE, line.axes, tier)
-                everyone = rows.new_empty(degree * rows.shape[0], rows.shape[1])
-                with self._sending(MessageClass.TENSOR, group, (degree - 1) * rows.nbytes):
-                    all_gather(everyone.view(-1), rows.view(-1), group, torch.empty_like(everyone))
-                rows = everyone
+        for hop in transfer.gathering:
+            group = self._group(transfer, hop)
+            everyone = rows.new_empty(hop.degree * rows.shape[0], rows.shape[1])
+            with self._sending(transfer, group, (hop.degree - 1) * rows.nbytes):
+                all_gather(everyone.view(-1), rows.view(-1), group, torch.empty_like(everyone))
+            rows = everyone
         return rows
 
-    def _lane(self, message: MessageClass, inner: int, outer: int, origin: Origin) -> _Lane:
-        """Return the lane of a collective over the tiers in (inner, outer], the same for all shards of a block."""
-        if message is MessageClass.TENSOR:
-            return _Lane(INSIDE, origin.layout.axes, self._groups, self._arenas)
-        low, high = sorted((inner, outer))
-        crossed = [tier for tier in range(low + 1, high + 1) if self._layout.degrees[tier] > 1]
-        return _Lane(max(crossed), origin.layout.axes, self._groups, self._arenas)
+    def _group(self, transfer: Transfer, hop: Hop) -> TierGroup:
+        return self._groups.of(transfer.lane, transfer.ranks.axes, hop.tier)
 
-    def _gather_values(self, message: MessageClass, hop: Hop, piece: Piece, lane: _Lane) -> None:
-        group, dtype = lane.group(hop), DTYPES[hop.wire.codec]
+    def _gather_values(self, transfer: Transfer, hop: Hop, piece: Piece) -> None:
+        group, dtype, arena = self._group(transfer, hop), DTYPES[hop.wire.codec], self._arenas[transfer.lane]
         whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
-            copies = lane.arena.take([whole.numel()], dtype) if sends_copies(message, hop) else None
-            with self._sending(message, group, (group.size - 1) * own.nbytes):
+            copies = arena.take([whole.numel()], dtype) if sends_copies(transfer.message_class, hop) else None
+            with self._sending(transfer, group, (group.size - 1) * own.nbytes):
                 all_gather(whole, own, group, copies)
         else:
-            sent = lane.arena.take([own.numel()], dtype).copy_(own)
-            received = lane.arena.take([whole.numel()], dtype)
-            with self._sending(message, group, (group.size - 1) * sent.nbytes):
+            sent = arena.take([own.numel()], dtype).copy_(own)
+            received = arena.take([whole.numel()], dtype)
+            with self._sending(transfer, group, (group.size - 1) * sent.nbytes):
                 all_gather(received, sent, group)
             whole.copy_(received)
 
-    def _gather_codes(self, message: MessageClass, run: list[Hop], piece: Piece, origin: Origin, lane: _Lane) -> None:
-        first, wire = run[0], run[0].wire
-        sent = lane.arena.take([1, first.part_bytes], torch.uint8)
-        self._encode(message, first, "gather", piece(first.tier).view(1, -1), sent, origin)
+    def _gather_codes(self, transfer: Transfer, run: list[Hop], piece: Piece, origin: Origin) -> None:
+        first, wire, arena = run[0], run[0].wire, self._arenas[transfer.lane]
+        sent = arena.take([1, first.part_bytes], torch.uint8)
+        self._encode(transfer.message_class, first, "gather", piece(first.tier).view(1, -1), sent, origin)
         for hop in run:
-            group = lane.group(hop)
-            received = lane.arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
-            with self._sending(message, group, (group.size - 1) * sent.nbytes):
+            group = self._group(transfer, hop)
+            received = arena.take([hop.degree * hop.pieces, wire.message_bytes(hop.numel)], torch.uint8)
+            with self._sending(transfer, group, (group.size - 1) * sent.nbytes):
                 all_gather(received.view(-1), sent.view(-1), group)
             sent = received
         codecs.decode(sent, wire, piece(run[-1].tier - 1).view(-1, first.numel))
 
-    def _reduce_values(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin, lane: _Lane) -> Tensor:
-        group, dtype = lane.group(hop), DTYPES[hop.wire.codec]
+    def _reduce_values(self, transfer: Transfer, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
+        group, dtype, arena = self._group(transfer, hop), DTYPES[hop.wire.codec], self._arenas[transfer.lane]
         outgoing = source
         if source.dtype != dtype:
-            outgoing = lane.arena.take([source.numel()], dtype).copy_(source)
+            outgoing = arena.take([source.numel()], dtype).copy_(source)
         if self._groups.backend == "gloo" or dtype != self._master:
-            incoming = lane.arena.take([source.numel()], dtype)
-            with self._sending(message, group, outgoing.nbytes // group.size * (group.size - 1)):
+            incoming = arena.take([source.numel()], dtype)
+            with self._sending(transfer, group, outgoing.nbytes // group.size * (group.size - 1)):
                 dist.all_to_all_single(incoming, outgoing, group=group.handle)
-            result = lane.arena.take([hop.numel], self._master)
+            result = arena.take([hop.numel], self._master)
             _sum_rows(incoming.view(hop.degree, hop.numel), result)
         else:
-            result = lane.arena.take([hop.numel], self._master)
-            with self._sending(message, group, outgoing.nbytes // group.size * (group.size - 1)):
+            result = arena.take([hop.numel], self._master)
+            with self._sending(transfer, group, outgoing.nbytes // group.size * (group.size - 1)):
                 _reduce_scatter(result, outgoing, group=group.handle)
         return result
 
-    def _reduce_codes(self, message: MessageClass, hop: Hop, source: Tensor, origin: Origin, lane: _Lane) -> Tensor:
-        group = lane.group(hop)
+    def _reduce_codes(self, transfer: Transfer, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
+        group, arena = self._group(transfer, hop), self._arenas[transfer.lane]
         rows, own = source.view(hop.degree, hop.numel), group.position
-        outgoing = lane.arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
-        incoming = lane.arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
-        self._encode(message, hop, "before", rows[:own], outgoing[:own], origin)
-        self._encode(message, hop, "after", rows[own + 1 :], outgoing[own:], origin)
+        outgoing = arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        incoming = arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        self._encode(transfer.message_class, hop, "before", rows[:own], outgoing[:own], origin)
+        self._encode(transfer.message_class, hop, "after", rows[own + 1 :], outgoing[own:], origin)
         splits = [hop.part_bytes] * hop.degree
         splits[own] = 0
-        with self._sending(message, group, outgoing.nbytes):
+        with self._sending(transfer, group, outgoing.nbytes):
             dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
-        result = lane.arena.take([hop.numel], self._master).copy_(rows[own])
+        result = arena.take([hop.numel], self._master).copy_(rows[own])
         codecs.decode_add(incoming, hop.wire, result)
         return result
 
-    def _sending(self, message: MessageClass, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
+    def _sending(self, transfer: Transfer, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
         """Count what the collective inside sends, and hold it to the pace of its tier if there is one."""
-        self._ledger.add(message, group.tier, num_bytes)
+        self._ledger.add(transfer.message_class, group.tier, num_bytes)
         return self._pacer(group.tier, num_bytes, group.size - 1) if self._pacer is not None else nullcontext()
 
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:

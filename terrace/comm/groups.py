@@ -10,15 +10,16 @@ they were made in: torch names a group after its ranks and the number of groups 
 the same ones in the same order.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from terrace.plan import Layout, MessageClass
-from terrace.plan.layout import INSIDE, message_tiers
+from terrace.plan import Layout
+from terrace.plan.layout import INSIDE
+from terrace.program.message import Transfer
 
 Meeting = tuple[Hashable, tuple[int, ...]]  # what is the same on all ranks that meet at once; the ranks that meet
 _Made = dict[tuple[Hashable, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
@@ -41,54 +42,42 @@ class TierGroup:
 
 
 class TierGroups:
-    """All groups of one rank, by lane, axes and tier. `lanes` are those that carry something."""
+    """All groups of one rank, by lane, axes and tier. `lanes` are the tiers' lanes that carry something."""
 
     def __init__(
         self,
-        layout: Layout,
+        transfers: Iterable[Transfer],
         rank: int,
         timeout: timedelta,
-        parts: Collection[Layout] = (),
-        lines: Collection[Layout] = (),
-        world: Layout | None = None,
         meetings: Sequence[Meeting] = (),
         pool: Sequence[int] = (),
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
-        `layout` is that of all ranks that hold some part of a block together, `parts` those of the flat buffers where
-        they are others, `lines` the ranks of the tensor axis. Of a pipeline, `world` is all ranks and `meetings` says
+        `transfers` has every route of the plan's collectives, the same on all ranks. Of a pipeline, `meetings` says
         with which rank of another stage this one exchanges messages, if with any, round by round. `pool` is the ranks
         that attend together with this one, itself included.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
-        self._axes = layout.axes
+        routes: dict[tuple[int, tuple[str, ...], int], Layout] = {}
+        for transfer in transfers:
+            routes |= {(transfer.lane, transfer.ranks.axes, hop.tier): transfer.ranks for hop in transfer.hops}
+        self.lanes = sorted({lane for lane, _, _ in routes} - {INSIDE})
         self._groups: dict[tuple[int, tuple[str, ...], int], TierGroup] = {}
-        self.lanes = sorted({lane for lane, _ in _used(layout)})
-        for part in {each.axes: each for each in (layout, *parts)}.values():
-            for lane, tier in _used(layout):
-                self._add(lane, part, tier, rank, timeout)
-        for line in lines:
-            for tier in range(len(line.tiers)):
-                self._add(INSIDE, line, tier, rank, timeout)
-        if world is not None and meetings:
-            crossed = message_tiers(world, MessageClass.CONTROL)
-            self.lanes = sorted({*self.lanes, max(crossed)})
-            for tier in crossed:
-                self._add(max(crossed), world, tier, rank, timeout)
+        for (lane, axes, tier), ranks in sorted(routes.items(), key=lambda route: route[0]):
+            peers = ranks.peers(rank, tier)
+            self._groups[lane, axes, tier] = TierGroup(
+                ranks.tiers[tier], peers, ranks.coordinates(rank)[tier], _group(lane, peers, timeout)
+            )
         # A group for each pair of ranks and direction: on NCCL the messages of a group are carried one after the other,
         # so that a receive which was posted early would hold up what is sent meanwhile. Whoever has no partner in a
         # round makes a group of its own, so that all ranks make as many.
         self._pairs: dict[tuple[int, bool], dist.ProcessGroup] = {}
-        for meeting, ranks in meetings:
+        for meeting, members in meetings:
             for upward in (True, False):
-                handle = _group((meeting, upward), ranks, timeout)
-                self._pairs |= {(peer, upward): handle for peer in ranks if peer != rank}
+                handle = _group((meeting, upward), members, timeout)
+                self._pairs |= {(peer, upward): handle for peer in members if peer != rank}
         self._pool = _group("pool", tuple(pool), timeout) if pool else None
-
-    def __getitem__(self, lane_and_tier: tuple[int, int]) -> TierGroup:
-        lane, tier = lane_and_tier
-        return self._groups[lane, self._axes, tier]
 
     @property
     def pool(self) -> dist.ProcessGroup:
@@ -103,22 +92,6 @@ class TierGroups:
     def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
         """Return the peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
         return self._groups[lane, axes, tier]
-
-    def _add(self, lane: int, layout: Layout, tier: int, rank: int, timeout: timedelta) -> None:
-        if layout.degrees[tier] > 1:
-            peers = layout.peers(rank, tier)
-            self._groups[lane, layout.axes, tier] = TierGroup(
-                layout.tiers[tier], peers, layout.coordinates(rank)[tier], _group(lane, peers, timeout)
-            )
-
-
-def _used(layout: Layout) -> list[tuple[int, int]]:
-    """Return the pairs of lane and tier on which some message travels, the same list on every rank."""
-    pairs = set()
-    for message in MessageClass:
-        crossed = message_tiers(layout, message)
-        pairs |= {(max(crossed), tier) for tier in crossed}
-    return sorted(pairs)
 
 
 def _group(lane: Hashable, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:

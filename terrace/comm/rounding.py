@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from terrace.comm.ledger import Meter
-from terrace.plan import Layout, MessageClass
+from terrace.plan import MessageClass
 
 _SAMPLE_NUMEL = 4096
 
@@ -26,11 +26,10 @@ _Key = tuple[MessageClass, str, int]  # message class, origin, tier
 
 
 class Origin:
-    """The source of messages: a block's name, for errors, the layout of its slices, residuals of its gradients."""
+    """The source of messages: a block's name, for errors, and the residuals of its gradients."""
 
-    def __init__(self, name: str, layout: Layout, device: torch.device, meter: Meter) -> None:
+    def __init__(self, name: str, device: torch.device, meter: Meter) -> None:
         self.name = name
-        self.layout = layout
         self._device = device
         self._meter = meter
         self._residuals: dict[tuple[MessageClass, int, str], Tensor] = {}

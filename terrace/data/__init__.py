@@ -1,1 +1,1 @@
-"""Data: text tokenised once, then the batch of any step on any number of ranks."""
+"""Data: text to tokens once, then the batch of any step on any number of ranks."""

@@ -14,6 +14,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.wire import ROUTES, MessageClass
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class FlatParamSpec:
     def numel(self) -> int:
         """Elements without padding."""
         return sum(param.numel for param in self.params)
+
+    def travels_in(self, message: MessageClass) -> bool:
+        """Whether a block's message of this class carries this buffer."""
+        carries = ROUTES[message].carries
+        return carries == "all" or (self.num_orthogonal > 0 if carries == "orthogonal" else self.trainable)
 
     @property
     def padded(self) -> int:

@@ -16,10 +16,10 @@ The traffic formula, the verifier, the memory formula and the collectives all re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR
 from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, WireFormat
+from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, ROUTES, MessageClass, WireFormat
 
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
 
@@ -75,21 +75,17 @@ def block_hops(
 
     `source` is the tier that a gather of parameters starts from, where it is not the one the plan names.
     """
-    match message:
-        case MessageClass.GATHER | MessageClass.GATHER_BACKWARD:
-            start = layout.params if source is None else source
-            return [], gather_hops(layout, plan, message, numel, start, DEVICE)
-        case MessageClass.REDUCE:
-            return reduce_hops(layout, plan, message, numel, DEVICE, layout.grads), []
-        case MessageClass.SYNC:
-            # Over the tiers outside the optimizer's, replicas all-reduce: what went there comes back.
-            reduction = reduce_hops(layout, plan, message, numel, layout.grads, layout.outermost)
-            return reduction, gather_hops(layout, plan, message, numel, layout.outermost, layout.optimizer)
-        case MessageClass.REFRESH:
-            return [], gather_hops(layout, plan, message, numel, layout.optimizer, layout.params)
-        case MessageClass.ORTHOGONALISE:
-            return [], gather_hops(layout, plan, message, numel, layout.optimizer, DEVICE)
-    raise AssertionError(f"{message} belongs to no block")
+    route = ROUTES[message]
+    reduction, gathering = [], []
+    if route.reduction is not None:
+        inner, outer = map(layout.tier_of, route.reduction)
+        reduction = reduce_hops(layout, plan, message, numel, inner, outer)
+    if route.gathering is not None:
+        outer, inner = map(layout.tier_of, route.gathering)
+        if route.carries == "all":  # the primary copy, unless the instruction reads the secondary one
+            outer = layout.params if source is None else source
+        gathering = gather_hops(layout, plan, message, numel, outer, inner)
+    return reduction, gathering
 
 
 def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
@@ -111,18 +107,12 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
     )
 
 
-def coding_bytes(layout: Layout, plan: Plan, message: MessageClass, numel: int, source: int | None = None) -> float:
-    """Return the bytes that coding and decoding in block formats reads and writes for one message of a rank.
+def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
+    """Bytes of memory that coding and decoding in block formats reads and writes for one message of a rank.
 
     A reduction codes what it sends on every hop and adds what it decodes to sums in the master dtype; a gather codes
     its own part once and decodes the whole. Error feedback reads and writes its residual too. 0 for dtypes.
     """
-    reduction, gathering = block_hops(layout, plan, message, numel, source)
-    return hops_coding_bytes(plan, message, reduction, gathering)
-
-
-def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
-    """Return the same as `coding_bytes` for the hops of a message."""
     master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
     held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else master
     total = 0.0

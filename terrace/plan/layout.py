@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from terrace.cluster import Cluster
 from terrace.plan.mesh import HOLDERS, ORDER, Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import ROUTES, MessageClass
 
 INSIDE = -1  # the lane of messages inside a block: they are part of computing
 DEVICE = -1  # the index of the implicit innermost tier
@@ -89,21 +89,19 @@ class Layout:
         """Return over how many ranks a state placed on tier `index` is sharded."""
         return math.prod(self.degrees[: index + 1])
 
+    def tier_of(self, state: str) -> int:
+        """Index of the tier that a state of `terrace.plan.wire.Route` lies on."""
+        return DEVICE if state == "device" else int(getattr(self, state))
+
     def route(self, message: MessageClass) -> range:
-        """Return the indexes of the tiers that a message class is there to cross, whatever their sizes."""
-        return {
-            MessageClass.GATHER: range(self.params + 1),
-            MessageClass.GATHER_BACKWARD: range(self.params_backward + 1),
-            MessageClass.REDUCE: range(self.grads + 1),
-            MessageClass.SYNC: range(self.grads + 1, self.outermost + 1),
-            MessageClass.REFRESH: range(self.params + 1, self.optimizer + 1),
-            MessageClass.ORTHOGONALISE: range(self.optimizer + 1 if self.orthogonalises else 0),
-            MessageClass.CONTROL: range(self.outermost + 1),
-            MessageClass.TENSOR: range(0),  # inside a block, among ranks of the tensor axis
-            MessageClass.CONTEXT: range(0),  # inside a block too, among ranks that attend together
-            MessageClass.PIPELINE: range(0),  # between stages, from one rank to another
-            MessageClass.TIE: range(0),
-        }[message]
+        """Indexes of the tiers that the messages of a class are there to cross, whatever their sizes."""
+        if message is MessageClass.CONTROL:
+            return range(self.outermost + 1)
+        route = ROUTES.get(message)
+        if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
+            return range(0)
+        inner, outer = map(self.tier_of, route.reduction or (route.gathering or ())[::-1])
+        return range(inner + 1, outer + 1)
 
     def padded(self, numel: int) -> int:
         """Return `numel` rounded up so that every tier divides it; padding is part of the format."""

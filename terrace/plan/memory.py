@@ -35,10 +35,10 @@ from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.stage import Kind, Stage, reduction_points, whole_stage
 from terrace.plan.tensor_traffic import Leg, Tensor, block_messages
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 
 CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "feedback", "buffers")
-_OF_TRAINABLE = (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH, MessageClass.ORTHOGONALISE)
+_OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 

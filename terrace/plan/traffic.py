@@ -33,7 +33,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
 from terrace.plan.stage import Stage, units, whole_stage
 from terrace.plan.tensor_traffic import Tensor, block_messages
-from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
+from terrace.plan.wire import CONTROL_NUMBER_BYTES, ROUTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
 
@@ -68,12 +68,9 @@ def step_bytes(
             add(message, flat, times, source)
     num_units = len(units(num_micros, plan.unit))
     for flat in chain(*(flats[index] for index in held)):
-        if flat.trainable:
-            add(MessageClass.REDUCE, flat, times=num_units)
-            add(MessageClass.SYNC, flat)
-            add(MessageClass.REFRESH, flat)
-        if flat.num_orthogonal:
-            add(MessageClass.ORTHOGONALISE, flat)
+        for message, route in ROUTES.items():
+            if route.carries != "all" and flat.travels_in(message):
+                add(message, flat, times=num_units if message is MessageClass.REDUCE else 1)
     for name, degree in zip(layout.tiers, world(cluster, plan).degrees, strict=True):
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES

@@ -20,6 +20,7 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from typing import Literal
 
 from terrace.base.errors import PlanError, did_you_mean
 
@@ -43,6 +44,31 @@ class MessageClass(StrEnum):
 _AS_THEY_ARE = ("context", "pipeline", "tie", "control")  # what travels in the dtype in which it is held
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a block's messages of one class, between the tiers on which two states lie.
+
+    First the reduction, (inner, outer), from the innermost tier outward; then the gather, (outer, inner), inward.
+    `device` is inside all tiers, `outermost` the last one. `carries` names the flat buffers that travel.
+    """
+
+    reduction: tuple[str, str] | None = None
+    gathering: tuple[str, str] | None = None
+    carries: Literal["all", "trainable", "orthogonal"] = "trainable"
+
+
+# A plan may keep a secondary copy for the gathers of backwards; then these begin on its tier.
+ROUTES = {
+    MessageClass.GATHER: Route(gathering=("params", "device"), carries="all"),
+    MessageClass.GATHER_BACKWARD: Route(gathering=("params_backward", "device"), carries="all"),
+    MessageClass.REDUCE: Route(reduction=("device", "grads")),
+    # Over the tiers outside the optimizer's, replicas all-reduce: what went there comes back.
+    MessageClass.SYNC: Route(reduction=("grads", "outermost"), gathering=("outermost", "optimizer")),
+    MessageClass.REFRESH: Route(gathering=("optimizer", "params")),
+    MessageClass.ORTHOGONALISE: Route(gathering=("optimizer", "device"), carries="orthogonal"),
+}
 
 CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers
 SCALE_BYTES = 2  # a bf16: the range of fp32, and rounding it up costs at most 1/128 of the step

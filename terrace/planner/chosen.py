@@ -15,8 +15,9 @@ from terrace.plan.slices import slice_blocks
 from terrace.plan.validate import axis_hint, check_context, check_degree
 from terrace.planner.estimate import data_cluster
 from terrace.planner.explain import placement_of
+from terrace.planner.space import Shape, shape_of
 from terrace.planner.stages import SERIAL, SIMPLEST, traits
-from terrace.planner.task import Choice, Task, schedule_text
+from terrace.planner.task import TENSOR, Choice, Row, Task, row_of, schedule_text
 from terrace.program.schedules import takes_unit
 
 
@@ -30,27 +31,27 @@ def choice_of(task: Task, plan: Plan) -> Choice:
         raise PlanError(f"prefetch = {plan.prefetch}: plans are priced with prefetch = 1; leave it out")
     if plan.tensor_chunks != 1:
         raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: plans are priced with tensor_chunks = 1; leave it out")
-    for tier in task.cluster.tiers:
-        _check_row(task, plan, tier.name, tier.size)
+    shape = shape_of(tuple(_row(task, plan, tier.name, tier.size) for tier in task.cluster.tiers))
     _check_names(task, plan)
-    mesh = Mesh.of(task.cluster, plan)
-    pipelined = mesh.total("pipeline") > 1
-    schedule, chunks = parse_schedule(plan.schedule or SIMPLEST) if pipelined else (SERIAL, 1)
+    schedule, chunks = (
+        (SERIAL, 1) if shape.pipeline == 1 else parse_schedule(SIMPLEST if plan.schedule is None else plan.schedule)
+    )
     if plan.balance != "tokens":
         raise PlanError(f'balance = "{plan.balance}": plans are priced with balance = "tokens"; leave it out')
-    if not pipelined:
+    if shape.pipeline == 1:
         validate(task.cluster, plan, task.blocks)
-        slice_blocks(task.blocks, mesh)  # the degrees must divide the heads
+        slice_blocks(task.blocks, Mesh.of(task.cluster, plan))  # the degrees must divide the heads
     else:
-        _check_model(task, mesh)
+        _check_model(task, shape)
         check_context(task.cluster, plan, task.blocks)
         # What is left of a plan is that of the data ranks of one tensor, context and pipeline coordinate.
-        _check_tensor_wire(task, plan, mesh)
+        _check_tensor_wire(task, plan, shape)
         wire = {message: row for message, row in plan.wire.items() if message != MessageClass.TENSOR.value}
         own = replace(plan, mapping={}, wire=wire)
-        own = replace(own, schedule=None, stages=())
-        validate(data_cluster(task.cluster, mesh.state), own, task.blocks)
-    if plan.sequence_parallel is not task.software.sequence_parallel and mesh.total("rows") > 1:
+        if shape.pipeline > 1:
+            own = replace(own, schedule=None, stages=())
+        validate(data_cluster(task.cluster, shape.state), own, task.blocks)
+    if plan.sequence_parallel is not task.software.sequence_parallel and shape.tensor > shape.columns:
         raise PlanError(
             f"sequence_parallel = {str(plan.sequence_parallel).lower()}: the task is of software with "
             f"sequence_parallel = {str(task.software.sequence_parallel).lower()}; make them the same"
@@ -58,10 +59,10 @@ def choice_of(task: Task, plan: Plan) -> Choice:
     micros = num_micro_batches(plan, Layout.of(task.cluster, plan), task.batch)
     if micros % plan.unit:
         raise PlanError(f"unit = {plan.unit} does not divide the {micros} micro-batches of a rank: use a divisor")
-    if plan.unit > 1 and pipelined and not takes_unit(schedule):
+    if plan.unit > 1 and shape.pipeline > 1 and not takes_unit(schedule):
         raise PlanError(f"unit = {plan.unit}: a pipeline's schedule says what passes a stage when; write unit = 1")
     again = int(bool(plan.recompute))
-    return Choice(again, plan.unit, schedule, chunks, plan.micro_batch, placement_of(task, plan), mesh)
+    return Choice(again, plan.unit, schedule, chunks, plan.micro_batch, placement_of(task, plan), shape.rows)
 
 
 def parse_schedule(text: str) -> tuple[str, int]:
@@ -78,7 +79,7 @@ def parse_schedule(text: str) -> tuple[str, int]:
     return name, int(number)
 
 
-def _check_row(task: Task, plan: Plan, tier: str, size: int) -> None:
+def _row(task: Task, plan: Plan, tier: str, size: int) -> Row:
     for axis, entry in plan.mapping.get(tier, {}).items():
         if axis not in AXES:
             raise PlanError(f"mapping.{tier} names axis {axis!r}{axis_hint(tier, axis)}")
@@ -89,11 +90,15 @@ def _check_row(task: Task, plan: Plan, tier: str, size: int) -> None:
             f"the degrees of mapping.{tier} multiply to {product}, but tier {tier!r} of "
             f"cluster {task.cluster.name!r} joins {size}: make them multiply to {size}"
         )
+    data, pipeline, columns, rows, ulysses, ring = (
+        degrees.get(axis, 1) for axis in ("data", "pipeline", "columns", "rows", "ulysses", "ring")
+    )
+    return row_of(data, rows * columns, ulysses * ring, pipeline, columns, ulysses)
 
 
-def _check_tensor_wire(task: Task, plan: Plan, mesh: Mesh) -> None:
-    for tier, degree in zip(task.cluster.tiers, mesh.group("tensor"), strict=True):
-        if tier.name in plan.wire.get(MessageClass.TENSOR.value, {}) and degree == 1:
+def _check_tensor_wire(task: Task, plan: Plan, shape: Shape) -> None:
+    for tier, row in zip(task.cluster.tiers, shape.rows, strict=True):
+        if tier.name in plan.wire.get(MessageClass.TENSOR.value, {}) and row[TENSOR] == 1:
             raise PlanError(
                 f"wire.tensor.{tier.name} has no effect: the tensor axis has no ranks on {tier.name!r}; leave it out"
             )
@@ -106,9 +111,9 @@ def _check_names(task: Task, plan: Plan) -> None:
             raise PlanError(f"mapping names tier {name!r}, which is not in the cluster{did_you_mean(name, names)}")
 
 
-def _check_model(task: Task, mesh: Mesh) -> None:
+def _check_model(task: Task, shape: Shape) -> None:
     model = task.model
-    num_rows, num_columns, num_stages = (mesh.total(axis) for axis in ("rows", "columns", "pipeline"))
+    num_rows = shape.tensor // shape.columns
     for name, size in (
         ("heads", model.num_heads),
         ("key-value heads", model.num_kv_heads),
@@ -116,7 +121,7 @@ def _check_model(task: Task, mesh: Mesh) -> None:
     ):
         if size % num_rows:
             raise PlanError(f"a tensor degree of {num_rows} rows does not divide the {size} {name} of the model")
-    if model.hidden_size % num_columns:
-        raise PlanError(f"{num_columns} columns do not divide the hidden size {model.hidden_size} of the model")
-    if num_stages > model.num_layers:
-        raise PlanError(f"{num_stages} pipeline stages of {model.num_layers} layers: use at most one a layer")
+    if model.hidden_size % shape.columns:
+        raise PlanError(f"{shape.columns} columns do not divide the hidden size {model.hidden_size} of the model")
+    if shape.pipeline > model.num_layers:
+        raise PlanError(f"{shape.pipeline} pipeline stages of {model.num_layers} layers: use at most one a layer")

@@ -27,6 +27,7 @@ from terrace.plan import AXES, MessageClass, Plan, step_bytes
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, virtual_blocks
+from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build, build_stages
@@ -62,7 +63,7 @@ class Estimate:
     @property
     def simplicity(self) -> tuple[int, int, int, Choice]:
         """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
-        num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
+        num_axes = sum(self.choice.degree(axis) > 1 for axis in range(len(AXES)))
         return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
@@ -126,7 +127,7 @@ class Evaluator:
 
     def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
         """Return the pipeline of a choice and the step of every stage by itself."""
-        key = (choice.mesh, choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
+        key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
 
@@ -171,9 +172,9 @@ class Evaluator:
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
         """Return the seconds of all sums of gradients of a stage, one after the other."""
-        mesh = choice.mesh
-        numels = self.estimator.numels(mesh)
-        sync = self.bounds.mail.messages(mesh.state, numels, choice.placement).sync
+        shape = shape_of(choice.rows)
+        numels = self.estimator.numels(shape.tensor, shape.columns)
+        sync = self.bounds.mail.messages(shape.state, numels, choice.placement).sync
         return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
@@ -207,15 +208,15 @@ class Evaluator:
         Without a pipeline it is the very program of the plan. With one that of the data ranks alone, where what tensor
         and context ranks send is part of computing.
         """
-        estimator, task, mesh = self.estimator, self.task, choice.mesh
-        if choice.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
+        estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
+        if choice.schedule == SERIAL and shape.tensor * shape.context > 1:
             return self._whole_program(part, choice, micros)
         plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
         if takes_unit(choice.schedule):
             return self._chunks_program(part, choice, replace(plan, recompute=()), micros)
-        blocks = estimator.stage_blocks(part.kinds, mesh)
-        program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
-        seconds = [estimator.block(kind, choice.mesh, choice.micro_batch) for kind in part.kinds]
+        blocks = estimator.stage_blocks(part.kinds, shape)
+        program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
+        seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),
@@ -226,15 +227,15 @@ class Evaluator:
 
     def _chunks_program(self, part: Part, choice: Choice, plan: Plan, micros: int) -> tuple[Program, Costs]:
         """Return the program of the data ranks of a stage whose blocks are its chunks; recomputing is in backwards."""
-        mesh = choice.mesh
-        sizes = self.estimator.chunk_numels(part, mesh)
+        shape = shape_of(choice.rows)
+        sizes = self.estimator.chunk_numels(part, shape)
         blocks = [
             BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
             for index, size in enumerate(sizes)
         ]
-        program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
-        accumulate, again = self.estimator.accumulates(mesh, choice.micro_batch), choice.recompute
-        forms = (mesh.inside,)
+        program = build(data_cluster(self.task.cluster, shape.state), plan, blocks, micros)
+        accumulate, again = self.estimator.accumulates(shape, choice.micro_batch), choice.recompute
+        forms = (shape.inner,)
         alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in KINDS]
         costs = Costs(
             forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds) for kinds in part.chunk_kinds),
@@ -256,7 +257,7 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             hides_inside=task.software.hides_messages,
-            rounds=core_rounds(task.cluster.device, self.estimator.work(choice.mesh, choice.micro_batch)),
+            rounds=core_rounds(task.cluster.device, self.estimator.work(choice.rows, choice.micro_batch)),
         )
         return program, costs
 

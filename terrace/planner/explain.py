@@ -12,9 +12,9 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import attempt, find
-from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, units
+from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, shape_of, units
 from terrace.planner.stages import SERIAL, traits
-from terrace.planner.task import Choice, Placement, Task, num_micros, plan_of, schedule_text
+from terrace.planner.task import PIPELINE, Choice, Placement, Task, num_micros, plan_of, schedule_text
 from terrace.program.schedules import takes_unit
 from terrace.simulate.changes import Change, cluster_changes
 
@@ -96,11 +96,11 @@ def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]
 
 
 def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
-    task, mesh = space.task, choice.mesh
+    task, shape = space.task, shape_of(choice.rows)
     free = Space(task=task, axes=space.axes)  # also what the pins rule out is worth a verdict
     tiers = ["device", *(tier.name for tier in task.cluster.tiers)]
     found = []
-    for placement in placements(free, mesh):
+    for placement in placements(free, shape):
         states = ("params", "grads", "optimizer", "backward")
         moved = [state for state in states if getattr(placement, state) != getattr(choice.placement, state)]
         if len(moved) == 1:
@@ -108,10 +108,10 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
             place = getattr(placement, moved[0])
             word = "none" if name == "params_backward" and place < 0 else tiers[place + 1]
             found.append((f"{name} = {word}", choice._replace(placement=placement)))
-    sizes = micro_batches(free, mesh.total("data"))
+    sizes = micro_batches(free, shape.data)
     at = sizes.index(choice.micro_batch)
     for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
-        micros = task.batch // (mesh.total("data") * size)
+        micros = task.batch // (shape.data * size)
         unit = max(unit for unit in divisors(micros) if unit <= choice.unit)
         found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
     word = "none" if choice.recompute else "layers.*"
@@ -178,5 +178,5 @@ def _schedules(evaluator: Evaluator, choice: Choice) -> list[Verdict]:
 def _unit(task: Task, choice: Choice) -> int:
     """Return the unit of another schedule: the choice's, or the shortest that keeps all its stages busy."""
     options = passing_units(Space(task=task), num_micros(task, choice))
-    enough = [unit for unit in options if unit >= choice.mesh.total("pipeline")]
+    enough = [unit for unit in options if unit >= choice.degree(PIPELINE)]
     return choice.unit if choice.unit > 1 else min(enough, default=options[-1])

@@ -23,14 +23,15 @@ from terrace.plan import AXES, MessageClass
 from terrace.planner.estimate import Part
 from terrace.planner.evaluate import TIE, Estimate, Evaluator
 from terrace.planner.pipelines import Pipeline
-from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Task, num_micros
+from terrace.planner.space import shape_of
+from terrace.planner.task import CONTEXT, EMBEDDING, HEAD, KINDS, LAYER, TENSOR, Choice, Task, num_micros
 from terrace.program.schedules import Kind
 from terrace.simulate.critical import path_words
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.timeline import Timeline, play
 
 IDLE = "idle"
-INNER = ("tensor", "context")
+INNER = {TENSOR: "tensor", CONTEXT: "context"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,20 +129,20 @@ def stage_steps(evaluator: Evaluator, choice: Choice) -> StagedStep:
 
 def message_places(evaluator: Evaluator, choice: Choice) -> dict[str, tuple[str, str]]:
     """Return (axis, tier) of every kind of message that a step may wait for: the outermost tier that it crosses."""
-    mesh, tiers = choice.mesh, evaluator.task.cluster.tiers
-    numels = evaluator.estimator.own_numels(mesh)
-    messages = evaluator.bounds.mail.messages(mesh.state, numels, choice.placement)
+    shape, tiers = shape_of(choice.rows), evaluator.task.cluster.tiers
+    numels = evaluator.estimator.own_numels(shape)
+    messages = evaluator.bounds.mail.messages(shape.state, numels, choice.placement)
     lanes = {
         MessageClass.GATHER: messages.gather.lane,
         MessageClass.GATHER_BACKWARD: messages.backward.lane,
         MessageClass.REDUCE: messages.reduce.lane,
         MessageClass.SYNC: messages.sync.lane,
         MessageClass.REFRESH: messages.refresh.lane,
-        MessageClass.CONTROL: max((tier for tier, degree in enumerate(mesh.state) if degree > 1), default=0),
+        MessageClass.CONTROL: max((tier for tier, degree in enumerate(shape.state) if degree > 1), default=0),
     }
     found = {f"wait {message.value}": ("data", tiers[max(lane, 0)].name) for message, lane in lanes.items()}
-    for name in AXES:
-        crossed = [tiers[tier].name for tier in choice.mesh.tiers(name)]
+    for axis, name in enumerate(AXES):
+        crossed = [tier.name for row, tier in zip(choice.rows, tiers, strict=True) if row[axis] > 1]
         if name != "data" and crossed:
             found[name] = (name, crossed[-1])
         if name == "pipeline" and crossed:
@@ -155,10 +156,10 @@ def inner_seconds(evaluator: Evaluator, choice: Choice, part: Part) -> dict[str,
     Recomputation is included, and what running beside a message adds to computing.
     """
     micros = num_micros(evaluator.task, choice)
-    found = {name: (0.0, 0.0) for name in INNER if choice.mesh.total(name) > 1}
+    found = {name: (0.0, 0.0) for axis, name in INNER.items() if choice.degree(axis) > 1}
     for kind, count in zip(KINDS, part.counts, strict=True):
         messages = evaluator.estimator.inner_seconds(kind, choice)
-        for name, (forward_s, backward_s, again_s) in zip(INNER, messages, strict=True):
+        for name, (forward_s, backward_s, again_s) in zip(INNER.values(), messages, strict=True):
             if name in found:
                 before, repeats = found[name], count * micros
                 in_backward_s = backward_s + (again_s if kind == LAYER and choice.recompute else 0.0)
@@ -199,7 +200,7 @@ def _curve(
 ) -> MemoryCurve:
     estimator, orders, part = evaluator.estimator, pipeline.orders, pipeline.parts[stage]
     embedding, layer, head = (
-        estimator.kept_bytes(kind, choice.mesh, choice.micro_batch, choice.recompute)
+        estimator.kept_bytes(kind, choice.rows, choice.micro_batch, choice.recompute)
         for kind in (EMBEDDING, LAYER, HEAD)
     )
     last, row = orders.num_virtual - 1, orders.placement[stage]
@@ -291,9 +292,9 @@ def path_sentence(step: StagedStep) -> str:
 def inner_words(choice: Choice) -> list[str]:
     """Return what hides the messages inside blocks."""
     lines = []
-    if choice.mesh.total("tensor") > 1:
+    if choice.degree(TENSOR) > 1:
         lines.append("Messages of tensor ranks hide behind the products beside which the runtime sends them.")
-    if choice.mesh.total("context") > 1:
+    if choice.degree(CONTEXT) > 1:
         lines.append(
             "Messages of Ulysses ranks are waited for; those of a ring hide behind the round computed meanwhile."
         )

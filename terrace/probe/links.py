@@ -14,11 +14,11 @@ from torch import Tensor
 from terrace.cluster import Cluster
 from terrace.comm import Collectives, Ledger, Meter, Origin, Pacer, TierGroups, make_lane
 from terrace.plan import Layout, MessageClass, Plan
-from terrace.plan.layout import DEVICE
 from terrace.probe.fit import LinkSample
 from terrace.probe.grid import message_sizes
 from terrace.probe.samples import Overlap, TierSamples
 from terrace.probe.timing import Stopwatch, Work
+from terrace.program.message import Transfer, flat_transfer
 
 _NUM_SIZES = 7
 _FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages
@@ -27,7 +27,8 @@ _CALLS_A_LOOP = 2  # of the largest message
 _ROUNDS = 5  # each of compute, messages and both
 _SKEW_BYTES = 64 << 10  # of a group, around the messages of a small model
 _ELEMENT_BYTES = 4
-_KINDS = ("gather", "reduce")
+_CLASSES = {"gather": MessageClass.GATHER, "reduce": MessageClass.REDUCE}
+_KINDS = tuple(_CLASSES)
 
 
 class TierLinks:
@@ -44,9 +45,10 @@ class TierLinks:
         self._layout = Layout.of(cluster, plan)
         self._coordinates = self._layout.coordinates(rank)
         self._device, meter, self._ledger = device, Meter(), Ledger()
-        groups = TierGroups(self._layout, rank, timeout)
+        self._plan = plan
+        groups = TierGroups([self._transfer(kind, self.degree) for kind in _KINDS], rank, timeout)
         self._collectives = Collectives(groups, self._layout, plan, self._ledger, meter, device, pacer)
-        self._origin = Origin("probe", self._layout, device, meter)
+        self._origin = Origin("probe", device, meter)
         self._lane = make_lane(device)
 
     def call(self, kind: str, whole_bytes: int) -> Work:
@@ -65,15 +67,19 @@ class TierLinks:
             return full[self._layout.slice(tier, self._coordinates, full.numel())]
 
         shard = torch.zeros_like(piece(self._tier))
+        transfer = self._transfer(kind, full.numel())
 
         def gather() -> None:
-            self._collectives.gather(MessageClass.GATHER, piece, self._tier, DEVICE, self._origin)
+            self._collectives.gather(transfer, piece, self._origin)
 
         def reduce() -> None:
-            shard.add_(self._collectives.reduce(MessageClass.REDUCE, full, DEVICE, self._tier, self._origin))
+            shard.add_(self._collectives.reduce(transfer, full, self._origin))
 
         work = {"gather": gather, "reduce": reduce}[kind]
         return lambda: self._lane.submit(work).wait
+
+    def _transfer(self, kind: str, numel: int) -> Transfer:
+        return flat_transfer(_CLASSES[kind], self._tier, self._layout, self._plan, numel)
 
     def sent_bytes(self, whole_bytes: int) -> float:
         """Bytes that one rank sends of `whole_bytes`."""

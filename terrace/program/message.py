@@ -19,19 +19,19 @@ from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
 from terrace.plan.memory import gather_buffers, reduce_buffers
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, line_hops, number_bytes
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The collectives of one flat buffer, or of one message inside a block, over the ranks that differ on `axes`.
+    """The collectives of one flat buffer, or of one message inside a block, among the `ranks` that share it.
 
     `reduce_buffers` and `gather_buffers` are the bytes of each buffer that the lane's memory must hold, in order.
     """
 
     message_class: MessageClass
     lane: int
-    axes: tuple[str, ...]
+    ranks: Layout
     flat: int = -1  # number of the flat buffer in its block
     reduction: tuple[Hop, ...] = ()
     gathering: tuple[Hop, ...] = ()
@@ -75,37 +75,38 @@ def block_message(
     `everyone` is the layout of all ranks that hold some part of a block. `source` is the tier that a gather of
     parameters starts from, where it is not the one its class names.
     """
-    lane = message_lane(everyone, message_class, source)
-    transfers = []
-    for number, flat in enumerate(flats):
-        if _carries(message_class, flat):
-            reduction, gathering = block_hops(flat.layout, plan, message_class, flat.padded, source)
-            transfers.append(
-                Transfer(
-                    message_class=message_class,
-                    lane=lane,
-                    axes=flat.layout.axes,
-                    flat=number,
-                    reduction=tuple(reduction),
-                    gathering=tuple(gathering),
-                    reduce_buffers=tuple(reduce_buffers(plan, message_class, reduction)),
-                    gather_buffers=tuple(gather_buffers(plan, message_class, gathering)),
-                )
-            )
-    tiers = message_tiers(everyone, message_class, source)
-    if message_class in _INWARD:
+    lane, tiers = message_lane(everyone, message_class, source), message_tiers(everyone, message_class, source)
+    transfers = [
+        flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number)
+        for number, flat in enumerate(flats)
+        if flat.travels_in(message_class)
+    ]
+    if ROUTES[message_class].reduction is None:
         tiers = tiers[::-1]
     return _collective(message_class, plan, lane, tiers, everyone, transfers)
 
 
-def _carries(message_class: MessageClass, flat: FlatParamSpec) -> bool:
-    if message_class is MessageClass.ORTHOGONALISE:
-        return flat.num_orthogonal > 0
-    return flat.trainable or message_class in _OF_ALL
-
-
-_OF_ALL = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD)  # classes that carry frozen buffers as well
-_INWARD = (*_OF_ALL, MessageClass.ORTHOGONALISE, MessageClass.REFRESH)
+def flat_transfer(
+    message_class: MessageClass,
+    lane: int,
+    ranks: Layout,
+    plan: Plan,
+    padded: int,
+    source: int | None = None,
+    flat: int = -1,
+) -> Transfer:
+    """The transfer of a flat buffer of `padded` elements, number `flat` of its block; see `block_message`."""
+    reduction, gathering = block_hops(ranks, plan, message_class, padded, source)
+    return Transfer(
+        message_class=message_class,
+        lane=lane,
+        ranks=ranks,
+        flat=flat,
+        reduction=tuple(reduction),
+        gathering=tuple(gathering),
+        reduce_buffers=tuple(reduce_buffers(plan, message_class, reduction)),
+        gather_buffers=tuple(gather_buffers(plan, message_class, gathering)),
+    )
 
 
 def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
@@ -120,7 +121,7 @@ def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
         lane,
         tiers,
         world,
-        [Transfer(message_class=message_class, lane=lane, axes=world.axes, gathering=hops)],
+        [Transfer(message_class=message_class, lane=lane, ranks=world, gathering=hops)],
     )
 
 
@@ -133,23 +134,29 @@ def stage_message(message_class: MessageClass, tier: int, num_bytes: int, *, rec
 
 def tensor_message(tensor: Tensor, message: TensorMessage) -> Message:
     """A message inside a block, among the ranks of a line of the tensor axis."""
-    line, plan, message_class = tensor.line(message.axes), tensor.plan, MessageClass.TENSOR
+    line, plan = tensor.line(message.axes), tensor.plan
     if message.leg is Leg.NUMBERS:
-        hops, wire, pieces = [], FORMATS["fp32" if number_bytes(plan) == 4 else "fp64"], 1
-        for tier, degree in enumerate(line.degrees):
-            if degree > 1:  # what came over the tiers inside travels on
-                hops.append(Hop(tier, degree, wire, message.numel, pieces))
-                pieces *= degree
-        transfer = Transfer(message_class=message_class, lane=INSIDE, axes=line.axes, gathering=tuple(hops))
+        transfer = number_transfer(line, plan, message.numel)
     else:
         transfer = line_transfer(line, plan, message.leg, message.numel)
-    return _collective(message_class, plan, INSIDE, tuple(hop.tier for hop in transfer.hops), line, [transfer])
+    tiers = tuple(hop.tier for hop in transfer.hops)
+    return _collective(MessageClass.TENSOR, plan, INSIDE, tiers, line, [transfer])
+
+
+def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
+    """A gather of `numel` numbers of every rank of a line of the tensor axis, never rounded."""
+    hops, pieces, wire = [], 1, FORMATS["fp32" if number_bytes(plan) == 4 else "fp64"]
+    for tier, degree in enumerate(line.degrees):
+        if degree > 1:  # what came over the tiers inside travels on
+            hops.append(Hop(tier, degree, wire, numel, pieces))
+            pieces *= degree
+    return Transfer(message_class=MessageClass.TENSOR, lane=INSIDE, ranks=line, gathering=tuple(hops))
 
 
 def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
     """A gather or a reduction of `numel` padded elements over a line of the tensor axis."""
     hops, message_class = tuple(line_hops(line, plan, leg, numel)), MessageClass.TENSOR
-    transfer = Transfer(message_class=message_class, lane=INSIDE, axes=line.axes)
+    transfer = Transfer(message_class=message_class, lane=INSIDE, ranks=line)
     if leg is Leg.GATHER:
         return replace(transfer, gathering=hops, gather_buffers=tuple(gather_buffers(plan, message_class, hops)))
     return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))

@@ -1,7 +1,7 @@
 """The Program: the instructions of one rank with what they refer to."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,16 +14,18 @@ from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
-from terrace.plan.tensor_traffic import Tensor, TensorMessage
-from terrace.plan.wire import FORMATS
+from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
+from terrace.plan.wire import FORMATS, ROUTES
 from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import (
     Message,
+    Transfer,
     block_message,
     context_message,
     control_message,
+    line_transfer,
     stage_message,
     tensor_message,
 )
@@ -115,6 +117,17 @@ class Program:
         if found is None:
             found = self._messages[key] = self._resolved(instruction)
         return found
+
+    def transfers(self) -> Iterator[Transfer]:
+        """A transfer of every route that messages of this plan take on some stage; the same on all ranks."""
+        for flats in {id(flats): flats for flats in self.flats}.values():
+            for message_class in ROUTES:
+                yield from block_message(message_class, self.everyone, self.plan, flats).transfers
+        # The first is what calibration measures in a pipeline too, where CLIP is among all stages.
+        for ranks in (self.everyone, self.world):
+            yield from control_message(self.everyone, ranks, self.plan).transfers
+        for line in self.tensor.lines:
+            yield line_transfer(line, self.plan, Leg.GATHER, line.degree)
 
     @cached_property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:

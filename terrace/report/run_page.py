@@ -52,9 +52,7 @@ class RunView:
 
 def run_page(view: RunView) -> str:
     """The page as HTML."""
-    # A curve without a finite point has no scale.
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
-    # Empty sections return "" and leave no heading behind.
     sections = [
         f"<h1>{escape(view.title)}</h1><p class=quiet>{escape(view.subtitle)}</p>",
         f"<div class=lead><p>{prose(view.status)}</p>{''.join(f'<p>{prose(note)}</p>' for note in view.notes)}</div>",
@@ -121,10 +119,8 @@ def _time_table(view: RunView) -> str:
     predicted, measured = view.predicted_time_s, view.measured_time_s
     if not predicted and not measured:
         return ""
-    # One scale for all bars of the table.
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
     rows: list[list[str]] = []
-    # Categories of either side, so that one missing in the prediction is still shown.
     for name in time_categories({**measured, **predicted}):
         bars = _pair(f"--c-{colour_key(name)}", predicted.get(name, 0.0), measured.get(name, 0.0), longest)
         rows.append([name, *_three(predicted, measured, name, seconds), bars])
@@ -137,7 +133,6 @@ def _amounts_table(predicted: Amounts, measured: Amounts, heading: str) -> str:
     if not predicted and not measured:
         return ""
 
-    # Small amounts are exact bytes, so that equality can be seen.
     def size(value: float) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
 
@@ -149,13 +144,11 @@ def _amounts_table(predicted: Amounts, measured: Amounts, heading: str) -> str:
 def _three(predicted: Amounts, measured: Amounts, name: str, words: object) -> list[str]:
     assert callable(words), "a function of a number"
     expected, found = predicted.get(name), measured.get(name)
-    # "-" is unknown, "0" is none.
     cells = ["-" if value is None else words(value) if value else "0" for value in (expected, found)]
     return [*cells, _error(expected, found)]
 
 
 def _error(expected: float | None, found: float | None) -> str:
-    # No relative error without a measured amount.
     if expected is None or not found:
         return ""
     return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"

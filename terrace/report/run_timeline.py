@@ -72,7 +72,6 @@ def step_picture(events: Sequence[Event], headings: Mapping[int, str]) -> StepPi
 
 def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]:
     # The compute stream first. Appends the description of each piece to `words`.
-    # Lane names are metadata events of the trace.
     names = {
         event["tid"]: str(event["args"]["name"])
         for event in events
@@ -80,12 +79,10 @@ def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]
     }
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for event in events:
-        # Complete events; their times are in microseconds.
         if event["ph"] == "X" and event["pid"] == process:
             start_s = event["ts"] / _US
             pieces[event["tid"]].append(Piece(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
             instruction = str(event["args"].get("instruction", ""))
-            # A wait is named with its instruction; other spans are the instruction.
             is_wait = str(event["name"]).startswith("wait ")
             words.append(f"{event['name']}: {instruction}" if is_wait or not instruction else instruction)
     return [
@@ -113,12 +110,10 @@ def _boxes(
 
 
 def _paths(bars: Sequence[Bar], top: int, size: int, length_s: float) -> list[str]:
-    # One path per colour, as in `timeline_svg`.
     outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for bar in bars:
         below, start, end = float(top + size), bar.start_s / length_s, bar.end_s / length_s
         for category, share in bar.shares:
-            # Shares of a merged bar are stacked from the bottom.
             below -= share * size
             outlines[colour_key(category), (end - start) * PLOT >= SEPARATED].append(
                 box(start, end, below, share * size)

@@ -106,23 +106,12 @@ class Comm:
 
     def _collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         program = self.program
-        return Collectives(
-            self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer, program.world
-        )
+        return Collectives(self.groups, program.everyone, program.plan, ledger, meter, self.device, self.pacer)
 
 
 def _groups(program: Program, rank: int, timeout: timedelta, context_group: ContextGroup | None) -> TierGroups:
-    parts = {flat.layout.axes: flat.layout for flats in program.flats for flat in flats}
-    return TierGroups(
-        program.everyone,
-        rank,
-        timeout,
-        parts.values(),
-        (program.tensor.rows, program.tensor.columns, program.tensor.both),
-        program.world,
-        list(_meetings(program, rank)),
-        () if context_group is None else context_group.members,
-    )
+    members = () if context_group is None else context_group.members
+    return TierGroups(program.transfers(), rank, timeout, list(_meetings(program, rank)), members)
 
 
 def _meetings(program: Program, rank: int) -> Iterator[Meeting]:

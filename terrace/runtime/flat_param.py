@@ -18,6 +18,7 @@ from terrace.plan import MessageClass, Plan
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, keeps_master
+from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.optimizer import Optimizer, make_optimizer
@@ -58,7 +59,7 @@ class FlatParam:
             self.extents.append((param, start, start + param.numel))
             start += param.numel
         self._meter = meter
-        self._origin = Origin(name, layout, device, meter)
+        self._origin = Origin(name, device, meter)
         self._master_dtype = DTYPES[plan.master]
         self._keeps_master = keeps_master(plan, layout)
         self._in_place = accumulates_in_place(plan, layout)
@@ -110,7 +111,7 @@ class FlatParam:
         """Whether this rank is the first of the ranks with the same slice of a state placed on `tier`."""
         return not self.is_copy and not any(self.coordinates[tier + 1 :])
 
-    def gather(self, collectives: Collectives, message: MessageClass, secondary: bool) -> None:
+    def gather(self, collectives: Collectives, transfer: Transfer, secondary: bool) -> None:
         """Materialise the full parameters from the primary or the secondary copy."""
         layout = self.layout
         self.materialise()
@@ -118,7 +119,7 @@ class FlatParam:
         copy = self.secondary if secondary and self.secondary is not None else self.shard
         source = layout.params_backward if secondary else layout.params
         self._full_piece(source).copy_(copy)
-        collectives.gather(message, self._full_piece, source, DEVICE, self._origin)
+        collectives.gather(transfer, self._full_piece, self._origin)
         if self.secondary is not None and not secondary:
             self.secondary.copy_(self._full_piece(layout.params_backward))
 
@@ -153,9 +154,9 @@ class FlatParam:
             self.gradients.fill_missing()
         return buffer
 
-    def reduce(self, collectives: Collectives, buffer: Tensor) -> None:
+    def reduce(self, collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
         """Reduce the gradient of one unit of micro-batches to the grads tier and accumulate it."""
-        result = collectives.reduce(MessageClass.REDUCE, buffer, DEVICE, self.layout.grads, self._origin)
+        result = collectives.reduce(transfer, buffer, self._origin)
         if self._is_fresh:
             self.grads.copy_(result)
         else:
@@ -176,17 +177,17 @@ class FlatParam:
         self.grads.add_(theirs)
         self._meter.add("buffers", -theirs.nbytes)
 
-    def sync(self, collectives: Collectives) -> None:
+    def sync(self, collectives: Collectives, transfer: Transfer) -> None:
         """Finish the accumulated gradient: `owned` becomes the sum over all ranks."""
         layout = self.layout
 
         def piece(tier: int) -> Tensor:
             return self.grads[self.part_within(tier, layout.grads)]
 
-        total = collectives.reduce(MessageClass.SYNC, self.grads, layout.grads, layout.outermost, self._origin)
+        total = collectives.reduce(transfer, self.grads, self._origin)
         if total is not self.grads:
             piece(layout.outermost).copy_(total)
-        collectives.gather(MessageClass.SYNC, piece, layout.outermost, layout.optimizer, self._origin)
+        collectives.gather(transfer, piece, self._origin)
 
     def prepare_muon_momentum(self, scale: Tensor) -> None:
         """Scale the gradient, put Muon's momentum in its place, and allocate it for whole matrices."""
@@ -200,7 +201,7 @@ class FlatParam:
             self._meter.add("buffers", self._muon_momentum.nbytes)
             self._muon_momentum[self.part(self.layout.optimizer)] = self.owned
 
-    def gather_muon_momentum(self, collectives: Collectives) -> None:
+    def gather_muon_momentum(self, collectives: Collectives, transfer: Transfer) -> None:
         """Gather the momentum over the ranks of the optimizer tier."""
         momentum = self._muon_momentum
         if momentum is None:
@@ -209,7 +210,7 @@ class FlatParam:
         def piece(tier: int) -> Tensor:
             return momentum[self.part(tier)]
 
-        collectives.gather(MessageClass.ORTHOGONALISE, piece, self.layout.optimizer, DEVICE, self._origin)
+        collectives.gather(transfer, piece, self._origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
@@ -230,10 +231,9 @@ class FlatParam:
         if self._keeps_master and self.optimizer is not None:
             self._shard_piece(self.layout.optimizer).copy_(self.optimizer.master)
 
-    def refresh(self, collectives: Collectives) -> None:
+    def refresh(self, collectives: Collectives, transfer: Transfer) -> None:
         """Bring the new parameters of the other ranks into the working copy."""
-        layout = self.layout
-        collectives.gather(MessageClass.REFRESH, self._shard_piece, layout.optimizer, layout.params, self._origin)
+        collectives.gather(transfer, self._shard_piece, self._origin)
 
     def _full_piece(self, tier: int) -> Tensor:
         return self.full[self.part(tier)]

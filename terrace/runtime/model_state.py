@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from terrace.base.errors import PlanError
 from terrace.comm import Collectives, Meter
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import MessageClass, Plan
-from terrace.program import Program
+from terrace.plan import Plan
+from terrace.program import Instruction, Op, Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.settings import OptimizerConfig
@@ -92,15 +92,16 @@ class ModelState:
     def gather(self, collectives: Collectives) -> None:
         """Materialise the full parameters of every block that is not resident anyway, until each is freed."""
         if self.program.layout.params >= 0:
-            for flat in self:
-                flat.gather(collectives, MessageClass.GATHER, False)
+            for index, flats in self.flats.items():
+                for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
+                    flats[transfer.flat].gather(collectives, transfer, False)
 
     def refresh(self, collectives: Collectives) -> None:
         """Bring every working copy up to date with the master parameters, as after loading a checkpoint."""
-        for index in self.flats:
-            for flat in self.trainable(index):
-                flat.publish()
-                flat.refresh(collectives)
+        for index, flats in self.flats.items():
+            for transfer in self.program.message(Instruction(Op.REFRESH, index)).transfers:
+                flats[transfer.flat].publish()
+                flats[transfer.flat].refresh(collectives, transfer)
 
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:

@@ -27,6 +27,7 @@ from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.program import Instruction, Op, Program
+from terrace.program.message import Transfer
 from terrace.runtime.activations import Activations, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
@@ -186,8 +187,7 @@ class StepRunner:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
     def _gather(self, now: Instruction) -> None:
-        flats, message = self._state.flats[now.block], self._program.message(now).message_class
-        gather = _each(flats, lambda flat: flat.gather(self._collectives, message, now.secondary))
+        gather = self._each(now, lambda flat, transfer: flat.gather(self._collectives, transfer, now.secondary))
         self._gathers[now.block] = self._submit(gather, after=self._refreshes.pop(now.block, None))
 
     def _free(self, now: Instruction) -> None:
@@ -305,16 +305,17 @@ class StepRunner:
             flat.open_gradient()
 
     def _reduce(self, now: Instruction) -> None:
-        taken = [(flat, flat.take_gradient()) for flat in self._state.trainable(now.block)]
-        gradients = [(flat, buffer) for flat, buffer in taken if buffer is not None]
+        flats, transfers = self._state.flats[now.block], self._program.message(now).transfers
+        taken = [(flats[transfer.flat], transfer, flats[transfer.flat].take_gradient()) for transfer in transfers]
+        gradients = [(flat, transfer, buffer) for flat, transfer, buffer in taken if buffer is not None]
 
         def reduce() -> None:
-            for flat, buffer in gradients:
-                flat.reduce(self._collectives, buffer)
+            for flat, transfer, buffer in gradients:
+                flat.reduce(self._collectives, transfer, buffer)
 
         if gradients:
             pending = self._reduced[now.block] = self._submit(reduce)
-            self._reductions.append((pending, gradients))
+            self._reductions.append((pending, [(flat, buffer) for flat, _, buffer in gradients]))
 
     def _finish_reduction(self) -> None:
         # The buffer may be released only now: on CUDA the lane may still read it while the work is only enqueued,
@@ -325,7 +326,7 @@ class StepRunner:
             flat.release(buffer)
 
     def _sync(self, now: Instruction) -> None:
-        sync = _each(self._state.trainable(now.block), lambda flat: flat.sync(self._collectives))
+        sync = self._each(now, lambda flat, transfer: flat.sync(self._collectives, transfer))
         self._syncs.append(self._submit(sync, after=self._reduced.get(now.block)))
 
     def _clip(self, now: Instruction) -> None:
@@ -346,7 +347,8 @@ class StepRunner:
         num_tokens = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in self._batches]).sum().double()
         values = torch.stack([squares, *((self._loss, num_tokens) if self._counts_loss else (nothing, nothing))])
         total: list[Tensor] = []
-        self._wait(self._submit(lambda: total.append(self._collectives.sum_control(values))), "wait control")
+        (transfer,) = self._program.message(now).transfers
+        self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
         (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]
         count = count.clamp(min=1.0)
         norm = squared.sqrt() / count
@@ -356,10 +358,9 @@ class StepRunner:
         self._clock.mark("clip")
 
     def _orthogonalise(self, now: Instruction) -> None:
-        flats = self._state.trainable(now.block)
-        for flat in flats:
+        for flat in self._state.trainable(now.block):
             flat.prepare_muon_momentum(self._scale)
-        gather = _each(flats, lambda flat: flat.gather_muon_momentum(self._collectives))
+        gather = self._each(now, lambda flat, transfer: flat.gather_muon_momentum(self._collectives, transfer))
         self._muon_momentum[now.block] = self._submit(gather)
         self._clock.mark("update")
 
@@ -371,15 +372,15 @@ class StepRunner:
         self._clock.mark("update")
 
     def _refresh(self, now: Instruction) -> None:
-        refresh = _each(self._state.trainable(now.block), lambda flat: flat.refresh(self._collectives))
+        refresh = self._each(now, lambda flat, transfer: flat.refresh(self._collectives, transfer))
         self._refreshes[now.block] = self._submit(refresh)
 
+    def _each(self, now: Instruction, work: Callable[[FlatParam, Transfer], None]) -> Callable[[], None]:
+        # The message of a block is the transfers of its flat parameters, one after the other on one lane.
+        flats, transfers = self._state.flats[now.block], self._program.message(now).transfers
 
-def _each(flats: Sequence[FlatParam], work: Callable[[FlatParam], None]) -> Callable[[], None]:
-    # The message of a block is the messages of its flat parameters, one after the other on one lane.
+        def run() -> None:
+            for transfer in transfers:
+                work(flats[transfer.flat], transfer)
 
-    def run() -> None:
-        for flat in flats:
-            work(flat)
-
-    return run
+        return run

@@ -1,7 +1,7 @@
-"""Checks and timings of a trainer while unknown blocks run for the first time.
+"""What a trainer looks at while blocks that it does not know run for the first time.
 
-During the first micro-batch each block is checked, and run once more to be timed; the loss is compared with the losses
-of its halves, since it must be a sum. After the first step all hooks are removed, and blocks run unmodified.
+During the first micro-batch each block is checked, and run once more to be timed; the loss is held against its own
+parts, since it must be a sum. After the first step all of it is gone, and blocks run as they are.
 """
 
 import time
@@ -34,7 +34,7 @@ _PRODUCT = 192  # side of the matrices whose product tells a rank's FLOP/s
 
 @dataclass
 class FirstStep:
-    """Checks and times blocks during the first micro-batch; `seconds` holds forward seconds by block."""
+    """Checks and times blocks during the first micro-batch; `seconds` is of a forward, by block."""
 
     names: Sequence[str]
     device: torch.device
@@ -43,7 +43,7 @@ class FirstStep:
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
-        """Watches the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
+        """Look at the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
         modules = engine.state.modules
         handles = [self._watch(index, modules[index]) for index in engine.program.stage.own]
         before = {index: _buffers(modules[index]) for index in engine.program.stage.own}
@@ -109,7 +109,7 @@ class CheckedLoss:
         self._is_checked = False
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Raises `TrainingError` when the first loss is not a sum over samples."""
+        """Return the loss. Raises `TrainingError` when the first one is not a sum over samples."""
         loss = self._loss(output, labels)
         if not self._is_checked:
             self._is_checked = True
@@ -136,14 +136,14 @@ class CheckedLoss:
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    # Identity and version counter together reveal a replaced and an updated buffer.
+    """Return what tells whether a buffer was changed: which tensor it is, and of which version."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[str], None]) -> StepReport:
-    """Predicts a step of this rank from the forward seconds of its blocks. Every rank calls this.
+    """Predict a step of this rank from the seconds of a forward of its blocks. Every rank calls this.
 
-    Measures the links now; `progress` receives messages. A backward is priced as twice the forward, without the
+    What links carry is measured now; `progress` is told what. A backward is priced as twice the forward, without the
     weights' half where nothing is trained.
     """
     program = engine.program

@@ -19,7 +19,7 @@ from terrace.planner import Choice, Evaluator, Placement, Space, plan_of
 from terrace.planner.chosen import choice_of, parse_schedule
 from terrace.planner.explain import choice_changes
 from terrace.planner.search import cores_of
-from terrace.planner.space import OpenMesh, meshes, placements, units
+from terrace.planner.space import placements, shapes, units
 from terrace.planner.staged import IDLE, StagedStep, path_sentence, played_words, stage_steps
 from terrace.planner.stages import SERIAL, traits
 from terrace.planner.task import MEGATRON, num_micros
@@ -31,13 +31,13 @@ from terrace.simulate import Change, simulate, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.simulate.timeline_picture import memory_picture, picture
 from terrace.simulate.trace import stages_trace_json
-from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, mesh_of, small_task
+from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, small_task
 
 DGX = CLUSTERS["dgx 4x2"]
 EIGHT = gpt(8, 512, 4, vocab=1000, positions=512)
 REPLICATED, SHARDED = Placement(-1, -1, -1), Placement(1, 1, 1)
-TWO_TWO = mesh_of((2, 1, 1, 2), (1, 1, 1, 2))  # data 2, pipeline 4
-MIXED = mesh_of((1, 2, 1, 2), (1, 1, 2, 1))  # tensor 2, context 2, pipeline 2
+TWO_TWO = ((2, 1, 1, 2), (1, 1, 1, 2))  # data 2, pipeline 4
+MIXED = ((1, 2, 1, 2), (1, 1, 2, 1))  # tensor 2, context 2, pipeline 2
 
 
 def evaluator(batch: int = 16) -> Evaluator:
@@ -47,8 +47,8 @@ def evaluator(batch: int = 16) -> Evaluator:
 def choices() -> list[Choice]:
     found = []
     for name, trait in traits().items():
-        for mesh, placement, again in ((TWO_TWO, SHARDED, 0), (MIXED, REPLICATED, 1)):
-            found.append(Choice(again, 1, name, trait.chunks[0], 1, placement, mesh))
+        for rows, placement, again in ((TWO_TWO, SHARDED, 0), (MIXED, REPLICATED, 1)):
+            found.append(Choice(again, 1, name, trait.chunks[0], 1, placement, rows))
     return found
 
 
@@ -68,7 +68,7 @@ def test_the_step_is_the_evaluation_and_every_second_of_it_is_somewhere(choice: 
         assert math.fsum(spent for _, spent in stage.tail) <= step.tail_s * (1 + 1e-9)
     assert math.fsum(step.path_s.values()) == pytest.approx(step.step_s)
     assert 0 < step.bubble < 1
-    wanted = {"pipeline"} | ({"tensor", "context"} if choice.mesh == MIXED else {"data"})
+    wanted = {"pipeline"} | ({"tensor", "context"} if choice.rows == MIXED else {"data"})
     assert wanted <= {axis for axis, _ in step.exposed_s}
     assert math.fsum(step.exposed_s.values()) < step.step_s
 
@@ -107,9 +107,9 @@ def test_tensor_messages_are_taken_out_of_the_passes_and_named() -> None:
 def test_a_plan_leads_back_to_its_choice(data: st.DataObject) -> None:
     task = small_task(CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))], batch=24)
     space, own = Space(task=task), evaluator_of(task)
-    mesh = data.draw(st.sampled_from(list(meshes(space))))
-    core = data.draw(st.sampled_from(list(cores_of(space, own.bounds, OpenMesh(mesh)))))
-    placement = data.draw(st.sampled_from(placements(space, mesh)))
+    shape = data.draw(st.sampled_from(list(shapes(space))))
+    core = data.draw(st.sampled_from(list(cores_of(space, own.bounds, shape))))
+    placement = data.draw(st.sampled_from(placements(space, shape)))
     unit = data.draw(st.sampled_from(units(space, core.num_micros, placement, core.schedule != SERIAL)))
     choice = core.choice(placement, unit)
     assert choice_of(task, plan_of(task, choice)) == choice
@@ -243,7 +243,7 @@ def test_planned_is_simulated_whatever_attention_the_decoder_takes(compute: Any,
     llama |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "intermediate_size": 1024}
     master: Any = "fp64" if compute == "fp64" else "fp32"
     task = replace(small_task(DGX, batch=32, model=parse_model(llama)), compute=compute, master=master)
-    choice = Choice(0, 1, SERIAL, 1, 1, Placement(0, 1, 1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
+    choice = Choice(0, 1, SERIAL, 1, 1, Placement(0, 1, 1), ((4, 1, 1, 1), (2, 1, 1, 1)))
     plan = plan_of(task, choice)
     program = build(task.cluster, plan, task.blocks, num_micros(task, choice))
     report = simulate(program, step_costs(program, work_of(task.cluster, plan, task.model, task.sequence)))

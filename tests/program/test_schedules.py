@@ -1,6 +1,7 @@
 """Pipeline schedules: every task once, no circle, activations and gathers as published, names, CSV."""
 
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from terrace.program.schedules import (
     TaskSeconds,
     even_seconds,
     from_csv,
-    num_gathers,
     orders_for,
     peak_activation_bytes,
     to_csv,
@@ -38,6 +38,21 @@ AUTOMATIC = ("zb-1p", "zb-2p", "zb-auto")
 CHUNKED = ("breadth-first", "interleaved", "zeropp")
 quick = settings(deadline=None, max_examples=60)
 SHARES = st.sampled_from((0.0, 0.25, 0.4, 1.0))  # M_W / M_B
+
+
+def num_gathers(orders: Orders, *, weight_reads: bool = True) -> list[list[int]]:
+    """How often each stage gathers each chunk when it drops parameters as soon as another chunk runs.
+
+    `weight_reads`: a BACKWARD_WEIGHT reads parameters; if not, it neither gathers nor drops.
+    """
+    counts = []
+    for tasks in orders.tasks:
+        gathered = [0] * orders.num_chunks
+        reads = (chunk for kind, chunk, _ in tasks if weight_reads or kind is not Kind.BACKWARD_WEIGHT)
+        for chunk, _ in groupby(reads):
+            gathered[chunk] += 1
+        counts.append(gathered)
+    return counts
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 from terrace.cluster import Cluster, load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, MessageClass, Plan, preset
-from terrace.plan.hops import coding_bytes
+from terrace.plan.hops import block_hops, hops_coding_bytes
 from terrace.plan.wire import parse_format
 from terrace.program import Instruction, Op, build
 from terrace.simulate import simulate, step_costs
@@ -22,24 +22,28 @@ def narrow(name: str, cluster: Cluster, wire: dict[str, dict[str, str]]) -> tupl
     return Layout.of(cluster, plan), plan
 
 
+def coding_bytes(layout: Layout, plan: Plan, message: MessageClass) -> float:
+    return hops_coding_bytes(plan, message, *block_hops(layout, plan, message, NUMEL))
+
+
 def test_a_reduction_codes_what_it_sends_on_every_hop() -> None:
     cluster = cluster_of(2, 4)
     layout, plan = narrow("zero3", cluster, {"reduce": {"package": "int8", "node": "int4+feedback"}})
     int8, int4 = parse_format("int8"), parse_format("int4")
     inner = 1 * 2048 * (2 + 2 * 4) + 2 * int8.message_bytes(2048)  # bf16 in, sums in fp32
     outer = 3 * 512 * (4 + 2 * 4 + 2 * 4) + 2 * 3 * int4.message_bytes(512)  # sums in, a residual read and written
-    assert coding_bytes(layout, plan, MessageClass.REDUCE, NUMEL) == inner + outer
+    assert coding_bytes(layout, plan, MessageClass.REDUCE) == inner + outer
 
 
 def test_a_gather_codes_once_and_decodes_the_whole() -> None:
     cluster = cluster_of(2, 4)
     layout, plan = narrow("zero3", cluster, {"gather": {"package": "int8", "node": "int8"}})
     part = parse_format("int8").message_bytes(512)
-    assert coding_bytes(layout, plan, MessageClass.GATHER, NUMEL) == 512 * 2 + part + 8 * (512 * 2 + part)
+    assert coding_bytes(layout, plan, MessageClass.GATHER) == 512 * 2 + part + 8 * (512 * 2 + part)
     apart = replace(plan, wire={"gather": {"package": "int8", "node": "int4"}})
     twice = 512 * 2 * (1 + 4) + 5 * parse_format("int4").message_bytes(512)
     twice += 2048 * 2 * (1 + 2) + 3 * parse_format("int8").message_bytes(2048)
-    assert coding_bytes(layout, apart, MessageClass.GATHER, NUMEL) == twice
+    assert coding_bytes(layout, apart, MessageClass.GATHER) == twice
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3", "zero++", "three-level"])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
+from terrace.model.decoder import count_tokens, run_blocks
 from terrace.plan import Layout, Plan, preset
 from terrace.plan.slices import rank_slices
 from terrace.runtime.batch import Batch
@@ -29,7 +30,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.lanes import use_lane
 from tests.support.sabotage import SABOTAGES
-from tests.support.toys import MODELS, WHOLE_ROWS, Rows, count_tokens, make_batch, run_blocks
+from tests.support.toys import MODELS, WHOLE_ROWS, Rows, make_batch
 
 ADAMW = OptimizerConfig(lr=3e-3)
 NUM_STEPS = 3  # the third starts from moments and parameters of a step that itself started from some

@@ -9,6 +9,7 @@ from torch import Tensor
 from terrace.comm import Collectives, Origin
 from terrace.plan import MessageClass
 from terrace.program import Instruction, Op
+from terrace.program.message import Transfer
 from terrace.runtime.activations import Key
 from terrace.runtime.batch import Batch
 from terrace.runtime.context import ContextAxis
@@ -21,8 +22,8 @@ def wrong_divisor(engine: Engine) -> None:
     """Divide by twice the number of tokens."""
     inner = engine.comm.collectives.sum_control
 
-    def doubled(values: Tensor) -> Tensor:
-        total = inner(values)
+    def doubled(transfer: Transfer, values: Tensor) -> Tensor:
+        total = inner(transfer, values)
         total[2] *= 2.0
         return total
 
@@ -41,9 +42,9 @@ def skipped_reduce(engine: Engine) -> None:
     (flat,) = engine.state.trainable(VICTIM)
     inner = flat.reduce
 
-    def lossy(collectives: Collectives, buffer: Tensor) -> None:
+    def lossy(collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
         if flat._is_fresh:
-            inner(collectives, buffer)
+            inner(collectives, transfer, buffer)
 
     flat.reduce = lossy  # type: ignore[method-assign]
 
@@ -53,9 +54,9 @@ def stale_refresh(engine: Engine) -> None:
     (flat,) = engine.state.trainable(VICTIM)
     inner = flat.refresh
 
-    def stale(collectives: Collectives) -> None:
+    def stale(collectives: Collectives, transfer: Transfer) -> None:
         own = flat.part_within(flat.layout.optimizer, flat.layout.params)
-        inner(collectives)
+        inner(collectives, transfer)
         others = torch.ones(flat.shard.numel(), dtype=torch.bool)
         others[own] = False
         flat.shard[others] = before[others]
@@ -69,10 +70,11 @@ def unrounded_own_part(engine: Engine) -> None:
     """Put back the rank's own values after a gather whose format rounds, so that replicas drift apart."""
     whole_gather = engine.comm.collectives.gather
 
-    def gather(message: MessageClass, piece: Callable[[int], Tensor], outer: int, inner: int, origin: Origin) -> None:
-        own = piece(outer).clone()
-        whole_gather(message, piece, outer, inner, origin)
-        piece(outer).copy_(own)
+    def gather(transfer: Transfer, piece: Callable[[int], Tensor], origin: Origin) -> None:
+        own = [(hop.tier, piece(hop.tier).clone()) for hop in transfer.gathering[:1]]
+        whole_gather(transfer, piece, origin)
+        for outer, values in own:
+            piece(outer).copy_(values)
 
     engine.comm.collectives.gather = gather  # type: ignore[method-assign]
 

@@ -14,6 +14,7 @@ from terrace.comm import Collectives
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan import MessageClass, Plan, preset
+from terrace.program.message import Transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.parity import Case, check, deviation, exact, reference, run
@@ -165,10 +166,10 @@ def threads_of_messages(
     _sending = Collectives._sending
     threads: set[str] = set()
 
-    def noted(self: Collectives, message: MessageClass, *rest: Any) -> Any:
-        if message is MessageClass.TENSOR:
+    def noted(self: Collectives, transfer: Transfer, *rest: Any) -> Any:
+        if transfer.message_class is MessageClass.TENSOR:
             threads.add(current_thread().name)
-        return _sending(self, message, *rest)
+        return _sending(self, transfer, *rest)
 
     def run(name: str, freeze: str) -> tuple[set[str], str]:
         threads.clear()

@@ -13,7 +13,7 @@ from terrace.cluster import Cluster
 from terrace.comm import Collectives, Ledger, Meter, Origin, TierGroups
 from terrace.launch.start import LocalPool, World
 from terrace.plan import MessageClass, Plan, preset, validate
-from terrace.plan.layout import DEVICE
+from terrace.program.message import flat_transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.nightly import nightly
@@ -96,15 +96,16 @@ def repeated(world: World, cluster: Cluster, wires: Sequence[str]) -> list[float
     for wire in wires:
         plan = replace(preset("hsdp", cluster), wire={"sync": {"system": wire}})
         layout = validate(cluster, plan, [])
-        groups = TierGroups(layout, world.rank, timedelta(seconds=30))
+        transfer = flat_transfer(MessageClass.SYNC, 1, layout, plan, 640)
+        groups = TierGroups([transfer], world.rank, timedelta(seconds=30))
         collectives = Collectives(groups, layout, plan, Ledger(), Meter(), torch.device("cpu"))
-        origin = Origin("block", layout, torch.device("cpu"), Meter())
+        origin = Origin("block", torch.device("cpu"), Meter())
         gradient = torch.randn(640, generator=torch.Generator().manual_seed(world.rank))
         exact = sum(torch.randn(640, generator=torch.Generator().manual_seed(rank)) for rank in range(4))
         assert isinstance(exact, torch.Tensor)
         total = torch.zeros(640 // 4)
         for _ in range(NUM_ROUNDS):
-            total += collectives.reduce(MessageClass.SYNC, gradient, DEVICE, 1, origin)
+            total += collectives.reduce(transfer, gradient, origin)
         part = layout.slice(1, cluster.coordinates(world.rank), 640)
         errors.append(float((total / NUM_ROUNDS - exact[part]).abs().max()))
     return errors

@@ -39,7 +39,6 @@ device, so the block's scale becomes NaN and all of it decodes to NaN.
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -82,7 +81,12 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     _check(out, wire, messages)
     if not out.numel():
         return
-    _implementation(out.device).decode(messages, wire, out)
+    if out.device.type == "cpu":
+        cpu.decode(messages, wire, out)
+    elif not _has_triton():
+        reference.decode(messages, wire, out)
+    else:
+        import_module("terrace.comm.codecs.cuda").decode(messages, wire, out)
 
 
 @torch.no_grad()
@@ -93,7 +97,12 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     _check(out.expand(messages.shape[0], -1), wire, messages)
     if not out.numel() or not messages.shape[0]:
         return
-    _implementation(out.device).decode_add(messages, wire, out)
+    if out.device.type == "cpu":
+        cpu.decode_add(messages, wire, out)
+    elif not _has_triton():
+        reference.decode_add(messages, wire, out)
+    else:
+        import_module("terrace.comm.codecs.cuda").decode_add(messages, wire, out)
 
 
 @torch.no_grad()
@@ -125,16 +134,12 @@ def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: 
     if not values.numel():
         return
     if values.device.type == "cpu":
-        cpu.encode(values, wire, out, name, residual)  # the only one that raises, so the only one that takes a name
+        cpu.encode(values, wire, out, name, residual)
+    elif not _has_triton():
+        reference.encode(values, wire, out, residual)
     else:
-        _implementation(values.device).encode(values, wire, out, residual)
-
-
-def _implementation(device: torch.device) -> ModuleType:
-    if device.type == "cpu":
-        return cpu
-    # The CUDA module needs Triton at import time.
-    return import_module("terrace.comm.codecs.cuda") if _has_triton() else reference
+        # Imported only here: the module needs Triton at import time.
+        import_module("terrace.comm.codecs.cuda").encode(values, wire, out, residual)
 
 
 def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:

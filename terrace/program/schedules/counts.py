@@ -1,7 +1,7 @@
-"""What follows from the order of a stage alone: activations it keeps, and how often it gathers parameters."""
+"""Activations that a stage keeps, by the order of its tasks alone."""
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from terrace.plan.stage import Kind
 from terrace.program.schedules.orders import Orders
@@ -27,19 +27,3 @@ def peak_activation_bytes(
         }
         peaks.append(max(accumulate(change[kind][chunk] for kind, chunk, _ in tasks), default=0))
     return peaks
-
-
-def num_gathers(orders: Orders, *, weight_reads: bool = True) -> list[list[int]]:
-    """Return how often each stage gathers each chunk when it drops parameters as soon as another chunk runs.
-
-    `weight_reads` tells whether a BACKWARD_WEIGHT reads parameters; if not, it neither gathers nor drops. (The
-    product of a linear layer does not, but an executor may ask for them all the same.)
-    """
-    counts = []
-    for tasks in orders.tasks:
-        gathered = [0] * orders.num_chunks
-        reads = (chunk for kind, chunk, _ in tasks if weight_reads or kind is not Kind.BACKWARD_WEIGHT)
-        for chunk, _ in groupby(reads):
-            gathered[chunk] += 1
-        counts.append(gathered)
-    return counts

@@ -25,8 +25,9 @@ from torch.autograd import Function
 
 from terrace.comm import Collectives, Meter, Origin, Ticket
 from terrace.plan import Layout, MessageClass
-from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import position
+from terrace.plan.tensor_traffic import Leg
+from terrace.program.message import Transfer, line_transfer, number_transfer
 from terrace.runtime.means import Means
 
 
@@ -50,7 +51,8 @@ class Line:
         self._ranks: tuple[int, ...] = (rank,)
         for tier in range(len(layout.tiers)):
             self._ranks = tuple(peer for each in self._ranks for peer in layout.peers(each, tier))
-        self._origin = Origin(f"tensor {'x'.join(layout.axes)}", layout, device, meter)
+        self._origin = Origin(f"tensor {'x'.join(layout.axes)}", device, meter)
+        self._transfers: dict[tuple[Leg, int], Transfer] = {}
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return x (m, ...) of all ranks, (n m, ...)."""
@@ -121,26 +123,36 @@ class Line:
     def _gather_parts(self, flat: Tensor) -> None:
         """Fill the rest of `flat`, of which every rank has its piece."""
         self._collectives.gather(
-            MessageClass.TENSOR,
+            self._transfer(Leg.GATHER, flat.numel()),
             lambda tier: flat[self._layout.slice(tier, self._coordinates, flat.numel())],
-            self._layout.outermost,
-            DEVICE,
             self._origin,
         )
+
+    def _transfer(self, leg: Leg, numel: int) -> Transfer:
+        found = self._transfers.get((leg, numel))
+        if found is None:
+            plan = self._collectives.plan
+            if leg is Leg.NUMBERS:
+                found = number_transfer(self._layout, plan, numel)
+            else:
+                found = line_transfer(self._layout, plan, leg, numel)
+            self._transfers[leg, numel] = found
+        return found
 
     def _piece(self, flat: Tensor) -> Tensor:
         """Return this rank's piece of `flat`."""
         return flat[self._layout.slice(self._layout.outermost, self._coordinates, flat.numel())]
 
     def _reduce_into(self, part: Tensor, x: Tensor) -> None:
-        source, outermost = x.contiguous().view(-1), self._layout.outermost
-        part.view(-1).copy_(self._collectives.reduce(MessageClass.TENSOR, source, DEVICE, outermost, self._origin))
+        source = x.contiguous().view(-1)
+        transfer = self._transfer(Leg.REDUCE, source.numel())
+        part.view(-1).copy_(self._collectives.reduce(transfer, source, self._origin))
 
     def every(self, x: Tensor) -> Tensor:
         """Return numbers x (m) of all ranks, (n, m), unrounded."""
         found: list[Tensor] = []
-        gather = self._collectives.gather_numbers
-        self.wait(self._means.lane.submit(lambda: found.append(gather(x, self._layout))))
+        transfer = self._transfer(Leg.NUMBERS, x.numel())
+        self.wait(self._means.lane.submit(lambda: found.append(self._collectives.gather_numbers(transfer, x))))
         return found[0]
 
     def gather(self, x: Tensor) -> Tensor:
