@@ -98,7 +98,7 @@ def write_plainly(path: Path, data: memoryview) -> float:
 
 def rates(engine: Engine, folder: Path, rounds: int) -> tuple[int, list[float], list[float]]:
     """Size of a file, and the seconds of each write by a save and of each plain one."""
-    snapshot = snapshot_of(engine)
+    snapshot = snapshot_of(engine.state)
     snapshot.take()
     entry = snapshot.write(folder / "file")
     data = memoryview((folder / "file").read_bytes())

@@ -27,6 +27,7 @@ from terrace.checkpoint.parts import Part, Slices, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.runtime.engine import Engine
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.model_state import ModelState
 
 _NUM_READERS = 8
 _INSTEAD = "delete the folder to go on from the checkpoint before it"
@@ -194,12 +195,21 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call `checkpoint.verify()` on
     one rank before: this checks only the elements that it reads.
     """
-    check_model(checkpoint.folder, checkpoint.layout, engine.state.specs, engine.state.settings)
-    slices = slices_of(engine.program.tensor, engine.rank)
+    load_state(engine.state, checkpoint)
     with torch.no_grad():
-        for flat in engine.state:
-            restore_flat(flat, checkpoint, slices)
         engine.refresh()
+
+
+def load_state(state: ModelState, checkpoint: Checkpoint) -> None:
+    """Load this rank's part of a checkpoint; the working copies of parameters are stale until refreshed.
+
+    Raises `CheckpointError` as `restore` does.
+    """
+    check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
+    slices = slices_of(state.program.tensor, state.rank)
+    with torch.no_grad():
+        for flat in state:
+            restore_flat(flat, checkpoint, slices)
 
 
 def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> None:

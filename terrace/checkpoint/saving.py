@@ -69,7 +69,7 @@ class Saver:
         self._facts, self._keep, self._background, self._limit_s = facts, keep, background, limit_s
         self._store = PrefixStore("saves", _own_connection(world.store))
         self._longest_poll_s = max(_LONGEST_POLL_S, world.world_size / _MAX_POLLS_PER_S)
-        self._snapshot = snapshot_of(engine)
+        self._snapshot = snapshot_of(engine.state)
         self.staging_bytes = self._snapshot.num_bytes
         self._number, self._thread = 0, threading.Thread()
         self._folder, self._stalled_s = run_folder, 0.0
@@ -188,7 +188,7 @@ class Saver:
         elif self._store.check([f"{number}/problem"]):
             problem = bytes(self._store.get(f"{number}/problem")).decode()
         else:
-            problem = attempt(lambda: commit(self._engine, partial, folder, step, self._facts, self._keep))
+            problem = attempt(lambda: commit(self._engine.state, partial, folder, step, self._facts, self._keep))
             problem = None if problem is None else f"rank 0: {problem}"
         if problem is not None:
             shutil.rmtree(partial, ignore_errors=True)

@@ -18,6 +18,7 @@ from terrace.checkpoint.layout import Files, complete, encode, folder_of, manife
 from terrace.checkpoint.parts import slices_of
 from terrace.checkpoint.snapshot import Snapshot
 from terrace.runtime.engine import Engine
+from terrace.runtime.model_state import ModelState
 
 _REPLACED = ".replaced"
 
@@ -39,16 +40,16 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
             raise CheckpointError(not_written(folder, failed[0]))
 
     agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
-    snapshot = snapshot_of(engine)
+    snapshot = snapshot_of(engine.state)
     snapshot.take()
     agree(attempt(lambda: write_part(snapshot, partial, engine.rank)))
-    agree(attempt(lambda: commit(engine, partial, folder, step, facts, keep)) if engine.rank == 0 else None)
+    agree(attempt(lambda: commit(engine.state, partial, folder, step, facts, keep)) if engine.rank == 0 else None)
     return folder
 
 
-def snapshot_of(engine: Engine) -> Snapshot:
-    """The part of the engine's state that this rank writes."""
-    return Snapshot(engine.state, slices_of(engine.program.tensor, engine.rank))
+def snapshot_of(state: ModelState) -> Snapshot:
+    """The part of the model's state that this rank writes."""
+    return Snapshot(state, slices_of(state.program.tensor, state.rank))
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
@@ -88,17 +89,17 @@ def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
     write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files}))
 
 
-def commit(engine: Engine, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
+def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> None:
     """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`."""
     files: Files = {}
     num_updates = 0
-    for rank in range(engine.program.cluster.world_size):
+    for rank in range(state.program.cluster.world_size):
         path = part_of(partial, rank)
         part = json.loads(path.read_text(encoding="utf-8"))
         files |= part["files"]
         num_updates = max(num_updates, part["num_updates"])
         path.unlink()
-    manifest = manifest_of(engine.state.specs, engine.state.settings, step, num_updates, facts, files)
+    manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files)
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)
     if folder.exists():
