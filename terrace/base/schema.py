@@ -55,11 +55,13 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     """Build the dataclass `cls` from `table`; `where` is the dotted path shown in errors."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table, not {table!r}")
+    # Unknown keys first: a misspelt key is the likelier mistake than a missing one.
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     for key in table:
         if key not in fields:
             raise ConfigError(f"unknown key {where}.{key}{did_you_mean(str(key), fields)}")
+    # Conversion checks types; ranges are checked by the dataclass itself.
     values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in table.items()}
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -101,6 +103,7 @@ def parse_override(dotted: str, text: str) -> dict[str, Any]:
     """`a.b.c` and a TOML value as nested tables; anything that is not a single TOML value is a string."""
     check_text(f"--{dotted}", text)
     try:
+        # A text with a newline could smuggle in more keys; it then counts as a string.
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         table = {}
@@ -163,6 +166,7 @@ def _convert_union(hint: Any, value: Any, where: str) -> Any:
     choices = [choice for choice in get_args(hint) if choice is not type(None)]
     if value is None and len(choices) < len(get_args(hint)):
         return None
+    # If no alternative fits, the error of the last one is shown.
     reasons: list[ConfigError] = []
     for choice in choices:
         try:
@@ -175,6 +179,7 @@ def _convert_union(hint: Any, value: Any, where: str) -> Any:
 
 
 def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
+    # The only coercion: an integer where a float is expected. A bool is an int in Python, but never meant as one.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)

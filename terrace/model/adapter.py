@@ -66,6 +66,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     count = getattr(model.config, "num_hidden_layers", len(layers))
     middle = [_Layer(layer, index, context, what) for index, layer in enumerate(list(layers)[:count])]
     blocks: list[nn.Module] = [embedding, *middle, _Head(norm, output)]
+    # Names first: they are part of the blocks, which the comparison runs as a whole.
     _name(model, blocks, what)
     _compare(model, blocks, what)
     return blocks
@@ -82,6 +83,7 @@ class _Context:
 
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer attends within a window."""
+        # Newer configurations list a kind for each layer; older ones have one window for all.
         kinds = getattr(self.config, "layer_types", None)
         if kinds is not None:
             return str(kinds[layer]) == "sliding_attention"
@@ -89,7 +91,8 @@ class _Context:
 
     def mask(self, x: Tensor, places: Tensor, sliding: bool) -> Any:
         """The mask of `transformers` for x (B, S, H): causal, within documents and the window."""
-        masks = importlib.import_module("transformers.masking_utils")  # only when there is such a model
+        # transformers is imported only for its own models.
+        masks = importlib.import_module("transformers.masking_utils")
         make = masks.create_sliding_window_causal_mask if sliding else masks.create_causal_mask
         return make(config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=places)
 
@@ -120,6 +123,7 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Run the layer on x (B, S, H)."""
         places = _places(x, positions)
+        # Each layer gets only the arguments that its forward declares.
         given: dict[str, Any] = {}
         if "attention_mask" in self._wants:
             given["attention_mask"] = self._context.mask(x, places, self._sliding)

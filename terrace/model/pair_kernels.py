@@ -66,12 +66,14 @@ def side_by_side(like: Tensor, dtype: torch.dtype | None = None, shape: Sequence
 
 def _spans(query: Tensor, num_keys: int) -> Iterator[slice]:
     length = query.shape[2]
+    # Bounds the memory of scores, whatever the numbers of queries and keys.
     step = max(1, _MAX_SCORES // max(1, query.shape[0] * query.shape[1] * num_keys))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
 def _grouped(part: Tensor, span: slice, num_kv_heads: int) -> Tensor:
+    # Query heads that share keys become rows of one product.
     rows = part[:, :, span].to(precise(part.dtype))
     return rows.reshape(rows.shape[0], num_kv_heads, -1, rows.shape[3])
 
@@ -81,6 +83,7 @@ def _scores(query: Tensor, key: Tensor, kind: str, mask: Tensor | None, span: sl
     scores = query @ key.transpose(2, 3)
     scores = scores.view(*scores.shape[:2], -1, num, scores.shape[3])
     if kind == "causal":
+        # Only keys up to the span's end were passed, so the mask starts after the span's first query.
         beyond = torch.full((num, key.shape[2]), -torch.inf, dtype=scores.dtype, device=scores.device)
         scores += beyond.triu_(span.start + 1)
     elif mask is not None:
@@ -100,6 +103,7 @@ def plain_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Te
         queries = _grouped(query, span, key.shape[1]) * scale
         scores = _scores(queries, keys[:, :, :seen], kind, mask, span)
         sums = scores.logsumexp(-1, keepdim=True)  # (B, K, G, R, 1)
+        # A query that sees no key has weights exp(-inf - 0) = 0, not NaN.
         weights = scores.sub_(without_infinity(sums)).exp_().flatten(2, 3)  # (B, K, G R, seen)
         out[:, :, span] = (weights @ values[:, :, :seen]).view(out[:, :, span].shape)
         lse[:, :, span] = sums.flatten(1, 2).squeeze(-1)
@@ -119,6 +123,7 @@ def plain_backward(
     """See `terrace.model.blockwise.pair_backward`."""
     dtype, heads = precise(query.dtype), key.shape[1]
     keys, values = key.to(dtype), value.to(dtype)
+    # delta and the lse over all keys make the pair's gradients independent of other pairs: see terrace.model.blockwise.
     delta = (grad_out.to(dtype) * out).sum(-1, keepdim=True)  # (B, N, L, 1)
     sums = without_infinity(lse).unsqueeze(-1)
     grad_query = side_by_side(query, query.dtype)
@@ -141,7 +146,7 @@ def plain_backward(
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(query, key, value, 0.0, kind == "causal", attn_mask=mask)
-    if mask is not None:  # of a query that sees nothing it says zero, which is the log of one
+    if mask is not None:  # the kernel reports 0, the log of one, for queries that see no key
         lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
     return out, lse
 

@@ -85,8 +85,9 @@ class ContextBatches:
         sequence = self._batches.sequence
         runs = [(row * sequence + start, row * sequence + stop) for row in rows for start, stop in parts[row]]
         lengths = [stop - start for start, stop in runs]
-        ring_ranks = self._group.ring_degrees
-        layout = balanced_group_layout(lengths, ring_ranks, self._group.ulysses, self._num_local_tokens, self._cost)
+        layout = balanced_group_layout(
+            lengths, self._group.ring_degrees, self._group.ulysses, self._num_local_tokens, self._cost
+        )
         made = build_token_layout(layout, self._member)
         made = replace(made, tokens=placed(made.tokens, runs))
         micro = local_micro(made, sequence, partial(self._batches.rows, step))
@@ -102,8 +103,8 @@ class ContextBatches:
             self._static_token_layout(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
         )
         ring, seconds = self._mesh.total("ring"), []
-        for ring_rank in range(self._data_degree):
-            first = (micro * self._data_degree + ring_rank) * size
+        for data_rank in range(self._data_degree):
+            first = (micro * self._data_degree + data_rank) * size
             rows = [ring_seconds(parts[row], sequence, ring, self._cost) for row in range(first, first + size)]
             seconds += np.sum(rows, axis=0).tolist()
         return local, seconds
@@ -185,5 +186,5 @@ def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
 
     `alike_s` is what every place computes beside.
     """
-    mean_s = sum(alike_s + sum(ring_ranks) / len(ring_ranks) for ring_ranks in seconds)
-    return sum(alike_s + max(ring_ranks) for ring_ranks in seconds) / mean_s if mean_s else 1.0
+    mean_s = sum(alike_s + sum(each_s) / len(each_s) for each_s in seconds)
+    return sum(alike_s + max(each_s) for each_s in seconds) / mean_s if mean_s else 1.0

@@ -100,6 +100,7 @@ class _Counted:
                 raise DataError(f"the data has token {max(ids)}, but the model has {vocabulary} only")
             self.num_documents += 1
             self.num_bytes += len(text.encode())
+            # Windows share one token: the last label of one is the first input of the next.
             yield from (ids[start : start + context + 1] for start in range(0, len(ids) - 1, context))
 
 
@@ -128,6 +129,7 @@ def _nats(model: Trained, row: list[list[int]]) -> float:
     for block in model.blocks[:-1]:
         x = block(x, positions)
     total = 0.0
+    # The head runs on a part of the row at a time: logits are the largest tensor.
     for start in range(0, labels.shape[1], _HEAD_TOKENS):
         part = slice(start, start + _HEAD_TOKENS)
         total += float(token_loss(model.blocks[-1](x[:, part], positions[:, part]), labels[:, part]))

@@ -38,7 +38,7 @@ class FirstStep:
 
     names: Sequence[str]
     device: torch.device
-    times: bool = True  # running a block again sends messages where a tensor axis is inside it
+    times: bool = True  # False under a tensor axis, whose blocks would send messages when run again
     seconds: dict[int, float] = field(default_factory=dict)
 
     @contextmanager
@@ -46,6 +46,7 @@ class FirstStep:
         """Look at the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
         modules = engine.state.modules
         handles = [self._watch(index, modules[index]) for index in engine.program.stage.own]
+        # Running statistics would differ between ranks, so any changed buffer is refused.
         before = {index: _buffers(modules[index]) for index in engine.program.stage.own}
         try:
             yield
@@ -88,6 +89,7 @@ class FirstStep:
             )
 
     def _time(self, module: nn.Module, inputs: tuple[Any, ...]) -> float:
+        # The random state is restored, so that timing does not change dropout in the step.
         with torch.no_grad(), restored(random_state(self.device), self.device):
             self._finish()
             begin = time.perf_counter()
@@ -124,6 +126,7 @@ class CheckedLoss:
         if not self._check_sum or num < 2 or output.dim() == 0 or output.shape[0] != num:
             return
         with torch.no_grad():
+            # A mean over samples fails here: the means of two halves add up to twice the whole.
             whole = float(loss.detach())
             halves = [float(self._loss(output[part], labels[part])) for part in (slice(num // 2), slice(num // 2, num))]
         if abs(sum(halves) - whole) > _SUM_TOLERANCE * max(abs(whole), *map(abs, halves)):

@@ -46,6 +46,7 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
         return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     world = join(_JOIN_TIMEOUT_S, say)
     dog = watch(world, timeout_s=timeout_s)
+    # Left in `Joined.leave`: the watchdog outlives this function.
     dog.__enter__()
     dog.idle("before the first step")
     return Joined(world.rank, world.world_size, _device(), dog)
@@ -95,6 +96,7 @@ def read_plan(
             f'plan={{"preset": {found.name!r}, "compute": "bf16"}} (or "fp32", "fp64")'
         )
     compute = _DTYPES[next(iter(dtypes))]
+    # A master copy in fp32 would round fp64 parameters at every step.
     master = "fp64" if compute == "fp64" and "master" not in table else found.master
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
 
@@ -103,6 +105,7 @@ def _fitted(cluster: Cluster, world_size: int) -> Cluster:
     """Return the cluster with as many ranks: inner tiers keep what divides, the outermost takes the rest."""
     left, tiers = world_size, []
     for tier in cluster.tiers[:-1]:
+        # Inner tiers keep the largest size that divides the ranks; the outermost tier takes the rest.
         size = math.gcd(tier.size, left)
         left //= size
         tiers.append(replace(tier, size=size))
