@@ -15,7 +15,7 @@ Block formats (terrace.comm.codecs) travel as bytes, scales and codes of one par
 
     gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
              the rank's own part is rounded too, so that all members hold the same values
-    reduce   on each tier: encode the parts of the others, exchange, add what came to the exact own part
+    reduce   on each tier: encode the parts of the others, exchange, add the received parts to the exact own part
 
 A collective runs on the lane of the outermost tier it crosses, with that lane's groups and memory, so that
 lanes may work side by side. Every function here blocks (or, on CUDA, enqueues on the current stream);
@@ -58,8 +58,8 @@ class Collectives:
 
     Each call is given the transfer that the program resolved (terrace.program.message): lane, ranks, hops and buffers.
     `layout` is that of all ranks that hold some part of a block together.
-    `ledger` counts what is handed to torch, `meter` the memory that messages take, `errors` what rounding does to
-    them. A `pacer` holds every collective to the rate of its tier.
+    `ledger` counts the bytes handed to torch, `meter` the memory of messages, `errors` their rounding errors. A `pacer`
+    holds every collective to the rate of its tier.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Collectives:
         return result
 
     def _sending(self, transfer: Transfer, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
-        """Count what the collective inside sends, and hold it to the pace of its tier if there is one."""
+        """Count the bytes of the collective inside, and hold it to the pace of its tier if there is one."""
         self._ledger.add(transfer.message_class, group.tier, num_bytes)
         return self._pacer(group.tier, num_bytes, group.size - 1) if self._pacer is not None else nullcontext()
 

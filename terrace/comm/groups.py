@@ -21,7 +21,7 @@ from terrace.plan import Layout
 from terrace.plan.layout import INSIDE
 from terrace.program.message import Transfer
 
-Meeting = tuple[Hashable, tuple[int, ...]]  # what is the same on all ranks that meet at once; the ranks that meet
+Meeting = tuple[Hashable, tuple[int, ...]]  # (a key, the same on all ranks that meet at once; the ranks that meet)
 _Made = dict[tuple[Hashable, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
 _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
 
@@ -70,7 +70,7 @@ class TierGroups:
                 ranks.tiers[tier], peers, ranks.coordinates(rank)[tier], _group(lane, peers, timeout)
             )
         # A group for each pair of ranks and direction: on NCCL the messages of a group are carried one after the other,
-        # so that a receive which was posted early would hold up what is sent meanwhile. Whoever has no partner in a
+        # so a receive that was posted early would hold up later sends. Whoever has no partner in a
         # round makes a group of its own, so that all ranks make as many.
         self._pairs: dict[tuple[int, bool], dist.ProcessGroup] = {}
         for meeting, members in meetings:
@@ -86,11 +86,11 @@ class TierGroups:
         return self._pool
 
     def between(self, peer: int, upward: bool) -> dist.ProcessGroup:
-        """Return the group of what goes between this rank and `peer` to the higher stage of both, or to the lower."""
+        """The group of messages between this rank and `peer`, upward to the higher stage or downward."""
         return self._pairs[peer, upward]
 
     def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
-        """Return the peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
+        """The peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
         return self._groups[lane, axes, tier]
 
 

@@ -1,4 +1,4 @@
-"""What ranks of the context axis send one another in a layer, in closed form, with `balance = "tokens"`.
+"""Messages of the context axis in a layer, in closed form, with `balance = "tokens"`.
 
 Every rank sends the same. Let it hold T tokens of a micro-batch, padding included, its place A tokens of the u parts
 together (terrace.plan.context: A <= u T, which padding at the end of the last part makes even), and let a part attend

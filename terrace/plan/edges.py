@@ -1,4 +1,4 @@
-"""What stages of a pipeline send one another, in closed form.
+"""Messages between the stages of a pipeline, in closed form.
 
 At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements
 of the compute dtype, T being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. Of the
@@ -27,7 +27,7 @@ from terrace.plan.wire import FORMATS
 class Edge:
     """An activation between two stages: its `shape` on a rank, and the elements that the rank sends of it.
 
-    `gathers` is what receivers do to have all of it again, None where they have it.
+    `gathers` is the message by which receivers complete it, None where they have all of it.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Edge:
 
 
 def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec]) -> Edge:
-    """Return what crosses every edge of a pipeline; raises `PlanError` where its size is not known."""
+    """The activation at every edge of a pipeline; raises `PlanError` where its size is not known."""
     if tensor.tokens < 1:
         raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
     rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
@@ -50,7 +50,7 @@ def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec]) -> Edge:
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
-    """Return the pairs of stages in rounds, in none of which a stage appears twice."""
+    """The pairs of stages in rounds; no stage appears twice in a round."""
     rounds: list[list[tuple[int, int]]] = []
     for pair in pairs:
         for group in rounds:
@@ -63,12 +63,12 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], .
 
 
 def stage_sends(stage: Stage, mesh: Mesh, edge: Edge, compute: str) -> Iterator[tuple[int, int]]:
-    """Yield (tier index, bytes) of each message that a micro-batch makes a rank of `stage` send to other stages."""
+    """(Tier index, bytes) of each message from a rank of `stage` to other stages, for one micro-batch."""
     for peer, _ in stage.sends():
         yield mesh.edge_tier(stage.index, peer), edge.numel * FORMATS[compute].element_bytes
 
 
 def tie_bytes(flats: Sequence[FlatParamSpec], master: str) -> int:
-    """Return the bytes that a rank sends to sum up the gradient of a block that two stages hold."""
+    """Bytes a rank sends to sum up the gradient of a block that two stages hold."""
     shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
     return sum(shards) * FORMATS[master].element_bytes

@@ -1,4 +1,4 @@
-"""The hops of a message: which tier it crosses, in what format, and how much a rank sends there.
+"""The hops of a message: the tiers it crosses, with wire format and bytes on each.
 
 A gather goes from the outermost tier inward, a reduction from the innermost outward. With P padded elements
 in a flat buffer, a hop over tier i with n_i members makes a rank send its part of P / span(i) elements to
@@ -10,7 +10,7 @@ A reduction codes every part anew after each sum. A gather whose neighbouring ti
 format codes once, on the outermost of them, and the tiers inside forward the messages as they came: one
 rounding, however many tiers. There `pieces` messages of `numel` elements travel together.
 
-The traffic formula, the verifier, the memory formula and the collectives all read this.
+Messages of a program are made of hops (terrace.program.message), and so are the formulas of bytes and memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,17 +36,17 @@ class Hop:
 
     @property
     def part_bytes(self) -> int:
-        """What a rank sends to one peer."""
+        """Bytes a rank sends to one peer."""
         return self.pieces * self.wire.message_bytes(self.numel)
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends over this tier."""
+        """Bytes a rank sends over this tier."""
         return (self.degree - 1) * self.part_bytes
 
 
 def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
-    """Return the hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order."""
+    """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order."""
     hops: list[Hop] = []
     for tier in range(outer, inner, -1):
         degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
@@ -60,7 +60,7 @@ def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, o
 
 
 def reduce_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
-    """Return the hops of a reduction of `numel` padded elements from tier `inner` to tier `outer`, in order."""
+    """The hops of a reduction of `numel` padded elements from tier `inner` to tier `outer`, in order."""
     return [
         Hop(tier, layout.degrees[tier], plan.wire_format(message, layout.tiers[tier]), numel // layout.span(tier))
         for tier in range(inner + 1, outer + 1)
@@ -71,7 +71,7 @@ def reduce_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, i
 def block_hops(
     layout: Layout, plan: Plan, message: MessageClass, numel: int, source: int | None = None
 ) -> tuple[list[Hop], list[Hop]]:
-    """Return (hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
+    """(Hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
 
     `source` is the tier that a gather of parameters starts from, where it is not the one the plan names.
     """
@@ -89,7 +89,7 @@ def block_hops(
 
 
 def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
-    """Return the message classes that cross some tier in a block format, whose rounding error is measured.
+    """The message classes that cross some tier in a block format, whose rounding error is measured.
 
     `layout` is that of all ranks that hold some part of a block together.
     """
@@ -135,7 +135,7 @@ def _feedback_bytes(hop: Hop) -> int:
 
 
 def control_numbers(layout: Layout, plan: Plan) -> int:
-    """Return how many fp64 numbers a control message holds.
+    """Number of fp64 numbers in a control message.
 
     The squared norm, the loss and the token count; then squared error and square of each lossy class.
     """
@@ -143,7 +143,7 @@ def control_numbers(layout: Layout, plan: Plan) -> int:
 
 
 def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
-    """Yield the elements of each residual that error feedback keeps for a block of `numel` padded elements."""
+    """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
     for message in GRADIENTS:
         reduction, gathering = block_hops(layout, plan, message, numel)
         yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)
@@ -151,7 +151,7 @@ def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
 
 
 def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
-    """Yield the hops of a gather in runs that share one encoding; a dtype is a run of its own."""
+    """The hops of a gather in runs that share one encoding; a hop in a dtype is a run of its own."""
     run: list[Hop] = []
     for hop in hops:
         if run and hop.pieces == 1:

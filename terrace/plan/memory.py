@@ -9,14 +9,14 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
                 of 2 m, and so have the matrices of layers under Muon: of the rank with the fewest of them
-    feedback    what error feedback keeps                 always (terrace.plan.hops.residual_numels)
+    feedback    residuals of error feedback               always (terrace.plan.hops.residual_numels)
     buffers     under Muon P * c for every layer whose whole matrices are there, two of them; and
-                per lane its largest message: what it is converted to, what comes in and the sums, over all hops;
+                per lane its largest message: converted parts, received parts and sums, over all hops;
                 and the largest gradient shard that comes in from the other stage of a block that two stages hold
 
 P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout.
 The categories need not peak together, so their sum is a bound that a step may stay below. Activations are not model
-state and are not counted here, nor is what a kernel allocates for itself. NCCL receives sums, so there a message in
+state and are not counted here, nor is scratch memory of kernels. NCCL receives sums, so there a message in
 flight takes less than the formula's.
 """
 
@@ -43,7 +43,7 @@ ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 
 def keeps_master(plan: Plan, layout: Layout) -> bool:
-    """Return whether the master parameters are a copy apart from the working parameters.
+    """Whether the master parameters are a copy apart from the working parameters.
 
     They can be one memory when dtypes agree and no refresh message rounds the working copy.
     """
@@ -53,7 +53,7 @@ def keeps_master(plan: Plan, layout: Layout) -> bool:
 
 
 def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
-    """Return whether autograd can add straight into the accumulated gradient, with no message between."""
+    """Whether autograd can add straight into the accumulated gradient, with no message between."""
     return layout.span(layout.grads) == 1 and plan.compute == plan.master
 
 
@@ -65,9 +65,9 @@ def model_state_bytes(
     sequence: int = 0,
     stage: Stage | None = None,
 ) -> dict[str, int]:
-    """Return the peak bytes of each category of model state on one rank.
+    """Peak bytes of model state on one rank, by category.
 
-    `blocks` is what one tensor rank holds, `stage` which of them the rank does, if not all.
+    `blocks` are as one tensor rank holds them, `stage` says which of them the rank runs, if not all.
     """
     if stage is None:  # the second unit repeats for all further ones, so three show every overlap
         stage = whole_stage(len(blocks), min(num_micros, 3 * plan.unit), plan.unit)
@@ -105,7 +105,6 @@ def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
 
 
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
-    """Return the bytes by category that are there throughout the step, of one flat buffer."""
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
     found = {"params": padded // layout.span(layout.params) * compute}
@@ -121,7 +120,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
 
 
 def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
-    """Return of how many of the elements that a rank owns of a flat buffer it keeps a second moment, at most.
+    """The most elements of a flat buffer that a rank owns and keeps a second moment of.
 
     `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
     """
@@ -129,7 +128,7 @@ def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
 
 
 def _peak_directions(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> int:
-    """Return the most elements of layers gathered for Muon at once: each while the one before it is updated."""
+    # A layer is gathered for Muon while the one before it is updated.
     sizes = [
         sum(flat.padded for flat in flats[block] if flat.num_orthogonal and flat.layout.span(flat.layout.optimizer) > 1)
         for block in orthogonalised(flats, held)
@@ -204,7 +203,7 @@ def _largest_buffers(
 
 
 def tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> int:
-    """Return the bytes that the largest message inside one of the blocks takes.
+    """Bytes of buffers that the largest message inside one of the blocks takes.
 
     They are in the middle of computing, one after the other.
     """
@@ -223,7 +222,7 @@ def tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec], indexes: Iterabl
 
 
 def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Return the bytes of each buffer that a reduction takes, in order.
+    """Bytes of each buffer that a reduction takes, in order.
 
     Per hop: the outgoing message if it must be converted, the incoming one, and the sum. Of a block format a
     rank's own part is neither coded nor sent.
@@ -242,7 +241,7 @@ def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
 
 
 def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Return the bytes of each buffer that a gather takes, in order: none where parameters travel as they lie."""
+    """Bytes of each buffer that a gather takes, in order; none where parameters travel in place."""
     sizes = []
     held = plan.master if message is MessageClass.SYNC else plan.compute
     for hop in hops:
@@ -259,5 +258,5 @@ def sends_copies(message: MessageClass, hop: Hop) -> bool:
 
 
 def arena_bytes(sizes: Sequence[int]) -> int:
-    """Return the memory that buffers of these sizes take when they lie behind one another, aligned."""
+    """Bytes of buffers of these sizes, one behind the other, aligned."""
     return sum(-(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT for size in sizes)

@@ -51,7 +51,7 @@ class Residency:
 
 
 def visits(stage: Stage) -> list[Visit]:
-    """Return the visits of one step in order."""
+    """The visits of one step in order."""
     found: list[Visit] = []
     for group in stage.groups:
         if group.kind is Kind.BACKWARD_WEIGHT:
@@ -66,7 +66,7 @@ def visits(stage: Stage) -> list[Visit]:
 
 
 def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> list[Residency]:
-    """Return the residencies of one step, ordered by first visit."""
+    """The residencies of one step, ordered by first visit."""
     runs: list[list[Visit]] = []  # first and last visit
     owners: list[int] = []
     newest: dict[int, list[Visit]] = {}
@@ -98,7 +98,7 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
 
 
 def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
-    """Return the indexes of the blocks whose forward is run again in the backward."""
+    """Indexes of the blocks whose forward is run again in the backward."""
     return frozenset(
         index
         for index, block in enumerate(blocks)

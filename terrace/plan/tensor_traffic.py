@@ -1,9 +1,9 @@
-"""What ranks of the tensor axis send one another inside the blocks, in closed form.
+"""Messages of the tensor axis inside the blocks, in closed form.
 
-A block's activations have the T tokens of a micro-batch on a rank, micro_batch x sequence or what a context axis leaves
-of them (terrace.plan.context), padded to T' for the rows to divide. Let R and C be rows and columns, H the hidden size,
-n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce made of a reduce-scatter and an
-all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form: Korthikanti et al.
+A block's activations have the T tokens of a micro-batch on a rank, micro_batch x sequence or the part that a context
+axis leaves (terrace.plan.context), padded to T' for the rows to divide. Let R and C be rows and columns, H the hidden
+size, n the inner size of a linear layer on a rank. Per micro-batch, with every all-reduce made of a reduce-scatter and
+an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence parallel form: Korthikanti et al.
 2205.05198, section 4.2; columns: AxoNN 2305.13525, section 4):
 
     layer      attention and MLP each: T' H / C over rows, a gather and a reduction forward, the same backward
@@ -38,7 +38,7 @@ from terrace.plan.wire import FORMATS, MessageClass
 
 
 class Leg(StrEnum):
-    """What a message does."""
+    """The collective of a message."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -68,7 +68,7 @@ class Tensor:
 
     @staticmethod
     def of(mesh: Mesh, tiers: Sequence[str], plan: Plan, sequence: int) -> "Tensor":
-        """Return the tensor axis of `plan` for sequences of `sequence` tokens."""
+        """The tensor axis of `plan` for sequences of `sequence` tokens."""
 
         def line(*axes: str) -> Layout:
             outermost = len(tiers) - 1  # a line has no states: everything it carries is cut over all its ranks
@@ -105,7 +105,7 @@ class Tensor:
         return {"columns": self.columns.degree, "rows": self.rows.degree}
 
     def places(self, rank: int) -> dict[str, int]:
-        """Return the place of `rank` on each of the axes: which part of a cut dim it holds."""
+        """The place of `rank` on each of the axes, which is the part of a cut dim that it holds."""
         lines = {"columns": self.columns, "rows": self.rows}
         return {axis: position(line.degrees, line.coordinates(rank)) for axis, line in lines.items()}
 
@@ -123,15 +123,15 @@ class Tensor:
         ]
 
     def line(self, axes: tuple[str, ...]) -> Layout:
-        """Return the layout of the ranks that differ on `axes` alone."""
+        """The layout of the ranks that differ on `axes` alone."""
         return {self.rows.axes: self.rows, self.columns.axes: self.columns, self.both.axes: self.both}[axes]
 
     def hops(self, message: TensorMessage) -> list[Hop]:
-        """Return the hops of a message that is gathered or reduced."""
+        """The hops of a message that is gathered or reduced."""
         return line_hops(self.line(message.axes), self.plan, message.leg, message.numel)
 
     def sends(self, message: TensorMessage) -> Iterator[tuple[int, int]]:
-        """Yield (tier index, bytes that a rank sends) of a message."""
+        """(Tier index, bytes that a rank sends) of a message."""
         if message.leg is not Leg.NUMBERS:
             yield from ((hop.tier, hop.sent_bytes) for hop in self.hops(message))
             return
@@ -150,18 +150,18 @@ def line_hops(line: Layout, plan: Plan, leg: Leg, numel: int) -> list[Hop]:
 
 
 def chunk_bounds(size: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of as equal parts of `size` as there can be, none of them empty."""
+    """(Start, stop) of the parts of `size`, as equal as possible and none empty."""
     num = max(1, min(num_chunks, size))
     return [(index * size // num, (index + 1) * size // num) for index in range(num)]
 
 
 def number_bytes(plan: Plan) -> int:
-    """Return the bytes of a number of the loss or of a norm's statistics: fp32 at least."""
+    """Bytes of a number of the loss or of a norm's statistics: fp32 at least."""
     return max(4, FORMATS[plan.compute].element_bytes)
 
 
 def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
-    """Return (messages of a forward, messages of a backward without recomputation) of a block, in order.
+    """(Messages of a forward, messages of a backward without recomputation) of a block, in order.
 
     Raises `PlanError` where there is a tensor axis and sequences have no length.
     """
@@ -237,12 +237,12 @@ def is_inner(param: ParamSpec) -> bool:
 
 
 def is_norm(param: ParamSpec) -> bool:
-    """Whether it is a parameter of a norm over the residual stream; that of heads is over what a rank has whole."""
+    """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
     return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
 
 
 def hidden_size(blocks: Sequence[BlockSpec]) -> int:
-    """Return the model's hidden size; raises `PlanError` where no parameter declares it."""
+    """The model's hidden size; raises `PlanError` where no parameter declares it."""
     names = ("hidden", "features")
     sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
     size = next(sizes, None)

@@ -12,10 +12,9 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
 
-Frozen parameters are gathered and nothing else. What the tensor axis shares is counted with the ranks that share it;
-what its ranks send inside a block is in terrace.plan.tensor_traffic, and what those of the context axis send in
-terrace.plan.context_traffic. Summed over all ranks, the bytes between N nodes
-are 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
+Frozen parameters are only gathered. Parameters that tensor ranks share are counted with the ranks that share them.
+Messages inside a block are in terrace.plan.tensor_traffic and terrace.plan.context_traffic. Summed over all ranks, the
+bytes between N nodes are 2 (N - 1) S a step for three-level placement, S being the bytes of all parameters.
 """
 
 from collections import Counter, defaultdict
@@ -46,11 +45,11 @@ def step_bytes(
     sequence: int = 0,
     stage: Stage | None = None,
 ) -> Bytes:
-    """Return what one rank sends in one step of `num_micros` micro-batches of sequences of `sequence` tokens.
+    """Bytes each rank sends per step of `num_micros` micro-batches, by message class and tier.
 
-    `blocks` is what one tensor rank holds, `stage` which of them the rank runs, if not all. Entries are only there
-    where something is sent. What context ranks send with `balance = "cost"` depends on the batch and is left out.
-    Raises `ClusterError` for an unknown tier.
+    `blocks` are as one tensor rank holds them, `stage` says which of them the rank runs, if not all. Zeros are left
+    out, and the messages of context ranks with `balance = "cost"`, which depend on the batch. Raises `ClusterError` for
+    an unknown tier.
     """
     layout = everyone(cluster, plan)
     flats = block_flats(cluster, plan, blocks)
@@ -105,7 +104,7 @@ def step_bytes(
 def gather_counts(
     blocks: Sequence[BlockSpec], num_micros: int, plan: Plan, stage: Stage | None = None
 ) -> dict[tuple[int, bool, bool], int]:
-    """Return how often (block, whether for a backward, whether the step's first) is gathered in a step.
+    """Gathers per step, by (block, whether for a backward, whether the block's first in the step).
 
     Whether a visit needs a gather depends on how far back the last visit of its block lies, which is the same in every
     unit but the first: so of many units three are gone through, and the third stands for the rest. The groups of a

@@ -1,6 +1,6 @@
 """Seconds of the messages of a block among its data ranks, of every class and for every kind of block.
 
-Remembered by what a message depends on: a reduction, for one, is the same wherever the optimizer lies.
+Prices are kept by the placements that a message depends on: a reduction is the same wherever the optimizer lies.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class Mail:
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        """Return the messages among `degrees` data ranks, of an embedding, a layer and a head of `numels` elements."""
+        """The messages among `degrees` data ranks, of an embedding, a layer and a head of `numels` elements."""
         key = (degrees, numels, placement)
         found = self._messages.get(key)
         if found is None:
@@ -56,7 +56,6 @@ class Mail:
         params, grads, optimizer, backward = placement
 
         def lane(instruction: Instruction, *places: int) -> Lane:
-            """Return the lane of a message that depends on these places alone."""
             key = (degrees, numels, instruction, places)
             found = self._lanes.get(key)
             if found is None:
@@ -82,7 +81,7 @@ class Mail:
         )
 
     def _priced(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Costs:
-        """Return the costs of a program that has a block of each kind and no instructions."""
+        # Of a program that has a block of each kind and no instructions.
         key = (degrees, numels, placement)
         if key not in self._costs:
             layout, plan = self.estimator.layout(degrees, placement)

@@ -29,7 +29,7 @@ from terrace.plan.wire import MessageClass
 
 
 class Op(StrEnum):
-    """What an instruction does."""
+    """The operation of an instruction."""
 
     GATHER = "GATHER"
     FREE = "FREE"

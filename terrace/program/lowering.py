@@ -42,7 +42,7 @@ from terrace.program.program import Program
 from terrace.program.schedules import Orders
 from terrace.program.stages import make_stages
 
-_LARGEST_STEP = 2_000_000  # a program is a list: what one process builds in seconds
+_LARGEST_STEP = 2_000_000  # a program is a list, which one process builds in seconds
 
 _OPS = {
     Kind.FORWARD: Op.FORWARD,
@@ -61,10 +61,10 @@ def build(
     stage: int = 0,
     orders: Orders | None = None,
 ) -> Program:
-    """Return the program of every rank of a stage for a step of `num_micros` micro-batches.
+    """The program of every rank of a stage for a step of `num_micros` micro-batches.
 
     `blocks` is the whole model; the program's are what one tensor rank holds of it. `sequence` is the tokens of a
-    sequence, `orders` what a pipeline runs in place of the plan's schedule. Raises `PlanError` when the plan cannot
+    sequence, `orders` replace the plan's schedule in a pipeline. Raises `PlanError` when the plan cannot
     run. Cost and size do not depend on the number of data ranks.
     """
     return build_stages(cluster, plan, blocks, num_micros, sequence, orders, only=stage)[0]
@@ -79,7 +79,7 @@ def build_stages(
     orders: Orders | None = None,
     only: int | None = None,
 ) -> list[Program]:
-    """Return the programs of all stages, or of one; arguments and errors as of `build`."""
+    """The programs of all stages, or of one; arguments and errors as in `build`."""
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
@@ -190,7 +190,6 @@ def _end(frame: Program) -> Iterator[Instruction]:
 
 
 def _sent(stage: Stage, group: Group, micro: int) -> Iterator[Instruction]:
-    """Yield the message that a task sends; the weight half of a backward has none."""
     blocks = stage.chunks[group.chunk]
     if group.kind is Kind.FORWARD:
         peer, block = stage.onward[group.chunk], blocks[-1]
@@ -201,7 +200,6 @@ def _sent(stage: Stage, group: Group, micro: int) -> Iterator[Instruction]:
 
 
 def _read(stage: Stage, group: Group, micro: int) -> Instruction | None:
-    """Return what a task receives, if anything."""
     blocks = stage.chunks[group.chunk]
     if group.kind is Kind.FORWARD:
         peer, block = stage.back[group.chunk], blocks[0] - 1
@@ -213,7 +211,7 @@ def _read(stage: Stage, group: Group, micro: int) -> Instruction | None:
 
 
 def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instruction]]:
-    """Return the RECVs that stand before each task: one task before the one that reads, or earlier to keep order."""
+    """The RECVs before each task: one task before the task that reads, or earlier to keep the order of messages."""
     needed = {}
     tasks = ((group, micro) for group in stage.groups for micro in group.micros)
     for number, (group, micro) in enumerate(tasks):
@@ -232,7 +230,6 @@ def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instructi
 
 
 def _channel(sender: Stage, receiver: int) -> Iterator[Instruction]:
-    """Yield the messages from one stage to another, in the order in which they are sent."""
     for group in sender.groups:
         for micro in group.micros:
             yield from (sent for sent in _sent(sender, group, micro) if sent.peer == receiver)

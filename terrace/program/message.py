@@ -6,7 +6,7 @@ with wire format and bytes of every hop (terrace.plan.hops). A message of a bloc
 carries (terrace.plan.flats), one after the other on one lane; a message inside a block has at most one.
 
 The verifier, the printer, the simulator, the planner and the runtime read these values; the closed formulas of
-terrace.plan.traffic are what the verifier holds them to.
+terrace.plan.traffic are the check that the verifier holds them to.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What an instruction, or a moment inside a block, makes a rank send.
+    """The message of an instruction or of a moment inside a block, as one rank sends it.
 
     `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
     bytes) of each collective or point-to-point message; empty for a RECV, whose bytes the other rank sends.
@@ -147,7 +147,7 @@ def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
     """A gather of `numel` numbers of every rank of a line of the tensor axis, never rounded."""
     hops, pieces, wire = [], 1, FORMATS["fp32" if number_bytes(plan) == 4 else "fp64"]
     for tier, degree in enumerate(line.degrees):
-        if degree > 1:  # what came over the tiers inside travels on
+        if degree > 1:  # numbers gathered over the tiers inside travel on
             hops.append(Hop(tier, degree, wire, numel, pieces))
             pieces *= degree
     return Transfer(message_class=MessageClass.TENSOR, lane=INSIDE, ranks=line, gathering=tuple(hops))
@@ -163,7 +163,7 @@ def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
 
 
 def context_message(sends: tuple[tuple[int, int], ...]) -> Message:
-    """A message inside a block among the ranks of the context axis, with (tier index, bytes) of what a rank sends."""
+    """A message inside a block among the ranks of the context axis, from (tier index, bytes sent)."""
     tiers = tuple(tier for tier, _ in sends)
     return Message(message_class=MessageClass.CONTEXT, lane=INSIDE, tiers=tiers, sends=sends)
 

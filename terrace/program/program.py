@@ -1,4 +1,4 @@
-"""The Program: the instructions of one rank with what they refer to."""
+"""The Program: the instructions of one rank, and the values they refer to."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -35,9 +35,9 @@ _Alike = tuple[Op, int, bool, bool, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a rank does in one step. Ranks of one equivalence class, those of a stage, share one Program object.
+    """The instructions of a rank for one step. All ranks of a stage share one Program object.
 
-    `blocks` is the whole model, what one tensor rank holds of it; `stage` says which of them this program runs.
+    `blocks` is the whole model, as one tensor rank holds it; `stage` says which of them this program runs.
     """
 
     cluster: Cluster
@@ -46,7 +46,7 @@ class Program:
     blocks: tuple[BlockSpec, ...]
     stage: Stage
     instructions: tuple[Instruction, ...]
-    sequence: int = 0  # tokens of a sequence; only what tensor, context and pipeline ranks send depends on it
+    sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
 
     @property
     def trains(self) -> bool:
@@ -75,7 +75,7 @@ class Program:
 
     @cached_property
     def edge(self) -> Edge:
-        """What crosses every edge between stages; only where there is a pipeline."""
+        """The activation that crosses every edge between stages; only where there is a pipeline."""
         return edge_of(self.tensor, self.blocks)
 
     @cached_property
@@ -123,7 +123,7 @@ class Program:
         for flats in {id(flats): flats for flats in self.flats}.values():
             for message_class in ROUTES:
                 yield from block_message(message_class, self.everyone, self.plan, flats).transfers
-        # The first is what calibration measures in a pipeline too, where CLIP is among all stages.
+        # Calibration measures the first in a pipeline too, where CLIP is among all stages.
         for ranks in (self.everyone, self.world):
             yield from control_message(self.everyone, ranks, self.plan).transfers
         for line in self.tensor.lines:
@@ -197,7 +197,7 @@ class Program:
         return self._block_programs[key]
 
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
-        """The messages that a pass sends inside its block, or a RECV to complete what came, in order; resolved once."""
+        """The messages inside a block that a pass sends, or a RECV to complete its activation; resolved once."""
         op, block = instruction.op, instruction.block
         messages: Iterable[InBlockMessage] = ()
         if op is Op.RECV:

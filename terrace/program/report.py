@@ -1,4 +1,4 @@
-"""StepReport: what a step costs, predicted or measured. The simulator and the runtime both produce it."""
+"""StepReport: the cost of a step, predicted by the simulator or measured by the runtime."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

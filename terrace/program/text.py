@@ -1,4 +1,4 @@
-"""A program as text: what `terrace explain` prints."""
+"""A program as text, as `terrace explain` prints it."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from terrace.program.program import Program
 
 
 def program_text(program: Program, *, max_lines: int | None = None) -> str:
-    """Return one line an instruction: position, instruction, block name and what crosses which tier."""
+    """One line per instruction: position, instruction, block name, tiers crossed and wire formats."""
     lines = list(_lines(program))
     if max_lines is not None and len(lines) > max_lines:
         head, tail = lines[: max_lines // 2], lines[len(lines) - max_lines // 2 :]

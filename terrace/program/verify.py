@@ -58,7 +58,7 @@ class _Walker:
     resident: set[int] = field(default_factory=set)
     opened: set[int] = field(default_factory=set)  # blocks gathered from the primary copy
     received: set[tuple[bool, int, int]] = field(default_factory=set)  # (backward, block, micro)
-    read: set[tuple[bool, int, int]] = field(default_factory=set)  # what of it was read
+    read: set[tuple[bool, int, int]] = field(default_factory=set)  # those that were read
     sent: set[tuple[bool, int, int]] = field(default_factory=set)
     finished: Counter[int] = field(default_factory=Counter)  # block -> backwards complete since its last reduction
     newest: dict[int, int] = field(default_factory=dict)  # block -> micro-batch that was completed last
@@ -118,7 +118,9 @@ class _Walker:
                 self._fail_end(f"`{instruction}` never happens")
         unused = self.received - self.read
         if unused:
-            self._fail_end(f"what block {min(unused)[1]} of another stage made is received and never read")
+            self._fail_end(
+                f"the message of block {min(unused)[1]}, which is on another stage, is received and never read"
+            )
         unsent = {(backward, block, micro) for backward, block, micro, _ in self._outgoing} - self.sent
         if unsent:
             backward, block, micro = min(unsent)
@@ -168,7 +170,7 @@ class _Walker:
 
     @cached_property
     def _outgoing(self) -> frozenset[tuple[bool, int, int, int]]:
-        """What other stages read: (whether a gradient, block, micro-batch, stage)."""
+        """Messages that other stages read: (whether a gradient, block, micro-batch, stage)."""
         stage = self.program.stage
         edges = []
         for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
@@ -178,7 +180,7 @@ class _Walker:
 
     @cached_property
     def _incoming(self) -> frozenset[tuple[bool, int, int]]:
-        """What this stage reads of others: (whether a gradient, block that made it, stage)."""
+        """Messages that this stage reads: (whether a gradient, block that made it, stage)."""
         stage = self.program.stage
         edges = []
         for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
@@ -187,7 +189,7 @@ class _Walker:
         return frozenset(edges)
 
     def _backward_of(self, block: int, micro: int) -> Op:
-        """Return the instruction that completes the gradient of a micro-batch: of a split one, its second half."""
+        # Of a backward in two halves, the second completes the gradient.
         split = Instruction(Op.BACKWARD_INPUT, block, micro) in self.done
         return Op.BACKWARD_WEIGHT if split else Op.BACKWARD
 
@@ -267,7 +269,7 @@ class _Walker:
         self._completes(now)
 
     def _takes(self, backward: bool, block: int) -> bool:
-        """Return whether what `now` reads was received, and note that it is read."""
+        """Whether the input of `now` was received; notes that it is read."""
         key = (backward, block, self.now.micro)
         if key in self.received:
             self.read.add(key)
@@ -276,7 +278,7 @@ class _Walker:
 
     def _comes_here(self, block: int) -> None:
         if block not in self.program.stage.own:
-            self._fail(f"it needs what block {block} made, which is on another stage: RECV it before")
+            self._fail(f"it needs the result of block {block}, which is on another stage: RECV it before")
 
     def _adds(self, now: Instruction) -> None:
         for block in (now.block, *self.program.blocks[now.block].borrows):

@@ -1,7 +1,7 @@
-"""What must agree between ranks.
+"""Checks between ranks.
 
  1. The members of every group issue the same collectives in the same order.
- 2. What one rank sends another, this one receives, in the same order.
+ 2. Every message that one rank sends, the other receives, in the same order.
  3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for what
     another stage makes, so orders that agree inside every group can still block each other: across tiers, and where
     groups of data ranks and of stages interleave. The step is played: a collective happens when it is next on every
@@ -32,7 +32,7 @@ class _Item:
 
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
-    """Check the program of every rank and what must agree between them; raises `ProgramError`."""
+    """Check the program of every rank, and the ranks against each other; raises `ProgramError`."""
     classes = {id(program): (rank, program) for rank, program in reversed(list(programs.items()))}
     for rank, program in classes.values():
         verify(program, rank)
@@ -58,7 +58,6 @@ def _check_collectives(programs: Mapping[int, Program]) -> None:
 
 
 def _collectives_by_tier(program: Program) -> dict[tuple[int, Layout], list[Instruction]]:
-    """Return the collectives of each tier, those among the ranks of all stages apart."""
     by_tier: dict[tuple[int, Layout], list[Instruction]] = defaultdict(list)
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
@@ -83,7 +82,7 @@ def _fail_order(tier: str, rank_a: int, order_a: list[Instruction], rank_b: int,
 
 
 def _items(program: Program) -> list[_Item]:
-    """Return what one rank does in the order in which a single lane would."""
+    # In the order of a single lane.
     items: list[_Item] = []
     received: dict[tuple[bool, int, int], Instruction] = {}
     for instruction in program.instructions:
@@ -150,7 +149,7 @@ class _Play:
             self.heads[rank] += 1
 
     def group(self, rank: int, item: _Item) -> tuple[int, ...]:
-        """Return the ranks that a collective or a TIE is among."""
+        """The ranks that take part in a collective or a TIE."""
         program = self.programs[rank]
         if item.instruction.op is Op.TIE:
             return tuple(sorted((rank, program.peer(rank, item.instruction))))
@@ -159,13 +158,13 @@ class _Play:
         return ranks.peers(rank, item.tier)
 
     def key(self, rank: int, message: Instruction) -> tuple[int, int, bool, int, int]:
-        """Return (sender, receiver, whether a gradient, block, micro-batch)."""
+        """(Sender, receiver, whether a gradient, block, micro-batch) of a message."""
         other = self.programs[rank].peer(rank, message)
         ends = (rank, other) if message.op is Op.SEND else (other, rank)
         return (*ends, message.backward, message.block, message.micro)
 
     def waits_for(self, rank: int) -> tuple[Instruction, int]:
-        """Return the instruction in which a rank waits, and for whom."""
+        """The instruction in which a rank waits, and the rank it waits for."""
         item = self.items[rank][self.heads[rank]]
         if item.message is not None:
             return item.instruction, self.key(rank, item.message)[0]
@@ -225,7 +224,7 @@ def _check_messages(programs: Mapping[int, Program]) -> None:
 
 
 def verify_stages(programs: Sequence[Program]) -> None:
-    """Check the programs of all stages, in order, and what must agree between them; raises `ProgramError`.
+    """Check the programs of all stages, in order, and the stages against each other; raises `ProgramError`.
 
     One rank of each stands for all: the ranks of a stage run the same program.
     """

@@ -1,4 +1,4 @@
-"""What a program sends and keeps in all, held against the closed formulas of its plan."""
+"""Totals of a program, bytes sent and memory held, against the closed formulas of its plan."""
 
 from terrace.base.errors import ProgramError
 from terrace.plan import step_bytes
@@ -19,7 +19,7 @@ def check_bytes(program: Program, rank: int) -> None:
             )
 
 
-_HELD = {  # category -> what is held, and how to hold less
+_HELD = {  # category -> (its name, how to hold less)
     "gathered": ("of gathered blocks", "FREE blocks earlier or GATHER them later"),
     "grads_full": ("of gradients that are not reduced", "REDUCE blocks earlier"),
     "buffers": ("of message buffers", "UPDATE a block before the next ORTHOGONALISE"),

@@ -47,10 +47,10 @@ def memory_curve(
     activation_bytes: Sequence[float] | None = None,
     working_bytes: Sequence[float] | None = None,
 ) -> MemoryCurve:
-    """Return the memory of a recorded step.
+    """The memory of a recorded step.
 
-    `activation_bytes` holds, for every block, what one micro-batch keeps from its forward to its backward;
-    `working_bytes` what its backward needs on top while it runs, such as recomputed activations. Raises
+    `activation_bytes` are, for every block, the bytes that one micro-batch keeps from its forward to its backward;
+    `working_bytes` those that its backward needs on top while it runs, such as recomputed activations. Raises
     `ValueError` when their number is not that of the blocks.
     """
     num_blocks = len(recording.program.blocks)

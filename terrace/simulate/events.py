@@ -2,7 +2,7 @@
 
 The rules are the executor's: communication is issued in program order onto the lane of the outermost tier it crosses
 and starts when the lane is free and what it reads is there; an instruction on the compute stream waits only for what
-it reads. What tensor ranks send inside a block it waits for where it runs, on no lane. What runs while a lane is busy
+it reads. Messages inside a block take no lane: computing waits for them where they stand. Computing beside a busy lane
 is slowed by the overlap penalty of the lane's newest message, for the time they share:
 
 - on a device with cores of its own for messages (CUDA), computing takes longer, and messages take what they take;
@@ -15,7 +15,7 @@ The step is played twice and the second is reported, so that refreshes which ove
 the next step are seen in their steady state.
 
 A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and
-the play itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps what it saw.
+the play itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps every span.
 """
 
 import math
@@ -33,7 +33,7 @@ from terrace.simulate.cost import Costs
 
 
 def simulate(program: Program, costs: Costs) -> StepReport:
-    """Return the predicted report of a steady step. Linear in the number of instructions.
+    """The predicted report of a steady step. Linear in the number of instructions.
 
     Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
     """
@@ -42,7 +42,7 @@ def simulate(program: Program, costs: Costs) -> StepReport:
 
 
 def step_seconds(program: Program, costs: Costs) -> dict[str, float]:
-    """Return the seconds by category alone, for who asks for many steps; raises as `simulate` does."""
+    """Seconds of a steady step by category, without the report; raises as `simulate` does."""
     check_alone(program)
     return _time(program, price(program, costs))
 
@@ -72,7 +72,7 @@ def report(program: Program, time_s: dict[str, float]) -> StepReport:
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """What the play needs of a distinct instruction: its seconds, the lane it takes and what it reads."""
+    """A distinct instruction as it is played: its seconds, its lane and the blocks it reads."""
 
     op: Op
     block: int
@@ -171,7 +171,7 @@ class _Pricing:
 
 
 def has_gradient_buffer(program: Program, block: int) -> bool:
-    """Return whether some gradient of a block is whole until it is reduced, and not added up where it stays.
+    """Whether some gradient of a block is whole until it is reduced, and not accumulated in place.
 
     A block of frozen parameters has none.
     """
@@ -223,7 +223,7 @@ class Rank:
         self.gathers[event.block] = self.issue(event, self.refreshes.pop(event.block, _START)), event.category
 
     def run(self, event: Event) -> None:
-        """FORWARD and BACKWARD wait for the gathers of what they read."""
+        """FORWARD and BACKWARD wait for the gathers of the blocks they read."""
         gathers = self.gathers
         for block in event.needs:
             if block in gathers:
@@ -233,7 +233,7 @@ class Rank:
         self._run(event)
 
     def run_replicated(self, event: Event) -> None:
-        """The same where parameters are replicated: what they wait for is the refresh."""
+        """The same where parameters are replicated: they wait for the refresh."""
         for block in event.needs:
             if block in self.gathers:
                 self.wait(*self.gathers.pop(block))
@@ -274,15 +274,15 @@ class Rank:
         self.syncs.clear()
 
     def exchange(self, event: Event) -> None:
-        """TIE takes no lane: both stages have come, and wait for what they exchange."""
+        """TIE takes no lane: both stages have come, and wait for their exchange."""
         self.wait((self.now_s + event.seconds, -1), event.category)
 
     def orthogonalise(self, event: Event) -> None:
-        """ORTHOGONALISE starts at once: what it sends is there."""
+        """ORTHOGONALISE starts at once: its momentum is there."""
         self.directions[event.block] = self.issue(event, _START), event.category
 
     def update(self, event: Event) -> None:
-        """UPDATE reads what CLIP waited for, and the whole matrices of its block."""
+        """UPDATE reads the gradients that CLIP waited for, and the whole matrices of its block."""
         if event.block in self.directions:
             self.wait(*self.directions.pop(event.block))
         self.compute(event)
@@ -333,7 +333,7 @@ class Rank:
             self.now_s += seconds
 
     def needed_s(self, seconds: float) -> float:
-        """Return what messages need of the cores, by the penalties of their lanes, in the `seconds` from now."""
+        """Seconds of the cores that messages need in the `seconds` from now, by the penalties of their lanes."""
         total_s, now_s = 0.0, self.now_s
         for begin_s, end_s, penalty in zip(self.begins_s, self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
@@ -343,7 +343,7 @@ class Rank:
         return total_s
 
     def slowed_s(self, seconds: float) -> float:
-        """Return how much longer computing takes that begins now and takes `seconds` alone, where only it slows."""
+        """The seconds by which messages slow computing that begins now and takes `seconds` alone."""
         most_s, now_s = 0.0, self.now_s
         for end_s, penalty in zip(self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:

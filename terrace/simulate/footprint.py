@@ -1,6 +1,6 @@
 """The memory of one rank by category, in each phase of a step.
 
-A phase's figure is what is alive at its worst moment, not the sum of all peaks:
+A phase's figure is the memory at its worst moment, not the sum of all peaks:
 
 - forward: a block runs forward while all that earlier blocks and other micro-batches keep is there;
 - backward: a block runs backward (or is recomputed first), with gradients of activations and parameters;
@@ -8,14 +8,14 @@ A phase's figure is what is alive at its worst moment, not the sum of all peaks:
 
 Categories are those of model state (terrace.simulate.states) and
 
-    activations   what forwards keep for backwards, over all micro-batches in flight, without the logits
-    logits        what the head keeps whose size goes with the vocabulary
-    working       what the running block takes beyond what it keeps: outputs, gradients, temporary tensors
+    activations   kept by forwards for backwards, over all micro-batches in flight, without the logits
+    logits        kept by the head, of a size that grows with the vocabulary
+    working       taken by the running block beyond its activations: outputs, gradients, temporary tensors
     batch         tokens and labels of the step's micro-batches, int64; positions and masks where rows hold documents
-    context       what a process takes before any tensor: libraries, kernels, communicators
-    allocator     what the allocator cannot use, as a share of all tensors
+    context       taken by a process before any tensor: libraries, kernels, communicators
+    allocator     lost to fragmentation, as a share of all tensors
 
-What kernels take as scratch memory is in no category, nor are RoPE's tables.
+Scratch memory of kernels and RoPE's tables are in no category.
 """
 
 import math
@@ -75,7 +75,7 @@ def footprint(
     phase: Phase | None = None,
     documents: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes by category of one rank at the worst moment of a step, or of its `phase`; their sum is the peak.
+    """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
     `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
     one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
@@ -129,7 +129,6 @@ def footprint(
 
 
 def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> int:
-    """Return what the largest message inside a block of the stage takes."""
     tiers = [tier.name for tier in cluster.tiers]
     tensor = Tensor.of(Mesh.of(cluster, plan), tiers, plan, work.sequence)
     indexes = [index for index, size in enumerate((held.embedding, len(held.layers), held.head)) if size]
@@ -144,7 +143,7 @@ def work_of(
     backend: Backend | None = None,
     documents: bool = False,
 ) -> Work:
-    """Return the work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
+    """The work of one micro-batch on a rank, nothing recomputed, with the attention that the decoder takes.
 
     `documents` tells that a row may hold several.
     """
@@ -168,7 +167,7 @@ def work_of(
 def has_flash_attention(
     model: ModelConfig, sequence: int, compute: str, backend: Backend, documents: bool = False
 ) -> bool:
-    """Tell whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
+    """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 
     On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 and masks too, but no grouped heads
     (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. What neither takes is
@@ -195,7 +194,7 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Run:
-    """The last block of a kind that is or is not recomputed, and what of one micro-batch is kept up to it."""
+    """The last block of a kind that is or is not recomputed, and the bytes one micro-batch keeps up to it."""
 
     kind: BlockKind
     block: BlockActivations
@@ -207,7 +206,7 @@ class _Run:
 def _moments(
     work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend, in_flight: float, pipelined: bool
 ) -> tuple[_Moment, ...]:
-    """Return the moments among which every phase has its worst.
+    """The moments among which every phase has its worst.
 
     In a pipeline the other micro-batches in flight have passed the whole stage. In a unit they have passed the same
     block, or are about to, and the output or the gradient of each waits to go on.
@@ -252,7 +251,7 @@ def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend
 
 @lru_cache(maxsize=4096)
 def _recomputed(patterns: tuple[str, ...], layers: range) -> tuple[bool, bool, tuple[int, int], tuple[int, int]]:
-    """Return whether embedding and head are recomputed; then for the last layer that is not recomputed, and for the
+    """Whether embedding and head are recomputed; then for the last layer that is not recomputed, and for the
     last that is, how many layers up to it are not and are: (0, 0) where there is none.
     """
 

@@ -1,4 +1,4 @@
-"""Model state of one rank in closed form: cheap enough for a search, and for every axis.
+"""Model state of one rank in closed form, for the search: the buffers of a program are in terrace.program.buffers.
 
 With W elements on a rank after the tensor axis and the pipeline have cut the model, c and m the bytes of the compute
 and of the master dtype, and S_* the ranks that a state is sharded over (the data and context ranks of its tier and of
@@ -6,13 +6,13 @@ all tiers inside):
 
     params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
 
-What is whole for a while is a window of blocks: the parameters of a visit and of the `prefetch` next ones, the
+A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the
 gradients of two neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the
 same by walking through the visits, and for plans that use the data axis alone both give the same bytes.
 
-Tensor ranks hold what terrace.plan.slices says. What they all hold whole (norms, say) is `shared`: a flat buffer of its
-own, sharded over the tensor ranks as over data ranks. A tied head on another stage than the embedding has a copy of its
-own. All parameters train.
+Tensor ranks hold the slices of terrace.plan.slices. Parameters that all hold whole (norms, say) are `shared`: a flat
+buffer of its own, sharded over the tensor ranks as over data ranks. A tied head on another stage than the embedding has
+a copy of its own. All parameters train.
 """
 
 import math
@@ -58,7 +58,7 @@ class Stage:
     layer: int  # of each
     head: int
     layers: range
-    lent: int  # what a tied head reads of the embedding of this stage
+    lent: int  # elements of the embedding of this stage that a tied head reads
     shared: tuple[tuple[tuple[str, ...], Sizes], ...] = ()
     layer_vectors: int = 0  # of a layer's elements, those that are not of matrices, padding included
 
@@ -81,7 +81,7 @@ class Stage:
         return (((), (own[0], own[1], own[2])), *self.shared)
 
     def held(self, sizes: Sizes) -> int:
-        """Return the elements of all blocks, of buffers with these sizes."""
+        """Elements of all blocks, of buffers with these sizes."""
         return sizes[0] + len(self.layers) * sizes[1] + sizes[2]
 
     @property
@@ -91,20 +91,20 @@ class Stage:
 
 
 def axis_degree(cluster: Cluster, plan: Plan, axis: str) -> int:
-    """Return the degree of an axis over all tiers."""
+    """The degree of an axis over all tiers."""
     return Mesh.of(cluster, plan).total(axis)
 
 
 def state_layout(cluster: Cluster, plan: Plan, shared: Collection[str] = ()) -> Layout:
-    """Return where states lie: data and context ranks hold the same slice of a block, so they share its states.
+    """The layout of states: data and context ranks hold the same slice of a block, so they share its states.
 
-    So do the ranks of the tensor axes that `shared` names, of what these do not cut.
+    So do the ranks of the tensor axes that `shared` names, of parameters that these do not cut.
     """
     return replace(Layout.of(cluster, plan, (*HOLDERS, *shared)), mesh=None)  # equal ones are one, whatever the rest
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """Return the layers of a stage when they are spread as evenly as whole layers can be."""
+    """The layers of a stage, spread as evenly as whole layers can be."""
     return range(stage * num_layers // num_stages, (stage + 1) * num_layers // num_stages)
 
 
@@ -118,7 +118,7 @@ def stage_of(
     layers: range | None = None,
     columns: int = 1,
 ) -> Stage:
-    """Return what stage `stage` of `num_stages` holds, each flat buffer padded to a multiple of `shards`.
+    """The contents of stage `stage` of `num_stages`, each flat buffer padded to a multiple of `shards`.
 
     `tensor` ranks are rows x `columns`. `layers` says which layers, where not spread evenly. Raises `PlanError`
     for a stage that does not exist, and where the tensor ranks do not divide the model.
@@ -150,13 +150,13 @@ def stage_of(
 
 
 def kind_blocks(model: ModelConfig, degrees: Mapping[str, int]) -> tuple[BlockSpec, ...]:
-    """Return what a tensor rank holds of an embedding, a layer and a head."""
+    """An embedding, a layer and a head as a tensor rank holds them."""
     first, second, *_, last = block_specs(model)
     return slice_blocks((first, second, last), Mesh.build(1, **{axis: (degree,) for axis, degree in degrees.items()}))
 
 
 def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
-    """Return the elements of a block on one tensor rank, by the axes that share them."""
+    """Elements of a block on one tensor rank, by the axes that share them."""
     total: dict[tuple[str, ...], int] = defaultdict(int)
     for param in block.params:
         total[param.shared] += param.numel
@@ -164,7 +164,7 @@ def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
 
 
 def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
-    """Return the most parameters that are whole at once while a block of `kind` runs.
+    """The most parameters that are whole at once while a block of `kind` runs.
 
     They are those of `prefetch + 1` neighbours; at the head the visits turn round, so no further block comes in.
     """
@@ -187,10 +187,10 @@ def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
 
 
 def gradient_numel(stage: Stage, kind: BlockKind, again: bool) -> int:
-    """Return the most gradients that are whole at once in the backward of a block of `kind`.
+    """The most gradients that are whole at once in the backward of a block of `kind`.
 
-    They are its own, the one before it that is still being reduced, and that of what a tied head borrowed; `again`:
-    micro-batches follow one another, so the head may find the first block's still under way.
+    They are its own, the one before it that is still being reduced, and the one of the embedding that a tied head
+    borrowed; `again`: micro-batches follow one another, so the head may find the first block's still under way.
     """
     layer = stage.layer if stage.layers else 0
     newest = stage.embedding or layer or stage.head  # the last block that the micro-batch before reduced
@@ -218,7 +218,7 @@ def model_states(
     num_micros: int,
     shared: Callable[[tuple[str, ...]], Layout] | None = None,
 ) -> States:
-    """Return the model state of a rank on `stage` under the placements of `layout`.
+    """The model state of a rank on `stage` under the placements of `layout`.
 
     `shared` gives the layout of a buffer that the ranks of further axes share; needed where the stage has any.
     """
@@ -258,7 +258,7 @@ def model_states(
 
 
 def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
-    """Return of how many elements a rank keeps no second moment, where AdamW would (terrace.plan.memory)."""
+    """Number of elements without a second moment, which AdamW would keep (terrace.plan.memory)."""
     span, spared = layout.span(layout.optimizer), 0
     for kind, (count, size) in enumerate(zip((1, len(stage.layers), 1), sizes, strict=True)):
         elementwise = stage.layer_vectors if plan.update == "muon" and kind == 1 else size
@@ -277,7 +277,7 @@ def _messages(
     stage: Stage,
     again: bool,
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Return the bytes of the message buffers of every lane, and of what error feedback keeps."""
+    """Bytes of the message buffers of every lane, and of the residuals of error feedback."""
     table = {message: dict(row) for message, row in wires}
     plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
     cases: list[tuple[MessageClass, int | None]] = [

@@ -119,7 +119,7 @@ DAMAGES: list[tuple[int, Edit, str, str]] = [
         2,
         drop("RECV activation b3 m1 from stage 0"),
         "FORWARD b4 m1",
-        "it needs what block 3 made, which is on another stage: RECV it",
+        "it needs the result of block 3, which is on another stage: RECV it",
     ),
     (0, drop("SEND activation b3 m1 to stage 1"), "", "the output of block 3, micro-batch 1, is never sent"),
     (0, drop("REDUCE b1 m3"), "SYNC b1", "it comes after the last of the block's 2 reductions"),
