@@ -43,7 +43,7 @@ from terrace.runtime.context.device_layout import DeviceLayout
 from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.engine import Engine
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.means import Means
+from terrace.runtime.in_block_comm import InBlockComm
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
@@ -128,8 +128,8 @@ def one_rank(num_tokens: int, rounds: int) -> tuple[list[str], float]:
         segments=(segment,), documents=(0,), local_runs=(((0, num_tokens),),), ulysses=1, num_local_tokens=num_tokens
     )
     group = ContextGroup(members=(0,), ulysses=1, ring_degrees=(1,), sizes=(1,))
-    means = Means(make_lane(torch.device("cpu")), HostClock(), WeightGradients())
-    comm = PeerComm(group, 0, cast(GroupP2P, None), means)  # nothing is sent
+    in_block = InBlockComm(make_lane(torch.device("cpu")), HostClock(), WeightGradients())
+    comm = PeerComm(group, 0, cast(GroupP2P, None), in_block)  # nothing is sent
     device_layout = DeviceLayout(build_token_layout(layout, 0), comm, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     *tensors, grad = (torch.randn(1, num_tokens, 8, 64, generator=generator).transpose(1, 2) for _ in range(4))

@@ -9,8 +9,8 @@ from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.context import ContextAxis, PeerComm
 from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.means import Means
 from terrace.runtime.tensor import Objective, make_axis, parallelise
 
 Blocks = Sequence[nn.Module]
@@ -27,28 +27,28 @@ def apply_axes(
     axes: list[InBlockAxis] = []
     if INSIDE not in comm.lanes:
         return axes, blocks, objective
-    means = Means(comm.lanes[INSIDE], clock, weights)
+    in_block = InBlockComm(comm.lanes[INSIDE], clock, weights)
     for apply in _AXES:
-        axis, blocks, objective = apply(blocks, objective, comm, means)
+        axis, blocks, objective = apply(blocks, objective, comm, in_block)
         axes += [] if axis is None else [axis]
     return axes, blocks, objective
 
 
-def _tensor(blocks: Blocks, objective: Objective, comm: Comm, means: Means) -> Applied:
+def _tensor(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
     program = comm.program
     if program.tensor.degree == 1:
         return None, blocks, objective
-    axis = make_axis(program, comm.collectives, comm.rank, means, comm.device, comm.meter)
+    axis = make_axis(program, comm.collectives, comm.rank, in_block, comm.device, comm.meter)
     return axis, *parallelise(blocks, program, comm.rank, axis, objective)
 
 
-def _context(blocks: Blocks, objective: Objective, comm: Comm, means: Means) -> Applied:
+def _context(blocks: Blocks, objective: Objective, comm: Comm, in_block: InBlockComm) -> Applied:
     if comm.context_group is None or comm.members is None:
         return None, blocks, objective
-    peers = PeerComm(comm.context_group, comm.context_group.members.index(comm.rank), comm.members, means)
+    peers = PeerComm(comm.context_group, comm.context_group.members.index(comm.rank), comm.members, in_block)
     held = [blocks[index] for index in comm.program.stage.held]
     return ContextAxis(peers, comm.program, held, comm.device), blocks, objective
 
 
 # The tensor axis replaces modules, the context axis then replaces the attention of what runs.
-_AXES: tuple[Callable[[Blocks, Objective, Comm, Means], Applied], ...] = (_tensor, _context)
+_AXES: tuple[Callable[[Blocks, Objective, Comm, InBlockComm], Applied], ...] = (_tensor, _context)

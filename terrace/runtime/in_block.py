@@ -7,7 +7,7 @@ from torch import Tensor
 
 from terrace.plan import MessageClass
 from terrace.runtime.batch import Batch
-from terrace.runtime.means import Means
+from terrace.runtime.in_block_comm import InBlockComm
 
 
 class EdgeComm(Protocol):
@@ -28,7 +28,7 @@ class InBlockAxis:
     application, and knows nothing else about an axis.
     """
 
-    means: Means
+    in_block: InBlockComm
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:

@@ -93,7 +93,7 @@ class StepRunner:
         self._clock, self._weights, self._objective = clock, weights, objective
         self._clip_norm, self._progress = state.settings.clip, progress
         for axis in axes:
-            axis.means.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
+            axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
         for flat in state if not compiled else ():
             if flat.spec.trainable:
                 weights.own(flat.parameters, flat.gradients)

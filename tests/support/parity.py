@@ -28,6 +28,8 @@ from terrace.plan.slices import rank_slices
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
+from tests.support import in_block
+from tests.support.in_block import record_in_block
 from tests.support.lanes import use_lane
 from tests.support.sabotage import SABOTAGES
 from tests.support.toys import MODELS, WHOLE_ROWS, Rows, make_batch
@@ -68,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and gradient norm of each step, all parameters in one row, the ledger's complaint."""
+    """Loss and gradient norm of each step, all parameters in one row, a complaint about bytes or order."""
 
     losses: list[float]
     norms: list[float]
@@ -107,12 +109,13 @@ def run_case(world: World, cluster: Cluster, case: Case) -> Outcome:
         engine = engine_of(world, cluster, case, blocks)
         if case.sabotage:
             SABOTAGES[case.sabotage](engine)
+        recording = record_in_block(engine)
         results = [engine.step(case.batches(engine, case, step), case.optimizer.lr) for step in range(case.num_steps)]
-        complaint = ""
+        complaint = in_block.complaint(engine.program, recording, case.num_steps)
         try:
             engine.check_bytes()
         except ProgramError as error:
-            complaint = str(error)
+            complaint += str(error)
         parameters = gathered(engine, blocks)
         engine.close()
     return Outcome([result.loss for result in results], [result.grad_norm for result in results], parameters, complaint)
@@ -133,7 +136,8 @@ def run(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], train: Train =
 
 
 def check(pool: LocalPool, cluster: Cluster, cases: Sequence[Case], train: Train = train) -> None:
-    """Every case equals the serial run on every rank, and every rank's ledger the formula."""
+    """Every case equals the serial run on every rank, every ledger the formula, and the order of messages inside blocks
+    their programs."""
     for case, outcomes in zip(cases, run(pool, cluster, cases, train), strict=True):
         found = deviation(outcomes, reference(cluster, case))
         assert max(found.values()) < TOLERANCE, (case, found)

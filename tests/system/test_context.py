@@ -21,7 +21,7 @@ from terrace.runtime.context import PeerComm
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.device_layout import DeviceLayout
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.means import Means
+from terrace.runtime.in_block_comm import InBlockComm
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
@@ -232,8 +232,8 @@ def peak_of_a_ring(num_ring_ranks: int) -> int:
     made = build_token_layout(everyone, 1)
     group = ContextGroup(members=segment.ring_ranks, ulysses=1, ring_degrees=(num_ring_ranks,), sizes=(num_ring_ranks,))
     cpu = torch.device("cpu")
-    means = Means(EagerLane(), make_clock(cpu), WeightGradients())
-    layout = DeviceLayout(made, PeerComm(group, 1, cast(GroupP2P, NobodyThere()), means), cpu)
+    in_block = InBlockComm(EagerLane(), make_clock(cpu), WeightGradients())
+    layout = DeviceLayout(made, PeerComm(group, 1, cast(GroupP2P, NobodyThere()), in_block), cpu)
     parts = [torch.zeros(1, 64, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
 
     def run() -> None:

@@ -1,6 +1,6 @@
 """Attention of a micro-batch whose tokens are spread over ranks: carries out a `TokenLayout`, forward and backward.
 
-Beside `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values V_s that exchange s brings:
+Between the exchanges `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values V_s from exchange s:
 
     forward     q, K_0, V_0 <- into(queries, keys, values), to each rank its heads
                 K_s+1, V_s+1 <- exchange s+1 (K_s, V_s)                         while round s is computed
@@ -8,13 +8,14 @@ Beside `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values 
                 output <- back(o)
     backward    o' <- into(output')
                 K_s+1, V_s+1 as in the forward
-                q', K_s', V_s' += what round s adds, and of s > 1 what exchange s brings of K_s-1', V_s-1'
+                q', K_s', V_s' += gradients of round s, and for s > 1 exchange s of K_s-1', V_s-1'
                 exchange s+1 takes K_s', V_s' of s > 0 onward, for rows that it passes on, while round s+1 is computed
-                home takes the others to the rank that owns them, which adds them to its K_0', V_0'
+                other rows return to the rank that owns them, which adds them to its K_0', V_0'
                 queries', keys', values' <- back(q', K_0', V_0')
 
-(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) Of a layer q, K_0, V_0, o and l are kept: as much of each as
-the tokens that a rank holds have in all heads, and no keys of another round.
+(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) A layer keeps q, K_0, V_0, o and l, each as large as the local
+tokens in all heads, and no keys of another round. The order of messages is the block's own program
+(terrace.program.block_program.attention).
 
 A rank attends with N / u of its N query heads, and with the K / u key-value heads that belong to them; where u is more
 than K, with one, which u / K Ulysses ranks share; its gradients are added up where the head came from.
@@ -33,12 +34,14 @@ from torch.autograd.function import once_differentiable
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import precise, side_by_side
 from terrace.plan.context import Heads
+from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.program.block_program import Kind
 from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout) -> Tensor:
-    """Return what the queries (1, N, T, D) of this rank make of keys and values (1, K, T, D) of all; in their shape."""
+    """Attention output (1, N, T, D) of this rank's queries over the keys and values (1, K, T, D) of all ranks."""
     output: Tensor = _Attend.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
     return output
 
@@ -55,10 +58,11 @@ class _Attend(Function):
             return query[:, heads.of_queries(member)], key[:, of_keys], value[:, of_keys]
 
         counts = (heads.queries, heads.keys, heads.keys)
-        own = layout.comm.start(layout.into, give, counts, query).whole(layout.num_attention_tokens)
+        into = ContextMessage(ContextLeg.INTO)
+        own = layout.comm.start(into, layout.into, give, counts, query).whole(layout.num_attention_tokens)
         out, lse = _forward(layout, *own)
         ctx.save_for_backward(*own, out, lse)
-        return _back(layout, heads, [out])[0]
+        return _back(layout, heads, [out], backward=False)[0]
 
     @staticmethod
     @once_differentiable
@@ -68,19 +72,21 @@ class _Attend(Function):
         def give(member: int) -> Sequence[Tensor]:
             return (grad[:, heads.of_queries(member)],)
 
-        pending = layout.comm.start(layout.into, give, [heads.queries], grad)
+        into = ContextMessage(ContextLeg.INTO, backward=True)
+        pending = layout.comm.start(into, layout.into, give, [heads.queries], grad)
         if not layout.into.is_silent:
-            layout.comm.means.use_wait()  # the weight gradients of what follows attention
+            layout.comm.in_block.compute_weight_gradients()  # of the layers after attention
         own = list(pending.whole(layout.num_attention_tokens))
-        return *_back(layout, heads, _backward(layout, own.pop(), *ctx.saved_tensors)), None
+        return *_back(layout, heads, _backward(layout, own.pop(), *ctx.saved_tensors), backward=True), None
 
 
 def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and lse of queries (1, n, A, D) over the keys of all rounds; those of round 0 are (1, k, A, D)."""
+    """Output and lse of queries (1, n, A, D) over the keys of all rounds; the keys of round 0 are (1, k, A, D)."""
     attended = Attended(query, layout.query_runs)
     keys: Sequence[Tensor] = (key, value)
     for step in range(len(layout.ring_steps)):
-        pending = _pass_on(layout, step, keys)
+        pending = _pass_on(layout, step, keys, ContextLeg.KEYS, backward=False)
+        layout.comm.in_block.computes(Kind.ROUND, step)
         for pair in layout.pairs(step, query.dtype):
             own = rows(query, pair.queries), rows(keys[0], pair.keys), rows(keys[1], pair.keys)
             attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
@@ -89,42 +95,43 @@ def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) ->
     return attended.result()
 
 
-def _pass_on(layout: DeviceLayout, step: int, given: Sequence[Tensor]) -> PendingRecv | None:
-    """Begin to send what belongs to the keys of a round to where the next round needs it; None if it is the last."""
+def _pass_on(
+    layout: DeviceLayout, step: int, given: Sequence[Tensor], leg: ContextLeg, *, backward: bool
+) -> PendingRecv | None:
+    """Begin to send keys of a round, or gradients of them, to where the next round needs them; None after the last."""
     if step + 1 == len(layout.ring_steps):
         return None
-    return _all_to(layout, layout.ring_steps[step + 1].exchange, given)
+    return _to_ring(layout, layout.ring_steps[step + 1].exchange, given, leg, backward=backward)
 
 
-def _all_to(layout: DeviceLayout, exchange: PeerExchange, given: Sequence[Tensor]) -> PendingRecv:
-    """Begin an exchange of all heads of what is given, whoever it goes to."""
-    return layout.comm.start(exchange, lambda _: given, [x.shape[1] for x in given], given[0])
+def _to_ring(
+    layout: DeviceLayout, exchange: PeerExchange, given: Sequence[Tensor], leg: ContextLeg, *, backward: bool
+) -> PendingRecv:
+    message = layout.comm.ring_message(leg, exchange, backward=backward)
+    return layout.comm.start(message, exchange, lambda _: given, [x.shape[1] for x in given], given[0])
 
 
 def _backward(
     layout: DeviceLayout, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> list[Tensor]:
-    """Return the gradients of what `_forward` was given, from that of its output; `out` and `lse` are its results."""
+    """Gradients of the inputs of `_forward`, from `grad` of its output; `out` and `lse` are its results."""
     of_query = Sums(query, layout.query_runs)
     own: list[Sums] = []  # of the keys and values of round 0, which stay where they are
     return_gradients: PendingRecv | None = None
     brought: PendingRecv | None = None
     keys: Sequence[Tensor] = (key, value)
     for step, ring_step in enumerate(layout.ring_steps):
-        pending = _pass_on(layout, step, keys)
+        pending = _pass_on(layout, step, keys, ContextLeg.KEYS, backward=True)
+        layout.comm.in_block.computes(Kind.ROUND_GRADIENTS, step)
         pairs = layout.pairs(step, query.dtype)
-        others = (
-            [each.return_gradients for each in layout.ring_steps[1:]]
-            if step == 0
-            else [ring_step.exchange]
-            if step > 1
-            else []
-        )
+        others = [ring_step.exchange] if step > 1 else []
+        if step == 0:
+            others = [each.return_gradients for each in layout.ring_steps[1:]]
         runs = [*(pair.keys for pair in pairs), *(run for exchange in others for run in exchange.brings)]
         sums = [Sums(x, runs) for x in keys]
         for pair in pairs:
             _add_pair(pair, (grad, query, *keys, out, lse), (of_query, *sums))
-        # What arrives goes as soon as it is added: beside the keys of two rounds there are the gradients of two.
+        # Arrivals go as soon as they are added: beside the keys of two rounds there are the gradients of two.
         if return_gradients is not None:
             _add(return_gradients, own)
             return_gradients = None
@@ -135,21 +142,21 @@ def _backward(
             own = sums
         else:
             done = [each.result() for each in sums]
-            return_gradients = _all_to(layout, ring_step.return_gradients, done)
-            brought = _pass_on(layout, step, done)
+            return_gradients = _to_ring(layout, ring_step.return_gradients, done, ContextLeg.HOME, backward=True)
+            brought = _pass_on(layout, step, done, ContextLeg.GRADIENTS, backward=True)
             del done
         del sums
         if pending is not None:
             keys = pending.whole(layout.ring_steps[step + 1].num_rows)
     if any(not ring_step.return_gradients.is_silent for ring_step in layout.ring_steps):
-        layout.comm.means.use_wait()  # unless they were computed before
+        layout.comm.in_block.compute_weight_gradients()  # unless they were computed before
     if return_gradients is not None:
         _add(return_gradients, own)
     return [each.result() for each in (of_query, *own)]
 
 
 def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) -> None:
-    """Add what a pair gives; `given` are gradient of the output, queries, keys, values, output and lse."""
+    """Add the gradients of a pair; `given` are gradient of the output, queries, keys, values, output and lse."""
     runs = pair.queries, pair.keys, pair.keys
     grad, query, key, value, out, lse = (
         rows(x, run) for x, run in zip(given, (pair.queries, *runs, pair.queries, pair.queries), strict=True)
@@ -160,7 +167,7 @@ def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) ->
 
 
 def _add(pending: PendingRecv, sums: Sequence[Sums]) -> None:
-    """Add gradients that arrive to those of the same rows."""
+    """Add gradients that arrive to the sums of the same rows."""
     for _, there, values in pending.parts():
         for total, part in zip(sums, values, strict=True):
             first = 0
@@ -170,12 +177,14 @@ def _add(pending: PendingRecv, sums: Sequence[Sums]) -> None:
                 first += size
 
 
-def _back(layout: DeviceLayout, heads: UlyssesHeads, given: Sequence[Tensor]) -> list[Tensor]:
-    """Return to all ranks what belongs to their queries (1, N/u, A, D) and, if given, to their keys and values.
+def _back(layout: DeviceLayout, heads: UlyssesHeads, given: Sequence[Tensor], *, backward: bool) -> list[Tensor]:
+    """Return all ranks the parts of their queries (1, N/u, A, D) and, if given, of their keys and values.
 
-    The results are (1, N, T, D) and (1, K, T, D), what several parts have of a head added up.
+    The results are (1, N, T, D) and (1, K, T, D); a head that several ranks have is added up.
     """
-    parts, ulysses = list(_all_to(layout, layout.back, given).parts()), layout.comm.group.ulysses
+    message = ContextMessage(ContextLeg.BACK, backward=backward)
+    pending = layout.comm.start(message, layout.back, lambda _: given, [x.shape[1] for x in given], given[0])
+    parts, ulysses = list(pending.parts()), layout.comm.group.ulysses
     if ulysses == 1 and len(parts) == 1 and parts[0][1].is_all(layout.num_local_tokens):
         return list(parts[0][2])
     covers = sum(there.num for _, there, _ in parts) == layout.num_local_tokens * ulysses

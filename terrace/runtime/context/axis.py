@@ -30,7 +30,7 @@ class ContextAxis(InBlockAxis):
 
     def __init__(self, comm: PeerComm, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
         """Put itself into `blocks`; raises `ModelError` where their windows differ."""
-        self.comm, self.means = comm, comm.means
+        self.comm, self.in_block = comm, comm.in_block
         self._program, self._device = program, device
         modules = [module for block in blocks for module in block.modules() if isinstance(module, Attention)]
         self._static = static_token_layouts(program.plan, program.mesh, program.sequence, _window(modules), comm.member)

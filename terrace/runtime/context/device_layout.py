@@ -22,12 +22,12 @@ class UlyssesHeads:
         self._ulysses = ulysses
 
     def of_queries(self, member: int) -> slice:
-        """Return the query heads of a member of the pool."""
+        """Query heads of a member of the group."""
         ulysses_rank = member % self._ulysses
         return slice(ulysses_rank * self.queries, (ulysses_rank + 1) * self.queries)
 
     def of_keys(self, member: int) -> slice:
-        """Return the key-value heads that they need."""
+        """Key-value heads that a member's queries need."""
         first = member % self._ulysses // self.shared * self.keys
         return slice(first, first + self.keys)
 
@@ -68,7 +68,7 @@ class DeviceLayout:
         self._pairs: dict[tuple[int, torch.dtype], list[DensePair]] = {}
 
     def pairs(self, step: int, dtype: torch.dtype) -> Sequence[DensePair]:
-        """Return the pairs of a round for queries of `dtype`."""
+        """Pairs of query and key runs of a round, for queries of `dtype`."""
         if (step, dtype) not in self._pairs:
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs[step, dtype] = [self._dense(pair, dtype) for pair in self.ring_steps[step].pairs]

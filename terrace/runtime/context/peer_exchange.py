@@ -1,8 +1,8 @@
-"""Rows of tensors that go from rank to rank: an `Exchange` of a spread, carried out.
+"""Exchanges of rows of tensors between the ranks of a context group, as the `Exchange`s of a token layout say.
 
-A message holds, of each of several tensors, some rows, one tensor after the other. Tensors are (1, heads, rows, D), and
-lie in memory as (1, rows, heads, D), heads of a row side by side; which heads go to whom is up to the caller. Rows that
-are one run are sent from where they are, and what arrives in order is used where it arrived.
+A message holds rows of each of several tensors, one tensor after the other. Tensors are (1, heads, rows, D), and lie in
+memory as (1, rows, heads, D), heads of a row side by side; the caller says which heads go to which rank. Rows that are
+one run are sent without a copy, and rows that arrive in order are used where they arrived.
 """
 
 import math
@@ -12,18 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.comm import GroupP2P, Ticket
+from terrace.comm import GroupP2P
 from terrace.model.pair_kernels import side_by_side
 from terrace.plan import MessageClass
 from terrace.plan.context import ContextGroup
-from terrace.runtime.means import Means
+from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows
 
-Give = Callable[[int], Sequence[Tensor]]  # member of the pool -> the tensors that it is given rows of
+Give = Callable[[int], Sequence[Tensor]]  # member of the group -> the tensors whose rows it is given
 
 
 class Rows:
-    """Some rows of a tensor (1, heads, rows, D): those of `runs`, one after the other."""
+    """The rows `runs` of a tensor (1, heads, rows, D), one after the other."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
         self.runs = merged_runs(runs)
@@ -33,7 +34,7 @@ class Rows:
             self._index = torch.cat([torch.arange(*run) for run in self.runs]).to(device)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return these rows of x; a view where they are one run."""
+        """These rows of x; a view where they are one run."""
         if self._index is not None:
             return x.transpose(1, 2).index_select(1, self._index).transpose(1, 2)
         start, stop = self.runs[0] if self.runs else (0, 0)
@@ -41,22 +42,22 @@ class Rows:
 
     @property
     def is_run(self) -> bool:
-        """Whether they are one run, and so a view."""
+        """Whether they are one run."""
         return self._index is None
 
     def copy(self, x: Tensor, out: Tensor) -> None:
-        """Have `out` become these rows of x; its heads lie side by side."""
+        """Copy these rows of x into `out`, whose heads lie side by side."""
         if self._index is not None:
             torch.index_select(x.transpose(1, 2), 1, self._index, out=out.transpose(1, 2))
         else:
             out.copy_(self.of(x))
 
     def is_all(self, num: int) -> bool:
-        """Whether these are all of `num` rows, in their order."""
+        """Whether they are all of `num` rows, in order."""
         return self.runs == (((0, num),) if num else ())
 
     def set(self, x: Tensor, values: Tensor) -> None:
-        """Make these rows of x equal to `values`."""
+        """Set these rows of x to `values`."""
         if self._index is not None:
             x.index_copy_(2, self._index, values.to(x.dtype))
         else:
@@ -72,7 +73,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PeerExchange:
-    """An exchange with its rows made ready; `own` is what stays: (rows from, rows to)."""
+    """The sends and receives of one rank in an exchange; `own` is (rows from, rows to) that stay on the rank."""
 
     sends: tuple[tuple[int, Rows], ...]
     receives: tuple[tuple[int, Rows], ...]
@@ -80,64 +81,70 @@ class PeerExchange:
 
     @staticmethod
     def of(exchange: Exchange, member: int, device: torch.device) -> "PeerExchange":
-        """Return the exchange of the rank that is `member` of the pool."""
+        """The part of `member` of the group in an exchange."""
         sends, receives = (
             {peer: Rows(runs, device) for peer, runs in side if num_rows(runs)}
             for side in (exchange.sends, exchange.receives)
         )
         out, back = sends.pop(member, None), receives.pop(member, None)
-        assert (out is None) == (back is None), "what stays has where it goes"
+        assert (out is None) == (back is None), "rows that stay are received as well"
         own = None if out is None or back is None else (out, back)
         return PeerExchange(tuple(sends.items()), tuple(receives.items()), own)
 
     def reversed(self) -> "PeerExchange":
-        """Return the exchange the other way round."""
+        """The exchange in the other direction."""
         own = None if self.own is None else (self.own[1], self.own[0])
         return PeerExchange(self.receives, self.sends, own)
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing goes to or comes from another rank."""
+        """Whether nothing is sent or received."""
         return not self.sends and not self.receives
 
     @property
     def brings(self) -> list[Run]:
-        """The rows that come or stay, message by message."""
+        """Runs of rows that arrive or stay, message by message."""
         here = [rows for _, rows in self.receives] + ([] if self.own is None else [self.own[1]])
         return [run for rows in here for run in rows.runs]
 
     @property
     def members(self) -> set[int]:
-        """The members that this rank exchanges something with."""
+        """Members that this rank exchanges rows with."""
         return {member for member, _ in (*self.sends, *self.receives)}
 
 
 class PendingRecv:
-    """Rows under way, and those that stay."""
+    """Rows under way, and rows that stay."""
 
     def __init__(
-        self, comm: "PeerComm", exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor
+        self,
+        comm: "PeerComm",
+        message: ContextMessage,
+        exchange: PeerExchange,
+        give: Give,
+        heads: Sequence[int],
+        like: Tensor,
     ) -> None:
         self._comm, self._peer_exchange = comm, exchange
-        self._ticket: Ticket | None = None
+        self._flight: InFlight | None = None
         self._messages: list[tuple[int, Tensor]] = []
-        # Of what is given, only what stays is kept on, and no longer than until it was asked for.
+        # Only rows that stay are kept on, and no longer than until they are taken.
         self._own = [] if exchange.own is None else [exchange.own[0].of(x) for x in give(comm.member)]
         self._heads, self._size, self._like = heads, like.shape[3], like.new_empty(0)
         if exchange.is_silent:
             return
         for member, rows in exchange.receives:
             self._messages.append((member, like.new_empty(rows.num * sum(heads) * self._size)))
-        # The lane reads what is given, and fills the messages, until the ticket was waited for.
+        # The lane reads the given tensors, and fills the messages, until the wait.
         self._given = [(member, rows, give(member)) for member, rows in exchange.sends]
-        self._ticket = comm.means.lane.submit(self._exchange)
+        self._flight = comm.in_block.submit(self._exchange, message)
 
     def _exchange(self) -> None:
         sends = [(member, _packed(rows, given)) for member, rows, given in self._given]
         self._comm.among.exchange(MessageClass.CONTEXT, sends, self._messages)
 
     def whole(self, num: int) -> Sequence[Tensor]:
-        """Wait, then return tensors of `num` rows, made of those that arrived and stayed; the rest of them is zero."""
+        """Wait, then make tensors of `num` rows of the ones that arrived and stayed; other rows are zero."""
         parts = list(self.parts())
         if len(parts) == 1 and parts[0][1].is_all(num):
             return parts[0][2]
@@ -150,10 +157,10 @@ class PendingRecv:
         return found
 
     def parts(self) -> Iterator[tuple[int, Rows, Sequence[Tensor]]]:
-        """Wait, then yield (member, rows, what it gave for them of each tensor), what stays last."""
-        if self._ticket is not None:
-            self._comm.wait(self._ticket, self._peer_exchange)
-            self._ticket, self._given = None, []
+        """Wait, then yield (member, rows, its values for them in each tensor); rows that stay come last."""
+        if self._flight is not None:
+            self._comm.wait(self._flight, self._peer_exchange)
+            self._flight, self._given = None, []
         messages, self._messages = self._messages, []
         own, self._own = self._own, []
         for (member, message), (_, rows) in zip(messages, self._peer_exchange.receives, strict=True):
@@ -165,7 +172,7 @@ class PendingRecv:
 
 
 def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
-    """Return these rows of tensors as a message: where they are, if they lie one after the other."""
+    """These rows of tensors as one message; a view if they lie one after the other in memory."""
     parts = [rows.of(x).transpose(1, 2) for x in given] if rows.is_run else []
     if parts and all(part.is_contiguous() for part in parts):
         begins = [part.data_ptr() for part in parts]
@@ -181,20 +188,27 @@ def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
 
 
 class PeerComm:
-    """What carries rows between the ranks of a pool, this one being `member` of it."""
+    """Exchanges of `member` of a context group with the other members."""
 
-    def __init__(self, group: ContextGroup, member: int, among: GroupP2P, means: Means) -> None:
-        self.group, self.member, self.among, self.means = group, member, among, means
+    def __init__(self, group: ContextGroup, member: int, among: GroupP2P, in_block: InBlockComm) -> None:
+        self.group, self.member, self.among, self.in_block = group, member, among, in_block
 
-    def start(self, exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor) -> PendingRecv:
-        """Begin an exchange of rows of the tensors that `give` returns, which have so many `heads` on every member.
+    def start(
+        self, message: ContextMessage, exchange: PeerExchange, give: Give, heads: Sequence[int], like: Tensor
+    ) -> PendingRecv:
+        """Begin an exchange of rows of the tensors that `give` returns, which have `heads` on every member.
 
-        What is given must stay as it is until the parts that arrive were asked for.
+        The given tensors must not change until the parts that arrive have been taken. `message` names the exchange.
         """
-        return PendingRecv(self, exchange, give, heads, like)
+        return PendingRecv(self, message, exchange, give, heads, like)
 
-    def wait(self, ticket: Ticket, exchange: PeerExchange) -> None:
-        """Wait for an exchange; its time is the clock's `wait context`."""
+    def ring_message(self, leg: ContextLeg, exchange: PeerExchange, *, backward: bool) -> ContextMessage:
+        """The message of a ring step, over the outermost tier that its exchange crosses."""
+        others = exchange.members - {self.member}
+        tier = max((self.group.tier(self.member, other) for other in others), default=-1)
+        return ContextMessage(leg, tier=tier, backward=backward)
+
+    def wait(self, flight: InFlight, exchange: PeerExchange) -> None:
+        """Wait for an exchange; the seconds are the clock's `wait context`."""
         ranks = sorted(self.group.members[member] for member in {self.member, *exchange.members})
-        with self.means.message(MessageClass.CONTEXT, tuple(ranks)):
-            ticket.wait()
+        self.in_block.wait(flight, tuple(ranks))

@@ -17,8 +17,8 @@ from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.program import Program
-from terrace.runtime.means import Means
-from terrace.runtime.tensor.line import Line
+from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.loss import vocabulary_loss
 from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, HeadNorm, Norm, RowLinear, TensorAxis
 
@@ -29,14 +29,14 @@ def make_axis(
     program: Program,
     collectives: Collectives,
     rank: int,
-    means: Means,
+    comm: InBlockComm,
     device: torch.device,
     meter: Meter,
 ) -> TensorAxis:
     """Return the tensor axis of one rank."""
     tensor = program.tensor
-    rows, columns, both = (Line(layout, rank, collectives, means, device, meter) for layout in tensor.lines)
-    return TensorAxis(rows, columns, both, means, tensor.splits_tokens, program.plan.tensor_chunks)
+    rows, columns, both = (AxisComm(layout, rank, collectives, comm, device, meter) for layout in tensor.lines)
+    return TensorAxis(rows, columns, both, comm, tensor.splits_tokens, program.plan.tensor_chunks)
 
 
 def parallelise(

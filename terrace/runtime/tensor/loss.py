@@ -19,22 +19,22 @@ from torch.autograd import Function
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
 from terrace.runtime.head import add_weight_gradient
-from terrace.runtime.tensor.line import Line
+from terrace.runtime.tensor.axis_comm import AxisComm
 
 
-def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, line: Line) -> Tensor:
+def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
     """Return the SUM of the cross entropies of hidden states (B, S, H) against labels (B, S), the same on every rank.
 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
     `terrace.model.decoder.token_loss`. The sum is computed in fp32 at least.
     """
-    loss: Tensor = _Loss.apply(hidden.flatten(0, 1), weight, labels.flatten(), part, line)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Loss.apply(hidden.flatten(0, 1), weight, labels.flatten(), part, comm)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _Loss(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, line: Line) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
         here = (labels >= part.start) & (labels < part.stop)
         local = (labels - part.start).masked_fill(~here, 0)
         valid = max(part.stop - part.start, 0)
@@ -44,7 +44,7 @@ class _Loss(Function):
         for chunk in chunks:
             logits = hidden[chunk] @ weight.detach().t()
             _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:, chunk])
-        peaks, sums, found = line.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
+        peaks, sums, found = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
         peak = peaks.amax(0)
         scale = peak + (sums * (peaks - peak).exp()).sum(0).log()
         counted = labels != IGNORE_INDEX
@@ -88,7 +88,7 @@ def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) 
 
 
 def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:
-    """Turn logits (n, V') into their gradient, where they stand; those of padding have none."""
+    """RingStep logits (n, V') into their gradient, where they stand; those of padding have none."""
     for rows in _chunks(logits, _cached_rows(logits)):
         x = (logits[rows, :valid].to(scale.dtype) - scale[rows].unsqueeze(-1)).exp_()
         if valid:

@@ -17,27 +17,27 @@ from torch import Tensor, nn
 from terrace.model.decoder import check_positions
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis
-from terrace.runtime.means import Means
-from terrace.runtime.tensor.entry import Entry, enter, leave, needs_input
-from terrace.runtime.tensor.line import Line, share
+from terrace.runtime.in_block_comm import InBlockComm
+from terrace.runtime.tensor.axis_comm import AxisComm, share
 from terrace.runtime.tensor.overlap import arriving_linear, product_scatter
+from terrace.runtime.tensor.regathered import RegatheredInput, await_input, gather_input, reduce_output
 
 
 @dataclass
 class TensorAxis(InBlockAxis):
     """The tensor axis of one rank: its lines of ranks, and the (B, S) of the micro-batch that runs."""
 
-    rows: Line
-    columns: Line
-    both: Line
-    means: Means
+    rows: AxisComm
+    columns: AxisComm
+    both: AxisComm
+    in_block: InBlockComm
     splits_tokens: bool  # sequence parallelism
     num_chunks: int = 1  # parts in which the messages of a region travel
     drops_inputs: bool = False  # whether the gathered input of a region is dropped after its forward
     shape: Sequence[int] = field(default=(0, 0))
 
     @property
-    def edge(self) -> Line:
+    def edge(self) -> AxisComm:
         """Ranks of a row have parts of an activation that crosses stages."""
         return self.rows
 
@@ -54,30 +54,30 @@ class TensorAxis(InBlockAxis):
         """From the residual stream into attention or MLP: (B, S, H/C)."""
         if not self.splits_tokens:
             return self.rows.copy(x)
-        self._entry = Entry(self.drops_inputs, self.num_chunks)
-        return self.unpad(enter(x, self.rows, self._entry))
+        self._input = RegatheredInput(self.drops_inputs, self.num_chunks)
+        return self.unpad(gather_input(x, self.rows, self._input))
 
     def product(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         """Multiply the input of a region; if it is still arriving, part by part."""
-        arriving = self.splits_tokens and self._entry.is_arriving
-        return arriving_linear(x, weight, self._entry, self.shape) if arriving else F.linear(x, weight)
+        arriving = self.splits_tokens and self._input.is_arriving
+        return arriving_linear(x, weight, self._input, self.shape) if arriving else F.linear(x, weight)
 
     def reads_input(self, y: Tensor) -> Tensor:
         """Return y, made of the input of a region by something that autograd differentiates alone."""
         if not self.splits_tokens:
             return y
-        assert not self._entry.is_arriving, "the first product of a region is of a weight that is cut, so it awaits all"
-        return needs_input(y, self.rows, self._entry)
+        assert not self._input.is_arriving, "the first product of a region is of a weight that is cut, so it awaits all"
+        return await_input(y, self.rows, self._input)
 
     def leave(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         """Multiply x (B, S, n), and sum the parts that the rows have of the result, back into the residual stream."""
         if not self.splits_tokens:
             return self.rows.total(F.linear(x, weight))
-        entry = self._entry
-        del self._entry  # it lives as long as the graph of its region
+        held = self._input
+        del self._input  # it lives as long as the graph of its region
         if self.num_chunks > 1:
-            return product_scatter(self.pad(x), weight, self.rows, entry)
-        return leave(self.pad(F.linear(x, weight)), self.rows, entry)
+            return product_scatter(self.pad(x), weight, self.rows, held)
+        return reduce_output(self.pad(F.linear(x, weight)), self.rows, held)
 
     def pad(self, x: Tensor) -> Tensor:
         """From x (B, S, ...) to (T', ...)."""
@@ -168,7 +168,7 @@ class Norm(nn.Module):
 
     def _mean(self, x: Tensor) -> Tensor:
         num_features = x.shape[-1] * self._axis.columns.degree
-        return self._axis.columns.numbers(x.sum(-1, keepdim=True)) / num_features
+        return self._axis.columns.sum_numbers(x.sum(-1, keepdim=True)) / num_features
 
 
 class HeadNorm(nn.Module):

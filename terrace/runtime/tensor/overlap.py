@@ -3,7 +3,7 @@
     forward    while a part of the gathered input is multiplied, the next one is under way;
                while a part of the result is summed over the rows, the next one is multiplied
     backward   while a part of the gathered gradient is multiplied, the next one is under way;
-               the message of the input gradient travels while the weight gradients are computed (Line)
+               the message of the input gradient travels while the weight gradients are computed (AxisComm)
 
 A part holds the same tokens of every rank's slice, so each is gathered or summed by itself and the results are those
 of the whole message. Shape legend: T tokens, R rows, m = T/R tokens of a rank, n inner features, H hidden.
@@ -18,31 +18,33 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
+from terrace.program.block_program import Kind
 from terrace.runtime.linear import record_product
-from terrace.runtime.tensor.entry import Entry
-from terrace.runtime.tensor.line import Line
+from terrace.runtime.tensor.axis_comm import AxisComm
+from terrace.runtime.tensor.regathered import RegatheredInput
 
 
-def arriving_linear(x: Tensor, weight: nn.Parameter, entry: Entry, shape: Sequence[int]) -> Tensor:
-    """Return `F.linear(x, weight)` for the input x (B, S, H) of a region that is still arriving."""
-    result: Tensor = _Arriving.apply(x, weight, entry, shape)  # type: ignore[no-untyped-call]
+def arriving_linear(x: Tensor, weight: nn.Parameter, held: RegatheredInput, shape: Sequence[int]) -> Tensor:
+    """`F.linear(x, weight)` for the input x (B, S, H) of a region, parts of which are still under way."""
+    result: Tensor = _Arriving.apply(x, weight, held, shape)  # type: ignore[no-untyped-call]
     return result
 
 
-def product_scatter(x: Tensor, weight: nn.Parameter, line: Line, entry: Entry) -> Tensor:
-    """Return this rank's part (m, H) of the sum over the rows of x (T, n) times the transposed weight (H, n)."""
-    result: Tensor = _ProductScatter.apply(x, weight, line, entry)  # type: ignore[no-untyped-call]
+def product_scatter(x: Tensor, weight: nn.Parameter, comm: AxisComm, held: RegatheredInput) -> Tensor:
+    """This rank's part (m, H) of the sum over the rows of x (T, n) times the transposed weight (H, n)."""
+    result: Tensor = _ProductScatter.apply(x, weight, comm, held)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Arriving(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, entry: Entry, shape: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, held: RegatheredInput, shape: Sequence[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.entry = weight, entry
-        values, num_rows = weight.detach(), entry.num_rows
-        y = x.new_empty((num_rows, entry.num_tokens, weight.shape[0]))
-        for start, stop, part in entry.parts():
+        ctx.weight, ctx.held = weight, held
+        values, num_rows = weight.detach(), held.num_rows
+        y = x.new_empty((num_rows, held.num_tokens, weight.shape[0]))
+        for start, stop, part in held.parts():
+            held.comm.in_block.computes(Kind.OUTPUTS)
             y[:, start:stop] = F.linear(part, values).view(num_rows, stop - start, -1)
         return y.flatten(0, 1)[: x.shape[0] * x.shape[1]].view(*shape, -1)
 
@@ -52,44 +54,46 @@ class _Arriving(Function):
         rows = gradients[0].flatten(0, 1)
         own = None
         if ctx.needs_input_grad[1] and not record_product(ctx.weight, rows, x):
-            ctx.entry.await_refilled(ctx.entry.line)
+            ctx.held.await_refilled(ctx.held.comm)
             own = rows.t().mm(x.flatten(0, 1))
         return rows.mm(weight.detach()).view(x.shape), own, None, None
 
 
 class _ProductScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, line: Line, entry: Entry) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.line, ctx.entry = weight, line, entry
-        values, tokens = weight.detach(), x.shape[0] // line.degree
-        by_rank = x.view(line.degree, tokens, -1)
+        ctx.weight, ctx.comm, ctx.held = weight, comm, held
+        values, tokens = weight.detach(), x.shape[0] // comm.degree
+        by_rank = x.view(comm.degree, tokens, -1)
         part = x.new_empty((tokens, weight.shape[0]))
         under_way = []
-        for start, stop in chunk_bounds(tokens, entry.num_chunks):
+        for start, stop in chunk_bounds(tokens, held.num_chunks):
+            comm.in_block.computes(Kind.OUTPUTS)
             product = F.linear(by_rank[:, start:stop].flatten(0, 1), values)
-            under_way.append((line.start_reduce(part[start:stop], product), product))
-        entry.drop()
-        for ticket, _ in under_way:
-            line.wait(ticket)
+            under_way.append((comm.start_reduce(part[start:stop], product), product))
+        held.drop()
+        for flight, _ in under_way:
+            comm.wait(flight)
         return part
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        line, entry, gradient = ctx.line, ctx.entry, gradients[0].contiguous()
-        bounds = chunk_bounds(gradient.shape[0], entry.num_chunks)
+        comm, held, gradient = ctx.comm, ctx.held, gradients[0].contiguous()
+        bounds = chunk_bounds(gradient.shape[0], held.num_chunks)
         under_way = []
         for start, stop in bounds:
-            whole = gradient.new_empty((line.degree * (stop - start), gradient.shape[1]))
-            under_way.append((line.start_gather(whole, gradient[start:stop]), whole))
-        entry.refill(line)
-        rows = gradient.new_empty((line.degree, *gradient.shape))
-        inputs = torch.empty_like(x).view(line.degree, gradient.shape[0], -1)
-        for (start, stop), (ticket, whole) in zip(bounds, under_way, strict=True):
-            line.wait(ticket)
-            rows[:, start:stop] = whole.view(line.degree, stop - start, -1)
-            inputs[:, start:stop] = whole.mm(weight.detach()).view(line.degree, stop - start, -1)
+            whole = gradient.new_empty((comm.degree * (stop - start), gradient.shape[1]))
+            under_way.append((comm.start_gather(whole, gradient[start:stop]), whole))
+        held.refill(comm)
+        rows = gradient.new_empty((comm.degree, *gradient.shape))
+        inputs = torch.empty_like(x).view(comm.degree, gradient.shape[0], -1)
+        for (start, stop), (flight, whole) in zip(bounds, under_way, strict=True):
+            comm.wait(flight)
+            comm.in_block.computes(Kind.INPUT_GRADIENTS)
+            rows[:, start:stop] = whole.view(comm.degree, stop - start, -1)
+            inputs[:, start:stop] = whole.mm(weight.detach()).view(comm.degree, stop - start, -1)
         rows = rows.flatten(0, 1)
         own = None
         if ctx.needs_input_grad[1] and not record_product(ctx.weight, rows, x):

@@ -11,10 +11,10 @@ Let x_r be what rank r of n holds, [x_0; ...; x_n-1] the concatenation over the 
 
 The first four are Megatron-LM's (1909.08053, section 3; 2205.05198, section 4.2: g and its conjugate). Under `copy`
 every rank uses the same x for another part of a result, so their gradients add up; after `total` every rank goes on
-with the same y and finds the same gradient. `numbers` is for statistics, such as a norm's, of which every rank makes
-its own part of a result.
+with the same y and finds the same gradient. `sum_numbers` is for statistics such as a norm's, from which every rank
+makes its own part of a result.
 
-Messages are of class `tensor`, in the wire format of each tier, but numbers travel as they are.
+Messages are of class `tensor`, in the wire format of each tier; numbers travel unrounded.
 """
 
 from typing import Any
@@ -23,31 +23,36 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from terrace.comm import Collectives, Meter, Origin, Ticket
+from terrace.comm import Collectives, Meter, Origin
 from terrace.plan import Layout, MessageClass
 from terrace.plan.mesh import position
-from terrace.plan.tensor_traffic import Leg
+from terrace.plan.tensor_traffic import Leg, TensorMessage
 from terrace.program.message import Transfer, line_transfer, number_transfer
-from terrace.runtime.means import Means
+from terrace.runtime.in_block_comm import InBlockComm, InFlight
 
 
-class Line:
-    """The ranks that differ from this one on one tensor axis.
+class AxisComm:
+    """Collectives among the ranks that differ from this one on one tensor axis.
 
-    Messages are part of computing, in its order; the time that they take is in the clock's category `wait tensor`.
-    All of them run on one lane: they share its memory and its groups, which carry one message after the other. While
-    those that end a region's backward travel, the weight gradients that wait are computed.
+    All of them run on the lane of messages inside blocks: they share its memory and its groups, which carry one message
+    after the other. Held-back weight gradients are computed while a message travels that ends a region's backward.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, collectives: Collectives, means: Means, device: torch.device, meter: Meter
+        self,
+        layout: Layout,
+        rank: int,
+        collectives: Collectives,
+        in_block: InBlockComm,
+        device: torch.device,
+        meter: Meter,
     ) -> None:
         self.degree = layout.degree
         self.place = position(layout.degrees, layout.coordinates(rank))
+        self.in_block = in_block
         self._layout = layout
         self._coordinates = layout.coordinates(rank)
         self._collectives = collectives
-        self._means = means
         self._ranks: tuple[int, ...] = (rank,)
         for tier in range(len(layout.tiers)):
             self._ranks = tuple(peer for each in self._ranks for peer in layout.peers(each, tier))
@@ -55,55 +60,45 @@ class Line:
         self._transfers: dict[tuple[Leg, int], Transfer] = {}
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return x (m, ...) of all ranks, (n m, ...)."""
+        """Gather x (m, ...) of all ranks, (n m, ...)."""
         whole = x.new_empty((self.degree * x.shape[0], *x.shape[1:]))
         self.wait(self.start_gather(whole, x))
         return whole
 
-    def start_gather(self, whole: Tensor, x: Tensor) -> Ticket:
-        """Fill `whole` (n m, ...) with x (m, ...) of all ranks; keep both until it was waited for."""
-        return self._means.lane.submit(lambda: self._gather_into(whole, x))
+    def start_gather(self, whole: Tensor, x: Tensor) -> InFlight:
+        """Begin to fill `whole` (n m, ...) with x (m, ...) of all ranks; keep both until it was waited for."""
+        return self.in_block.submit(lambda: self._gather_into(whole, x), self._message(Leg.GATHER, whole))
 
-    def start_reduce(self, part: Tensor, x: Tensor) -> Ticket:
-        """Set `part` (m, ...) to this rank's part of the sum of x (n m, ...); keep x until it was waited for."""
-        return self._means.lane.submit(lambda: self._reduce_into(part, x))
+    def start_reduce(self, part: Tensor, x: Tensor) -> InFlight:
+        """Begin to set `part` (m, ...) to this rank's part of the sum of x (n m, ...); keep x until then."""
+        return self.in_block.submit(lambda: self._reduce_into(part, x), self._message(Leg.REDUCE, x))
 
-    def wait(self, ticket: Ticket) -> None:
-        """Wait for what was started."""
-        with self._means.message(MessageClass.TENSOR, self._ranks):
-            ticket.wait()
+    def wait(self, flight: InFlight) -> None:
+        """Wait for a message that was started."""
+        self.in_block.wait(flight, self._ranks)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part (m, ...) of the sum of x (n m, ...) over all ranks."""
+    def reduce_scatter(self, x: Tensor, *, ends_region: bool = False) -> Tensor:
+        """This rank's part (m, ...) of the sum of x (n m, ...); held-back weight gradients run if it `ends_region`."""
         part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        self.wait(self.start_reduce(part, x))
+        self._finish(self.start_reduce(part, x), ends_region)
         return part
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks, the same bits on each."""
+    def all_reduce(self, x: Tensor, *, ends_region: bool = False) -> Tensor:
+        """The sum of x over all ranks, the same bits on each; held-back weight gradients run if it `ends_region`."""
         total = self._room(x)
-        self.wait(self._means.lane.submit(lambda: self._sum_into(total, x)))
+        legs = (self._message(leg, total) for leg in (Leg.REDUCE, Leg.GATHER))
+        self._finish(self.in_block.submit(lambda: self._sum_into(total, x), *legs), ends_region)
         return total[: x.numel()].view(x.shape)
 
-    def last_reduce_scatter(self, x: Tensor) -> Tensor:
-        """The same as `reduce_scatter`, while the weight gradients that wait are computed."""
-        part = x.new_empty((x.shape[0] // self.degree, *x.shape[1:]))
-        self._wait_meanwhile(self.start_reduce(part, x))
-        return part
+    def _finish(self, flight: InFlight, ends_region: bool) -> None:
+        if ends_region:
+            self.in_block.compute_weight_gradients()
+        self.wait(flight)
 
-    def last_all_reduce(self, x: Tensor) -> Tensor:
-        """The same as `all_reduce`, while the weight gradients that wait are computed."""
-        total = self._room(x)
-        self._wait_meanwhile(self._means.lane.submit(lambda: self._sum_into(total, x)))
-        return total[: x.numel()].view(x.shape)
-
-    def _wait_meanwhile(self, ticket: Ticket) -> None:
-        """Compute the weight gradients that wait, then wait for a message."""
-        self._means.use_wait()
-        self.wait(ticket)
+    def _message(self, leg: Leg, values: Tensor) -> TensorMessage:
+        return TensorMessage(leg, self._layout.axes, values.numel())
 
     def _room(self, x: Tensor) -> Tensor:
-        """Return room for the elements of x in one row that the ranks divide."""
         return x.new_empty(-(-x.numel() // self.degree) * self.degree)
 
     def _sum_into(self, total: Tensor, x: Tensor) -> None:
@@ -121,7 +116,6 @@ class Line:
         self._gather_parts(flat)
 
     def _gather_parts(self, flat: Tensor) -> None:
-        """Fill the rest of `flat`, of which every rank has its piece."""
         self._collectives.gather(
             self._transfer(Leg.GATHER, flat.numel()),
             lambda tier: flat[self._layout.slice(tier, self._coordinates, flat.numel())],
@@ -140,7 +134,6 @@ class Line:
         return found
 
     def _piece(self, flat: Tensor) -> Tensor:
-        """Return this rank's piece of `flat`."""
         return flat[self._layout.slice(self._layout.outermost, self._coordinates, flat.numel())]
 
     def _reduce_into(self, part: Tensor, x: Tensor) -> None:
@@ -149,70 +142,74 @@ class Line:
         part.view(-1).copy_(self._collectives.reduce(transfer, source, self._origin))
 
     def every(self, x: Tensor) -> Tensor:
-        """Return numbers x (m) of all ranks, (n, m), unrounded."""
+        """Gather numbers x (m) of all ranks, (n, m), unrounded."""
         found: list[Tensor] = []
         transfer = self._transfer(Leg.NUMBERS, x.numel())
-        self.wait(self._means.lane.submit(lambda: found.append(self._collectives.gather_numbers(transfer, x))))
+
+        def work() -> None:
+            found.append(self._collectives.gather_numbers(transfer, x))
+
+        self.wait(self.in_block.submit(work, self._message(Leg.NUMBERS, x)))
         return found[0]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
+        """Gather x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
         return x if self.degree == 1 else apply(_Gather, x, self)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum of x (n m, ...); backward: all-gather."""
+        """Reduce-scatter x (n m, ...); backward: all-gather."""
         return x if self.degree == 1 else apply(_Scatter, x, self)
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return x; backward: all-reduce."""
+        """Pass x on; backward: all-reduce."""
         return x if self.degree == 1 else apply(_Copy, x, self)
 
     def total(self, x: Tensor) -> Tensor:
-        """Return the sum of x over all ranks; backward: nothing to do."""
+        """All-reduce x; backward: nothing to send."""
         return x if self.degree == 1 else apply(_Total, x, self)
 
-    def numbers(self, x: Tensor) -> Tensor:
-        """Return the sum of statistics x over all ranks; backward: the same sum of gradients."""
+    def sum_numbers(self, x: Tensor) -> Tensor:
+        """Sum statistics x over all ranks; backward: the same sum of gradients."""
         return x if self.degree == 1 else apply(_Numbers, x, self)
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return line.all_gather(x)
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        ctx.comm = comm
+        return comm.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.line.reduce_scatter(gradients[0]), None
+        return ctx.comm.reduce_scatter(gradients[0]), None
 
 
 class _Scatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return line.reduce_scatter(x)
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        ctx.comm = comm
+        return comm.reduce_scatter(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.line.all_gather(gradients[0]), None
+        return ctx.comm.all_gather(gradients[0]), None
 
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        ctx.comm = comm
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.line.last_all_reduce(gradients[0]), None
+        return ctx.comm.all_reduce(gradients[0], ends_region=True), None
 
 
 class _Total(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        return line.all_reduce(x)
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        return comm.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -221,13 +218,13 @@ class _Total(Function):
 
 class _Numbers(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return line.every(x).sum(0).view(x.shape)
+    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
+        ctx.comm = comm
+        return comm.every(x).sum(0).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.line.every(gradients[0]).sum(0).view(gradients[0].shape), None
+        return ctx.comm.every(gradients[0]).sum(0).view(gradients[0].shape), None
 
 
 class _Share(Function):
@@ -242,14 +239,14 @@ class _Share(Function):
 
 
 def share(x: Tensor, num_ranks: int) -> Tensor:
-    """Return x; backward: 1 / `num_ranks` of its gradient, of which every rank finds the whole.
+    """Pass x on; backward: 1 / `num_ranks` of its gradient, which every rank finds whole.
 
-    Parameters that ranks share have their gradients added up over these ranks.
+    Gradients of parameters that ranks share are added up over these ranks.
     """
     return x if num_ranks == 1 else apply(_Share, x, 1 / num_ranks)
 
 
 def apply(function: type[Function], *arguments: object) -> Tensor:
-    """Return what an autograd function of one result makes of its arguments."""
+    """Apply an autograd function of one result."""
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result

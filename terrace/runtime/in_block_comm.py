@@ -1,0 +1,65 @@
+"""Messages inside a block, whichever axis they are of: one lane, in the order in which computing issues them.
+
+They are part of computing: while one is awaited, the clock counts its seconds apart from the pass around it. The order
+of sends, waits and the computing between them is the block's own program (terrace.program.block_program), which the
+simulator plays; a recording of a step is compared with it in tests.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from terrace.comm import Lane, Ticket
+from terrace.program.block_program import Await, Compute, InBlockMessage, Kind, Send, Step
+from terrace.runtime.clock import Clock
+from terrace.runtime.linear import WeightGradients
+
+
+def _ignore(ranks: tuple[int, ...]) -> None:
+    """No rank is watched."""
+
+
+@dataclass
+class InFlight:
+    """A message under way."""
+
+    ticket: Ticket
+    send: Send
+
+
+@dataclass
+class InBlockComm:
+    """The lane of messages inside blocks, the clock, and the weight gradients that are held back."""
+
+    lane: Lane
+    clock: Clock
+    weights: WeightGradients
+    waiting_on: Callable[[tuple[int, ...]], None] = _ignore  # called with awaited ranks, with () after the wait
+    recording: list[Step] | None = field(default=None, repr=False)  # steps as they are issued, if a list is given
+
+    def submit(self, work: Callable[[], None], *messages: InBlockMessage) -> InFlight:
+        """Put `work`, which carries `messages`, on the lane."""
+        send = Send(messages)
+        if self.recording is not None:
+            self.recording.append(send)
+        return InFlight(self.lane.submit(work), send)
+
+    def wait(self, flight: InFlight, ranks: tuple[int, ...]) -> None:
+        """Wait for messages from `ranks`; the seconds are the clock's `wait tensor` or `wait context`."""
+        self.clock.mark(self.clock.doing)
+        self.waiting_on(ranks)
+        flight.ticket.wait()
+        self.waiting_on(())
+        self.clock.mark(f"wait {flight.send.messages[0].message_class.value}")
+        if self.recording is not None:
+            self.recording.append(Await(flight.send))
+
+    def computes(self, kind: Kind, ring_step: int = 0) -> None:
+        """Record a piece of computing behind which messages may hide."""
+        if self.recording is not None:
+            self.recording.append(Compute(kind, ring_step))
+
+    def compute_weight_gradients(self) -> None:
+        """Compute the weight gradients that are held back, while a message travels."""
+        self.computes(Kind.WEIGHT_GRADIENTS)
+        if self.weights.current is not None:
+            self.weights.current.run()

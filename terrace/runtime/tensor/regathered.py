@@ -1,0 +1,149 @@
+"""The gathered input of a region: attention or MLP between the residual stream and back, under sequence parallelism."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from terrace.plan.tensor_traffic import chunk_bounds
+from terrace.program.block_program import Kind
+from terrace.runtime.in_block_comm import InFlight
+from terrace.runtime.tensor.axis_comm import AxisComm, apply
+
+
+def gather_input(x: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
+    """Gather the input of a region, x (m, ...) of all ranks; `held` may drop it until the region's backward."""
+    return apply(_GatherInput, x, comm, held)
+
+
+def reduce_output(x: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
+    """Reduce-scatter x, the output of a region; its backward begins to gather the dropped input again."""
+    return apply(_ReduceOutput, x, comm, held)
+
+
+def await_input(y: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
+    """Pass y on, whose backward reads the region's input itself, not by way of held-back weight gradients."""
+    return apply(_AwaitInput, y, comm, held)
+
+
+class RegatheredInput:
+    """The gathered input of a region: dropped after its forward, gathered again for its weight gradients.
+
+    So a rank keeps its part of every input alone (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has saved
+    views of the whole: it stays the same storage, empty in between. It is refilled through a view with a version
+    counter of its own, since its values are what they were.
+    """
+
+    def __init__(self, drops: bool, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
+        self._drops = drops and torch.is_grad_enabled()
+        self._refill: InFlight | None = None
+        self._arriving: list[tuple[int, int, Tensor, InFlight]] = []  # parts under way: (start, stop, values, flight)
+
+    @property
+    def comm(self) -> AxisComm:
+        """Collectives among the ranks that hold parts of the input."""
+        return self._comm
+
+    @property
+    def num_rows(self) -> int:
+        """Ranks that hold parts of the input."""
+        return self._comm.degree
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one of them, padded."""
+        return self._whole.shape[1]
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether parts of the input are still under way."""
+        return bool(self._arriving)
+
+    def start(self, whole: Tensor, x: Tensor, comm: AxisComm) -> None:
+        """Begin to gather x (m, ...) into `whole` (n m, ...), part by part, each of all ranks."""
+        self._comm, self._whole = comm, whole.view(comm.degree, *x.shape)
+        for start, stop in chunk_bounds(x.shape[0], self.num_chunks):
+            part = x.new_empty((comm.degree * (stop - start), *x.shape[1:]))
+            self._arriving.append((start, stop, part, comm.start_gather(part, x[start:stop])))
+
+    def parts(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (start, stop, values of all ranks) as they arrive; they are in the whole input then."""
+        for start, stop, part, flight in self._arriving:
+            self._comm.wait(flight)
+            self._whole[:, start:stop] = part.view(self._comm.degree, stop - start, *part.shape[1:])
+            yield start, stop, part
+        self._arriving = []
+
+    def hold(self, whole: Tensor, x: Tensor) -> None:
+        """Remember the input (n m, ...) and this rank's part of it, x (m, ...)."""
+        if self._drops:
+            self._part = x.detach()
+            self._storage = whole.untyped_storage()
+            self._num_bytes = self._storage.nbytes()
+            self._again = torch.empty(0, dtype=whole.dtype, device=whole.device)
+            self._again.set_(self._storage, 0, whole.shape, whole.stride())
+
+    def drop(self) -> None:
+        """Free the whole input: the region's forward is done."""
+        if self._drops:
+            self._storage.resize_(0)
+
+    def refill(self, comm: AxisComm) -> None:
+        """Begin to gather it again."""
+        if self._drops:
+            self._storage.resize_(self._num_bytes)
+            self._refill = comm.start_gather(self._again, self._part)
+
+    def await_refilled(self, comm: AxisComm) -> None:
+        """Wait until it is there; only the first caller of a region waits."""
+        if self._refill is not None:
+            comm.in_block.computes(Kind.INPUT_GRADIENTS)  # by autograd, since the gather was begun
+            comm.wait(self._refill)
+            self._refill = None
+
+
+class _GatherInput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+        ctx.comm, ctx.held = comm, held
+        if held.num_chunks == 1:
+            whole = comm.all_gather(x)
+        else:
+            whole = x.new_empty((comm.degree * x.shape[0], *x.shape[1:]))
+            held.start(whole, x, comm)
+        held.hold(whole, x)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.held.await_refilled(ctx.comm)
+        return ctx.comm.reduce_scatter(gradients[0], ends_region=True), None, None
+
+
+class _ReduceOutput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+        ctx.comm, ctx.held = comm, held
+        held.drop()
+        return comm.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient = ctx.comm.all_gather(gradients[0])
+        ctx.held.refill(ctx.comm)
+        return gradient, None, None
+
+
+class _AwaitInput(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+        ctx.comm, ctx.held = comm, held
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.held.await_refilled(ctx.comm)
+        return gradients[0], None, None

@@ -1,0 +1,58 @@
+"""The order in which a rank issued the messages inside its blocks, against the blocks' own programs."""
+
+from collections.abc import Iterator
+
+from terrace.program import Instruction, Op, Program
+from terrace.program.block_program import Await, Compute, Send, Step
+from terrace.runtime.engine import Engine
+
+
+def record_in_block(engine: Engine) -> list[Step]:
+    """Steps that the in-block axes of an engine issue from now on; they share one lane."""
+    recording: list[Step] = []
+    for axis in engine.axes:
+        axis.comm.recording = recording
+    return recording
+
+
+def complaint(program: Program, recording: list[Step], num_steps: int) -> str:
+    """The first step that was issued in another order than the blocks' programs say; empty where none was."""
+    if program.plan.balance == "cost":  # the messages of attention depend on the batch
+        return ""
+    expected = list(issued(program)) * num_steps
+    if recording == expected:
+        return ""
+    index = next((i for i, (a, b) in enumerate(zip(recording, expected, strict=False)) if a != b), -1)
+    return (
+        f"{len(recording)} steps inside blocks, {len(expected)} in their programs; step {index} of them: "
+        f"{recording[index : index + 3]} issued, {expected[index : index + 3]} expected"
+    )
+
+
+def issued(program: Program) -> Iterator[Step]:
+    """Steps inside blocks of a rank's whole program, in order, without what hides them."""
+    received = {
+        (each.backward, each.block + (-1 if each.backward else 1), each.micro)
+        for each in program.instructions
+        if each.op is Op.RECV
+    }
+    for instruction in program.instructions:
+        if _reads(instruction) in received and program.edge.gathers is not None:
+            send = Send((program.edge.gathers,))  # parts of an activation of another stage
+            yield from (send, Await(send))
+        for step in program.block_program(instruction.block).steps(instruction.op) if instruction.block >= 0 else ():
+            yield _plain(step)
+
+
+def _reads(instruction: Instruction) -> tuple[bool, int, int] | None:
+    if instruction.op is Op.FORWARD:
+        return False, instruction.block, instruction.micro
+    if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+        return True, instruction.block, instruction.micro
+    return None
+
+
+def _plain(step: Step) -> Step:
+    if isinstance(step, Compute):
+        return step
+    return Send(step.messages) if isinstance(step, Send) else Await(Send(step.send.messages))
