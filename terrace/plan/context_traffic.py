@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
-from typing import ClassVar
+from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
@@ -55,19 +55,23 @@ class ContextLeg(StrEnum):
     RETURN_GRADIENTS = "home"  # gradients of the keys and values of the last round, to the place that owns them
     BACK = "back"  # attention's results, to the part that holds the tokens
 
+    __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
+
 
 _DEALT = ContextLeg.INTO, ContextLeg.BACK  # to every other part of a place; the others go to one rank
 
 
-@dataclass(frozen=True)
-class ContextMessage:
+class ContextMessage(NamedTuple):
     """A message of a layer's attention; `tier` is the one that a step of the ring goes over."""
-
-    message_class: ClassVar[MessageClass] = MessageClass.CONTEXT
 
     leg: ContextLeg
     tier: int = -1
     backward: bool = False
+
+    @property
+    def message_class(self) -> MessageClass:
+        """The class of all messages of the context axis."""
+        return MessageClass.CONTEXT
 
 
 @dataclass(frozen=True)

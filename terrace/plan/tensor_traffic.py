@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
@@ -44,16 +44,20 @@ class Leg(StrEnum):
     REDUCE = "reduce"
     NUMBERS = "numbers"  # a gather of a few numbers a token, never rounded
 
+    __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
 
-@dataclass(frozen=True)
-class TensorMessage:
+
+class TensorMessage(NamedTuple):
     """One message inside a block: `numel` padded elements between the ranks of `axes`."""
-
-    message_class: ClassVar[MessageClass] = MessageClass.TENSOR
 
     leg: Leg
     axes: tuple[str, ...]
     numel: int
+
+    @property
+    def message_class(self) -> MessageClass:
+        """The class of all messages of the tensor axis."""
+        return MessageClass.TENSOR
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ The steps of an embedding, a layer and a head do not depend on the tiers on whic
 message do. So steps are kept by degrees and tokens, prices by mapping.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.plan import MessageClass, Plan
@@ -12,7 +11,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.tensor_traffic import Tensor
 from terrace.planner.space import Rows, shape_of
 from terrace.planner.task import CONTEXT, LAYER, TENSOR, Task, columns_of, tensor_entry, ulysses_of
-from terrace.program.block_program import Moment, attention_steps, moments_of
+from terrace.program.block_program import Moment, attention_moments, moments_of
 from terrace.program.block_program.regions import tensor_steps
 from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
 from terrace.simulate.layers import BlockSeconds, core_rounds
@@ -68,8 +67,8 @@ class Inner:
             bytes_of = attention_bytes(work, *degrees)
             prices = InBlockPrices(cluster, None, bytes_of)
             forward_s, backward_s = (
-                exposed(prices.priced(moments_of(steps)), rooms).get(MessageClass.CONTEXT, 0.0)
-                for steps in attention_steps(bytes_of.parts, bytes_of.ring)
+                exposed(prices.priced(moments), rooms).get(MessageClass.CONTEXT, 0.0)
+                for moments in attention_moments(bytes_of.parts, bytes_of.ring)
             )
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
         return found

@@ -31,7 +31,6 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
 from terrace.plan.wire import FORMATS
 from terrace.program import Instruction, Op, Program
-from terrace.program.block_program import moments_of
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s
@@ -102,7 +101,7 @@ class Costs:
         prices = self._prices.get(alike)
         if prices is None:
             prices = self._prices[alike] = block_prices(self.program, block)
-        return exposed(prices.priced(moments_of(self.program.block_program(block).steps(instruction.op))), rooms)
+        return exposed(prices.priced(self.program.block_program(block).moments(instruction.op)), rooms)
 
     @cached_property
     def _prices(self) -> dict[int, InBlockPrices]:

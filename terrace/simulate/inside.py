@@ -18,7 +18,7 @@ from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program import Instruction, Program
-from terrace.program.block_program import Compute, InBlockMessage, Kind, Moment, moments_of
+from terrace.program.block_program import Compute, InBlockMessage, Kind, Moment
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 
@@ -27,6 +27,11 @@ WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
 
 Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
 Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages hide
+
+_PIECES = (
+    *map(Compute, (Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS)),
+    *(Compute(kind, step) for kind in (Kind.ROUND, Kind.ROUND_GRADIENTS) for step in (0, 1)),
+)
 
 NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))
 
@@ -70,12 +75,18 @@ class InBlockPrices:
 
     def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
         """The moments with the seconds of their messages."""
-        return tuple(PricedMoment(each.message_class, each.behind, self._parts(each), each.times) for each in moments)
+        return tuple(
+            [PricedMoment(each.message_class, each.behind, self._parts(each.messages), each.times) for each in moments]
+        )
 
-    def _parts(self, moment: Moment) -> tuple[tuple[float, float], ...]:
+    def _parts(self, counted: Sequence[tuple[InBlockMessage, int]]) -> tuple[tuple[float, float], ...]:
+        if len(counted) == 1:
+            message, count = counted[0]
+            seconds, penalty = self.price(message)
+            return ((count * seconds, penalty),)
         # What a piece hides goes to the messages of the outermost tier first.
         found: list[tuple[float, float]] = []
-        for message, count in sorted(moment.messages, key=_outermost_first):
+        for message, count in sorted(counted, key=_outermost_first):
             seconds, penalty = self.price(message)
             if found and found[-1][1] == penalty:
                 found[-1] = (found[-1][0] + count * seconds, penalty)
@@ -106,15 +117,8 @@ def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass,
 def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
     """Seconds of the pieces of a block whose outputs, gradients of inputs and of weights take so long."""
     (first, first_back), (later, later_back) = rounds
-    return {
-        Compute(Kind.OUTPUTS): forward_s,
-        Compute(Kind.INPUT_GRADIENTS): input_s,
-        Compute(Kind.WEIGHT_GRADIENTS): weight_s,
-        Compute(Kind.ROUND, 0): first,
-        Compute(Kind.ROUND, 1): later,
-        Compute(Kind.ROUND_GRADIENTS, 0): first_back,
-        Compute(Kind.ROUND_GRADIENTS, 1): later_back,
-    }
+    seconds = forward_s, input_s, weight_s, first, later, first_back, later_back
+    return dict(zip(_PIECES, seconds, strict=True))
 
 
 def block_prices(program: Program, block: int) -> InBlockPrices:
@@ -125,7 +129,7 @@ def block_prices(program: Program, block: int) -> InBlockPrices:
 def inside_seconds(program: Program, instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
     """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
     prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)
-    for moment in moments_of(program.block_program(instruction.block).steps(instruction.op)):
+    for moment in program.block_program(instruction.block).moments(instruction.op):
         for message, count in moment.messages if moment.message_class is message_class else ():
             for tier, seconds in prices.by_tier(message).items():
                 total[tier] += moment.times * count * seconds

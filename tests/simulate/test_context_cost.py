@@ -19,8 +19,16 @@ from terrace.planner.space import Rows, closed, open_shapes
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
 from terrace.program import Instruction, Op, Program, build
-from terrace.program.block_program import Compute, Send, Steps
-from terrace.sequence.balanced import most_attended, ring_rank_capacity
+from terrace.program.block_program import (
+    Compute,
+    Moment,
+    Send,
+    Steps,
+    attention_moments,
+    attention_steps,
+    moments_of,
+)
+from terrace.sequence.balanced import most_attended
 from terrace.simulate import critical_path, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
@@ -261,3 +269,13 @@ def test_with_a_window_nothing_hides_behind_later_rounds() -> None:
     windowed, plain = (core_rounds(device, each) for each in (work, replace(work, model=SMALL)))
     assert plain[1][0] - plain[0][0] == pytest.approx(windowed[1][0])  # results are added, and nothing is multiplied
     assert windowed[1][0] > 0
+
+
+@given(st.integers(1, 3), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_moments_of_attention_are_counted_as_its_steps_are(ulysses: int, ring: list[int]) -> None:
+    def told(moments: tuple[Moment, ...]) -> set[tuple[object, ...]]:
+        return {(each.behind, frozenset(each.messages), each.times) for each in moments}
+
+    passes = zip(attention_steps(ulysses, tuple(ring)), attention_moments(ulysses, tuple(ring)), strict=True)
+    for steps, counted in passes:
+        assert told(moments_of(steps)) == told(counted)

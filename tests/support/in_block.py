@@ -11,7 +11,7 @@ def record_in_block(engine: Engine) -> list[Step]:
     """Steps that the in-block axes of an engine issue from now on; they share one lane."""
     recording: list[Step] = []
     for axis in engine.axes:
-        axis.comm.recording = recording
+        axis.in_block.recording = recording
     return recording
 
 

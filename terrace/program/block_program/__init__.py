@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.tensor_traffic import Tensor
-from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.attention import attention_moments, attention_steps
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import (
     Await,
@@ -35,6 +35,7 @@ __all__ = [
     "Send",
     "Step",
     "Steps",
+    "attention_moments",
     "attention_steps",
     "block_program",
     "messages_of",

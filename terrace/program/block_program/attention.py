@@ -14,12 +14,14 @@ tensor axis they did, so none of their seconds are counted as hiding these messa
 A step of the ring goes over the outermost tier whose turn it is (terrace.sequence.segments).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
 from terrace.plan.context_traffic import ContextLeg, ContextMessage
-from terrace.program.block_program.steps import Await, Compute, Kind, Send, Step, Steps, wait_for
+from terrace.plan.wire import MessageClass
+from terrace.program.block_program.steps import Await, Compute, Kind, Moment, Send, Step, Steps
 
 
 @lru_cache(maxsize=4096)
@@ -31,7 +33,7 @@ def attention_steps(ulysses: int, ring: tuple[int, ...]) -> tuple[Steps, Steps]:
 
 
 def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
-    tiers = list(ring_step_tiers(ring))
+    tiers = ring_step_tiers(ring)
     yield from _dealt(ulysses, ContextLeg.INTO, backward=False)
     for step in range(len(tiers) + 1):
         piece = Compute(Kind.ROUND, step)
@@ -43,7 +45,7 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
 
 
 def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
-    tiers = list(ring_step_tiers(ring))
+    tiers = ring_step_tiers(ring)
     yield from _dealt(ulysses, ContextLeg.INTO, backward=True, meanwhile=(Compute(Kind.WEIGHT_GRADIENTS),))
     returning: list[Send] = []  # gradients of the round before
     for step in range(len(tiers) + 1):
@@ -71,16 +73,47 @@ def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
 def _dealt(ulysses: int, leg: ContextLeg, *, backward: bool, meanwhile: Steps = ()) -> Steps:
     if ulysses == 1:
         return ()
-    send, arrival = wait_for(Send((ContextMessage(leg, backward=backward),)))
-    return send, *meanwhile, arrival
+    send = Send((ContextMessage(leg, backward=backward),))
+    return send, *meanwhile, Await(send)
 
 
-def ring_step_tiers(degrees: Sequence[int]) -> Iterator[int]:
-    """The tier that each step of a ring goes over."""
-    for step in range(1, prod(degrees)):
-        crossed, stride = 0, 1
-        for tier, degree in enumerate(degrees):
-            if degree > 1 and step % stride == 0:
-                crossed = tier
-            stride *= degree
-        yield crossed
+def ring_step_tiers(degrees: Sequence[int]) -> list[int]:
+    """The tier that each step of a ring goes over: an outer tier's turn comes when the tiers inside are through."""
+    tiers: list[int] = []
+    for tier, degree in enumerate(degrees):
+        tiers = [*tiers, tier] * (degree - 1) + tiers
+    return tiers
+
+
+@lru_cache(maxsize=4096)
+def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    """Moments of a forward and of a backward, counted without going through the steps of rings of thousands of ranks.
+
+    Tests compare them with the moments of `attention_steps`.
+    """
+    tiers = ring_step_tiers(ring)
+    passes = []
+    for backward in (False, True):
+        moments = []
+        ends = [(leg, -1) for leg in (ContextLeg.INTO, ContextLeg.BACK) if ulysses > 1]
+        ends += [(ContextLeg.RETURN_GRADIENTS, max(tiers))] if backward and tiers else []
+        if ends:
+            moments.append(_moment(None, ends, 1, backward))
+        # Rounds, by the tier over which keys leave, and by the tier over which gradients do (-1: none).
+        gradients = [-1, -1, *tiers[1:]] if backward else [-1] * (len(tiers) + 1)
+        rounds = Counter(zip([*tiers[1:], -1], gradients[1:], strict=True)) if tiers else Counter[tuple[int, int]]()
+        kind = Kind.ROUND_GRADIENTS if backward else Kind.ROUND
+        if tiers:
+            moments.append(_moment(Compute(kind, 0), [(ContextLeg.KEYS, tiers[0])], 1, backward))
+        for (keys, returned), times in rounds.items():
+            legs = [(ContextLeg.GRADIENTS, returned), (ContextLeg.KEYS, keys)]
+            sent = [(leg, tier) for leg, tier in legs if tier >= 0]
+            if sent:
+                moments.append(_moment(Compute(kind, 1), sent, times, backward))
+        passes.append(tuple(moments))
+    return passes[0], passes[1]
+
+
+def _moment(behind: Compute | None, sent: Sequence[tuple[ContextLeg, int]], times: int, backward: bool) -> Moment:
+    messages = tuple((ContextMessage(leg, tier=tier, backward=backward), 1) for leg, tier in sent)
+    return Moment(MessageClass.CONTEXT, behind, messages, times)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from terrace.plan.context_traffic import ContextMessage
@@ -33,6 +33,8 @@ class Kind(StrEnum):
     WEIGHT_GRADIENTS = "gradients of weights"
     ROUND = "round"  # attention to the keys of one ring step
     ROUND_GRADIENTS = "gradients of a round"
+
+    __hash__ = str.__hash__  # fast: a search looks pieces up by the thousand
 
 
 class Compute(NamedTuple):
@@ -77,6 +79,16 @@ class BlockProgram:
             return self.forward
         return self.forward + self.backward if self.recomputed else self.backward
 
+    def moments(self, op: Op) -> "tuple[Moment, ...]":
+        """Moments of a pass, counted once."""
+        if op not in self._moments:
+            self._moments[op] = moments_of(self.steps(op))
+        return self._moments[op]
+
+    @cached_property
+    def _moments(self) -> "dict[Op, tuple[Moment, ...]]":
+        return {}
+
 
 def messages_of(steps: Iterable[Step]) -> Iterator[InBlockMessage]:
     """Messages of `steps` in the order in which they are issued."""
@@ -97,7 +109,6 @@ class Moment(NamedTuple):
     times: int
 
 
-@lru_cache(maxsize=4096)
 def moments_of(steps: Steps) -> tuple[Moment, ...]:
     """Moments of a pass, equal ones folded into one."""
     beside: dict[tuple[MessageClass, Compute | None], Counter[InBlockMessage]] = {}
@@ -113,8 +124,3 @@ def moments_of(steps: Steps) -> tuple[Moment, ...]:
         order.setdefault(key, tuple(counts.items()))
         times[key] += 1
     return tuple(Moment(key[0], key[1], order[key], number) for key, number in times.items())
-
-
-def wait_for(send: Send) -> Steps:
-    """A send that is awaited where it stands."""
-    return send, Await(send)

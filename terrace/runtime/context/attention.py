@@ -13,8 +13,8 @@ Between the exchanges `into` and `back` there are rounds s = 0 ... R-1, on keys 
                 other rows return to the rank that owns them, which adds them to its K_0', V_0'
                 queries', keys', values' <- back(q', K_0', V_0')
 
-(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) A layer keeps q, K_0, V_0, o and l, each as large as the local
-tokens in all heads, and no keys of another round. The order of messages is the block's own program
+(DeepSpeed-Ulysses 2309.14509, ring attention 2310.01889.) A layer keeps q, K_0, V_0, o and l, each as large as the
+local tokens in all heads, and no keys of another round. The order of messages is the block's own program
 (terrace.program.block_program.attention).
 
 A rank attends with N / u of its N query heads, and with the K / u key-value heads that belong to them; where u is more
@@ -142,7 +142,9 @@ def _backward(
             own = sums
         else:
             done = [each.result() for each in sums]
-            return_gradients = _to_ring(layout, ring_step.return_gradients, done, ContextLeg.HOME, backward=True)
+            return_gradients = _to_ring(
+                layout, ring_step.return_gradients, done, ContextLeg.RETURN_GRADIENTS, backward=True
+            )
             brought = _pass_on(layout, step, done, ContextLeg.GRADIENTS, backward=True)
             del done
         del sums

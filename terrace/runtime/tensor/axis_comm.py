@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from terrace.comm import Collectives, Meter, Origin
-from terrace.plan import Layout, MessageClass
+from terrace.plan import Layout
 from terrace.plan.mesh import position
 from terrace.plan.tensor_traffic import Leg, TensorMessage
 from terrace.program.message import Transfer, line_transfer, number_transfer
