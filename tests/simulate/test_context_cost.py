@@ -28,7 +28,7 @@ from terrace.program.block_program import (
     attention_steps,
     moments_of,
 )
-from terrace.sequence.balanced import most_attended
+from terrace.sequence.balanced import most_attended, ring_rank_capacity
 from terrace.simulate import critical_path, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost

@@ -5,10 +5,10 @@
                back                       outputs                                                         waited for
     backward   into                       gradients of the outputs                                        waited for
                keys of round s + 1, and, from s = 2 on, gradients of the keys of s - 1      behind round s
-               home                       gradients of the last round's keys                              waited for
+               return_gradients           gradients of the last round's keys                              waited for
                back                       gradients of queries, keys and values                           waited for
 
-Weight gradients that are held back run while `into` and `home` of a backward travel, unless they ran before. Under a
+Weight gradients that are held back run while `into` and `return_gradients` of a backward travel, unless they ran before. Under a
 tensor axis they did, so none of their seconds are counted as hiding these messages.
 
 A step of the ring goes over the outermost tier whose turn it is (terrace.sequence.segments).
