@@ -8,7 +8,7 @@
                return_gradients           gradients of the last round's keys                              waited for
                back                       gradients of queries, keys and values                           waited for
 
-Weight gradients that are held back run while `into` and `return_gradients` of a backward travel, unless they ran before. Under a
+Held-back weight gradients run while `into` and `return_gradients` of a backward travel, unless they ran before. Under a
 tensor axis they did, so none of their seconds are counted as hiding these messages.
 
 A step of the ring goes over the outermost tier whose turn it is (terrace.sequence.segments).
