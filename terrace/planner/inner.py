@@ -4,6 +4,7 @@ The steps of an embedding, a layer and a head do not depend on the tiers on whic
 message do. So steps are kept by degrees and tokens, prices by mapping.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.plan import MessageClass, Plan
