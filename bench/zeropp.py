@@ -24,10 +24,10 @@ from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import ranked
-from terrace.planner.staged import IDLE, stage_steps
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import DATA, PIPELINE, TENSOR, Choice, schedule_text
 from terrace.program.schedules import schedule_names
+from terrace.simulate.step import WAITS_ON_STAGES
 
 AXES = ("data", "tensor", "pipeline")
 WHOLE = ("params=device", "grads=device")  # at most ZeRO-1
@@ -146,21 +146,19 @@ def parts(task: Task, estimate: Estimate) -> dict[str, float]:
     `idle` is waiting for other stages and their messages, `tensor` and `data` waiting for messages of these axes.
     """
     choice = estimate.choice
-    if choice.schedule == SERIAL:
-        time_s = dict(estimate.time_s)
-        time_s["tensor"] = time_s.pop("wait tensor", 0.0)
-    else:
-        step = stage_steps(Evaluator(Bounds(Estimator(task))), choice)
-        time_s = dict(step.stages[step.slowest].time_s)
-    waits = math.fsum(seconds for name, seconds in time_s.items() if name.startswith("wait "))
+    played = Evaluator(Bounds(Estimator(task))).played(choice)
+    time_s = dict(played.time_s)
+    tensor_s = time_s.pop("wait tensor", 0.0)
+    idle_s = math.fsum(time_s.pop(name, 0.0) for name in WAITS_ON_STAGES) if choice.schedule != SERIAL else 0.0
     found = {
         "compute": time_s["forward"] + time_s["backward"],
-        "tensor": time_s.get("tensor", 0.0),
-        "data": waits,
-        "idle": time_s.get(IDLE, 0.0),
+        "tensor": tensor_s,
+        "data": math.fsum(seconds for name, seconds in time_s.items() if name.startswith("wait ")),
+        "idle": idle_s,
         "update": time_s.get("update", 0.0),
     }
-    return {name: seconds / estimate.step_s for name, seconds in found.items()}
+    whole_s = math.fsum(found.values())
+    return {name: seconds / whole_s for name, seconds in found.items()}
 
 
 def plan_words(estimate: Estimate) -> str:

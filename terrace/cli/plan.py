@@ -10,12 +10,12 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
+from terrace.cli.files import write_file
 from terrace.cli.output import Terminal
-from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words, write_output
+from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
 from terrace.plan import AXES, Layout
 from terrace.planner import (
     Estimate,
-    Evaluator,
     Found,
     Pins,
     Space,
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not found.best:
         raise PlanError(_nothing(task, found, pins, axes, options.pin))
     best, console = found.best[0], Terminal()
-    outcome = _write(task, best, evaluator, options)  # first, so that nothing is lost where the tables are cut off
+    outcome = _write(task, best, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{task_words(task)}\n")
     console.print(plans_table(task, found.best, f"the best plans with the {_axes(axes)}"))
     print(f"{_how(found)}\n")
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     capacity = task.cluster.device.memory_bytes
     title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
     console.print(split_table(best.memory_bytes, title, "B", capacity))
-    console.print(sent_table(evaluator.sent_bytes(best.choice), [tier.name for tier in task.cluster.tiers]))
+    console.print(sent_table(best.sent_bytes, [tier.name for tier in task.cluster.tiers]))
     near = reasons(space, evaluator, best.choice)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
-    """Return the error where there is no plan: what is nearest to one, and what it lacks."""
+    """The error where there is no plan: the nearest one, and the memory it lacks."""
     ranks = task.cluster.world_size
     if found.nearest is None and tuple(axes) == ("data",) and task.batch % ranks:
         below = task.batch // ranks * ranks
@@ -131,7 +131,7 @@ def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: 
 
 
 def _remedy(task: Task, tips: Advice) -> str:
-    """Return what makes a plan fit; what it lacks, with which the advice begins, has been said."""
+    """The changes that make a plan fit; the advice begins with the lack, which has been said."""
     words = tips.sentence.split("; ", 1)[-1]
     if tips.job is None:
         return words
@@ -141,7 +141,7 @@ def _remedy(task: Task, tips: Advice) -> str:
 
 
 def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
-    """Return the error where no plan is in the space, whatever memory there were."""
+    """The error where no plan is in the space, whatever memory there were."""
     if not pinned:
         return (
             f"{task.batch} sequences of {task.sequence} tokens and {task.model.num_layers} layers do not divide over "
@@ -156,7 +156,7 @@ def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]
 
 
 def _sizes_that_divide(task: Task) -> str:
-    """Return the --nodes next below and above whose ranks divide the batch, as words; nothing where there are none."""
+    """The --nodes next below and above whose ranks divide the batch, as words; nothing where there are none."""
     size = task.cluster.tiers[-1].size
     inner = task.cluster.world_size // size
     fitting = divisors(task.batch // inner) if task.batch % inner == 0 else ()
@@ -171,8 +171,8 @@ def _how(found: Found) -> str:
     return f"{words}; stopped at --limit, and no other plan can be faster than {seconds(found.least_s)}"
 
 
-def _write(task: Task, best: Estimate, evaluator: Evaluator, options: argparse.Namespace) -> str:
-    """Write the plan with what it was made for; returns what was done, and what can be done with it."""
+def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
+    """Write the plan with its task; returns words for what was written and the next commands."""
     refused = runs_today(task, best.choice)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
     head = (
@@ -181,11 +181,10 @@ def _write(task: Task, best: Estimate, evaluator: Evaluator, options: argparse.N
         f"predicted step {seconds(best.step_s)}. [task] below says what it was made for.\n"
     )
     plan = plan_of(task, best.choice)
-    if plan.schedule is not None:  # so that what runs has the stages that were priced
-        plan = replace(plan, stages=evaluator.shares(best.choice))
+    plan = replace(plan, stages=best.stages)  # so that the priced stages run
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
-    write_output(options.output, head + tomli_w.dumps(table))
+    write_file("--output", options.output, head + tomli_w.dumps(table))
     look = f"to look at its step: terrace simulate {options.output}"
     if refused is not None:
         return f"wrote {options.output}, to be looked at: it cannot be trained, since {refused}\n{look}"

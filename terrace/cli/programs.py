@@ -1,4 +1,4 @@
-"""The programs of a run, checked: what every command that trains or explains begins with."""
+"""The checked programs of a run, with which every command that trains or simulates begins."""
 
 from terrace.base.errors import PlanError
 from terrace.program import Program, build_stages, verify_stages
@@ -11,7 +11,7 @@ from terrace.train.prediction import step_of
 
 
 def checked_programs(config: RunConfig) -> list[Program]:
-    """Return the program of every stage of a run.
+    """The program of every stage of a run.
 
     Raises `ProgramError` for one that breaks a rule or does not fit, and `PlanError` for a pipeline whose schedule
     keeps more activations than a device has room for.
@@ -26,7 +26,7 @@ def checked_programs(config: RunConfig) -> list[Program]:
 
 
 def kept_activations(config: RunConfig, program: Program) -> int:
-    """Return the most bytes of activations that a rank of a stage keeps."""
+    """The most bytes of activations that a rank of a stage keeps."""
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
     return activation_bytes(
         program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.cli.files import write_file
 from terrace.cli.output import Terminal
 from terrace.cli.task import (
     TASK_EPILOG,
@@ -15,7 +16,6 @@ from terrace.cli.task import (
     read_task,
     task_words,
     with_formats,
-    write_output,
 )
 from terrace.plan import PRESETS, Plan, parse_plan, preset
 from terrace.planner import Pins, Space, Task, curve, find, plan_of
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.output is not None:  # first, so that a file that cannot be written is all there is to read
         title = f"predicted scaling of plan {plan.name} on {task.cluster.name}"
         named = {f"{scaling} scaling": points for scaling, points in curves.items()}
-        write_output(options.output, scaling_svg(named, title))
+        write_file("--output", options.output, scaling_svg(named, title))
     print(f"{task_words(task)}\nplan {plan.name}: {words}\n")
     for scaling, title in titles.items():
         console.print(scaling_table(curves[scaling], title, outer.name, options.price))
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
-    """Return the plan and how to call it: a file as it is; of a preset, with the numbers that are best at full size."""
+    """The plan and how to call it: a file as it is; of a preset, with the numbers that are best at full size."""
     if name is not None and name not in PRESETS:
         plan = parse_plan(section("plan", name), task.cluster)
         return plan, f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"

@@ -1,43 +1,21 @@
-"""`terrace simulate`: play a step of the program that would run, and look at it."""
+"""`terrace simulate`: play the programs that would run, and look at a step from several sides; nothing is run."""
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError
-from terrace.base.files import write_atomic
-from terrace.cli.files import check_not_read, check_writable
-from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, run_table, take_word
-from terrace.cli.output import Terminal
-from terrace.cli.simulate_axes import has_pipeline, play_axes
-from terrace.cluster.presets import parse_cluster
-from terrace.model.config import num_params
-from terrace.plan import parse_plan
-from terrace.program import Program, build, verify
-from terrace.report import ASSIGNED, bytes_table, memory_table, plan_table, time_table, wire_words
-from terrace.report.advice import advice_words, timeline_text
-from terrace.report.page import page_html
-from terrace.report.stages import exposed_table
-from terrace.report.tables import quantity, seconds
-from terrace.simulate import (
-    Costs,
-    Recording,
-    changes,
-    critical_path,
-    critical_words,
-    exposed_by_axis,
-    memory_curve,
-    record,
-    step_costs,
-)
-from terrace.simulate.activations import activations_by_block
-from terrace.simulate.footprint import work_of
-from terrace.simulate.trace import trace_json
-from terrace.train.config import RunConfig, parse_run
+from terrace.cli.files import check_not_read, check_writable, write_file
+from terrace.cli.options import OVERRIDES_HELP, add_run_options, check_task, resolve_run, take_word
+from terrace.cli.views import VIEWS, StepView
+from terrace.report.tables import quantity
+from terrace.train.prediction import resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
+_FILES = ("page", "trace", "csv")  # options that name a file to write
+_WITH_PROGRAM = ("program", "all")  # views that print a program
 
 
 def add_parser(commands: Any) -> None:
@@ -45,106 +23,68 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         usage="terrace simulate [PLAN] [options] [--section.key VALUE ...]",
-        help="play a step without running it: where its time goes, as text, a page or a trace",
+        help="play a step without running it: where its time goes, its memory, its program",
         description="PLAN is a plan preset or TOML file, as for --plan.",
         epilog=OVERRIDES_HELP,
     )
-    add_run_options(parser)
-    parser.add_argument("--page", metavar="FILE", help="write a self-contained HTML page of the step")
-    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    add_view_options(parser, "step")
     parser.set_defaults(run=run)
 
 
+def add_view_options(parser: argparse.ArgumentParser, view: str) -> None:
+    """Add the options of the command and of its other names; `view` is the default one."""
+    add_run_options(parser)
+    parser.add_argument(
+        "--view",
+        choices=tuple(VIEWS),
+        default=view,
+        help="step: where the time goes; program: what runs, in order; stages: a pipeline's blocks and schedule; "
+        f"memory; all (default: {view})",
+    )
+    parser.add_argument("--lines", type=int, metavar="N", help="lines of the program to print at most (default: all)")
+    parser.add_argument(
+        "--stage", type=int, default=0, metavar="N", help="pipeline stage whose program is printed (default: 0)"
+    )
+    parser.add_argument("--page", metavar="FILE", help="write a self-contained HTML page of the step")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--csv", metavar="FILE", help="write the order of a pipeline's tasks in torch's CSV form")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
+
+
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print and write what was asked for; return 0."""
+    """Print the view and write the files; return 0."""
     plan, rest = take_word(rest)
     if plan is not None:
         if options.plan is not None:
             raise ConfigError(f"two plans are given, {plan!r} and --plan {options.plan!r}: leave one out")
         options.plan = plan
+    if options.lines is not None and options.lines < 1:
+        raise ConfigError(f"--lines {options.lines} must be at least 1")
+    if options.view not in _WITH_PROGRAM:
+        for name, default in (("lines", None), ("stage", 0)):
+            if getattr(options, name) != default:
+                raise ConfigError(f"--{name} has no effect on --view {options.view}: add --view program")
     outputs = _outputs(options)
     check_task(options, rest)
-    table = run_table(options, rest)
-    cluster = parse_cluster(dict(table["cluster"]))
-    whole = parse_plan(table["plan"], cluster)
-    if has_pipeline(whole):
-        played = play_axes(table, cluster, whole)
-        written = [_write(path, getattr(played, name)) for name, path in outputs.items()]
-        print(f"{played.words}\n")
-        played.show()
-        if written:
-            print("\n".join(["", *written]))
-        return 0
-    return _run_program(parse_run(table), outputs)
-
-
-def _run_program(config: RunConfig, outputs: Mapping[str, Path]) -> int:
-    """Play the program that `terrace train` would run."""
-    program = build(config.cluster, config.plan, config.blocks(), config.num_micros(), config.train.sequence)
-    verify(program)
-
-    price = _price(config)
-    recording = record(program, price(program))
-    curve, path = memory_curve(recording, *_activations(config, program)), critical_path(recording)
-    candidates = changes(program, price)
-    advice = advice_words(candidates, recording.report.step_s)
+    view = StepView.of(resolved_run(resolve_run(options, rest)), options)
     written = []  # before anything is printed, so that a file that cannot be written is all there is to read
+    if "csv" in outputs:
+        written.append(view.csv(outputs["csv"]))
     if "page" in outputs:
-        page = page_html(recording, curve, path, candidates, subtitle=_subtitle(config), advice=advice)
-        written.append(_write(outputs["page"], page))
+        written.append(_write("page", outputs["page"], view.page()))
     if "trace" in outputs:
-        written.append(_write(outputs["trace"], trace_json(recording, curve)))
-    print(f"{_subtitle(config)}\n")
-    _show(recording)
-    print(f"{critical_words(path)}\n{advice}\n")
-    size, moment_s = curve.peak
-    print(
-        f"over the step, memory is highest at {seconds(moment_s)}: {quantity(size, 'B')} with activations, without the "
-        "device's context and what its allocator loses, which terrace plan adds"
-    )
+        written.append(_write("trace", outputs["trace"], view.trace()))
+    print(f"{view.subtitle}\n")
+    for section in VIEWS[options.view]:
+        section(view)
     if written:
         print("\n".join(written))
     return 0
 
 
-def _price(config: RunConfig) -> Callable[[Program], Costs]:
-    """Return what prices the program of any plan for this model and sequence, on the program's own cluster."""
-
-    def price(program: Program) -> Costs:
-        return step_costs(program, work_of(program.cluster, program.plan, config.model, config.train.sequence))
-
-    return price
-
-
-def _activations(config: RunConfig, program: Program) -> tuple[list[int], list[int]]:
-    """Return the bytes of every block that one micro-batch keeps, and those that its backward takes on top."""
-    cluster, plan = program.cluster, program.plan
-    work = work_of(cluster, plan, config.model, config.train.sequence)
-    kept, working = zip(*activations_by_block(work, plan, program.blocks, cluster.device.backend), strict=True)
-    return list(kept), list(working)
-
-
-def _show(recording: Recording) -> None:
-    console, program, report = Terminal(), recording.program, recording.report
-    console.print(plan_table(program.cluster, program.plan))
-    console.print(bytes_table(report.sent_bytes, program.layout.tiers))
-    print(wire_words(program.plan))
-    if program.plan.balance == "cost":
-        print(f"{ASSIGNED}\n")
-    console.print(memory_table(report.memory_bytes, program.cluster.device.memory_bytes))
-    console.print(time_table(report))
-    exposed = exposed_by_axis([recording])
-    if exposed:
-        title = "messages that nothing hides (no pipeline, so no bubble)"
-        console.print(exposed_table(exposed, program.layout.tiers, report.step_s, title))
-    console.print("a steady step of one rank", style="bold")
-    print(f"{timeline_text(recording)}\n")
-
-
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:
-    """Return the files to write; refuses those that are there before anything is computed."""
-    outputs = {name: Path(getattr(options, name)) for name in ("page", "trace") if getattr(options, name) is not None}
+    """The files to write; refuses those that are there before anything is computed."""
+    outputs = {name: Path(getattr(options, name)) for name in _FILES if getattr(options, name) is not None}
     for name, path in outputs.items():
         if os.path.isdir(path):
             raise ConfigError(f"--{name} {str(path)!r} is a folder: name a file")
@@ -152,24 +92,16 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
         if path.exists() and not options.force:
             raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
         check_not_read(f"--{name}", path, {each: getattr(options, each) for each in ("config", *_SECTIONS)})
-    if len({path.resolve() for path in outputs.values()}) < len(outputs):
-        raise ConfigError(f"--page and --trace both name {outputs['page']}: name two files")
+    names = list(outputs)
+    for index, name in enumerate(names):
+        for other in names[:index]:
+            if outputs[name].resolve() == outputs[other].resolve():
+                raise ConfigError(f"--{other} and --{name} both name {outputs[other]}: name two files")
     if options.force and not outputs:
-        raise ConfigError("--force has no effect without --page FILE or --trace FILE")
+        raise ConfigError("--force has no effect without --page FILE, --trace FILE or --csv FILE")
     return outputs
 
 
-def _write(path: Path, content: str) -> str:
-    try:
-        write_atomic(path, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+def _write(name: str, path: Path, content: str) -> str:
+    write_file(f"--{name}", path, content)
     return f"wrote {path}: {quantity(len(content.encode()), 'B')}"
-
-
-def _subtitle(config: RunConfig) -> str:
-    return (
-        f"{config.model.family} decoder, {quantity(num_params(config.model), ' parameters')}; a step of "
-        f"{config.train.batch} sequences x {config.train.sequence} tokens, {config.num_micros()} "
-        f"micro-batch{'es' if config.num_micros() > 1 else ''} of {config.plan.micro_batch} per rank"
-    )

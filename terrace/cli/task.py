@@ -1,16 +1,14 @@
-"""Options that `terrace plan` and `terrace scale` share: what is to be planned."""
+"""Options of `terrace plan` and `terrace scale` for the task: model, cluster, batch, sequence."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.base.files import write_atomic
 from terrace.base.schema import merge
-from terrace.cli.files import check_not_read
+from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.options import parse_overrides
 from terrace.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
@@ -39,9 +37,9 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
 
 
 def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None) -> Task:
-    """Return the task of the options, and of what a plan was made for where these are left out.
+    """The task of the options; a plan's own task fills in the options that are left out.
 
-    Raises the `TerraceError` of what is wrong.
+    Raises a `TerraceError` for a task that cannot be.
     """
     if planned is None:
         absent = [f"--{name}" for name in ("model", "cluster", "batch", "seq") if getattr(options, name) is None]
@@ -82,7 +80,7 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 
 
 def task_words(task: Task) -> str:
-    """Return the task in two lines."""
+    """The task in two lines."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     return (
@@ -94,35 +92,12 @@ def task_words(task: Task) -> str:
 
 def check_output(path: Path, options: argparse.Namespace) -> None:
     """Raise `ConfigError` unless `path` can be written: before any work, so that no result is lost at its end."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(0, "it is a folder")
-        if path.exists() and not path.is_file():
-            raise OSError(0, "it is no regular file")
-        there = path.exists()
-        folder = next(parent for parent in path.resolve().parents if parent.exists())
-        with TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself
-        raise _unwritable(path, error) from error
+    check_writable("--output", path)
     check_not_read("--output", path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
-    if there and not options.force:
+    if path.exists() and not options.force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")
 
 
-def write_output(path: Path, content: str) -> None:
-    """Write a file that the user asked for; raises `ConfigError` where that fails."""
-    try:
-        write_atomic(path, content)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError | ValueError | RuntimeError) -> ConfigError:
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    return ConfigError(f"--output {str(path)!r} cannot be written ({why}): name a file in a folder that can")
-
-
 def with_formats(task: Task, plan: Any) -> Task:
-    """Return the task with a plan's dtypes and wire formats."""
+    """The task with a plan's dtypes and wire formats."""
     return replace(task, compute=plan.compute, master=plan.master, wire=plan.wire)

@@ -323,7 +323,8 @@ class Estimator:
         """Return the bytes by category of a rank on a stage that holds `part`, where `waiting[chunk]` wait at most."""
         task, shape = self.task, shape_of(choice.rows)
         layers = sum(part.layers)
-        held = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True)) / layers
+        kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
+        held = kept / layers if layers else max(waiting)
         stage = shape.pipeline - 1 if part.head else int(not part.embedding)
         plan = self._plan(choice)
         found = footprint(

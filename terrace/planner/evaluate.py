@@ -1,14 +1,15 @@
-"""The final evaluation of a choice: its step is built, priced and played, its memory counted.
+"""The costs of a choice: as a search ranks it (`evaluate`), and as the programs of its stages (`played`).
 
-Without a pipeline the program of the plan is built and simulated. With one, that of the data ranks of a stage: for one
-tensor, context and pipeline coordinate a plan is a data-parallel plan on the links its data ranks see.
+For ranking, a plan without a pipeline is its program, built and simulated. A pipeline is the program of the data ranks
+of a stage: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links of its data
+ranks.
 Two short steps are played, of two and of three units of micro-batches; more units repeat the third, so a step of M
 units follows in a straight line,
 
     T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds a unit, messages it waits for included.
 
 Orders are played with the stages' computing alone, c_r a unit. What stages wait for is taken to come evenly, so it
-stretches the played span as a whole, by the stage that waits most; what a step does once follows it:
+stretches the played span as a whole, by the stage that waits most; the work done once a step follows it:
 
     step = max_r(u_r / c_r) span + max_r tail_r
 
@@ -19,22 +20,22 @@ reduced once a unit. Weight gradients that the schedule puts off are played wher
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import AXES, MessageClass, Plan, step_bytes
+from terrace.plan import AXES, Layout, MessageClass, Plan, num_micro_batches
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
-from terrace.planner.pipelines import Pipeline, block_work, virtual_blocks
+from terrace.planner.pipelines import Pipeline, block_work, layers_of, parts_of
 from terrace.planner.space import shape_of
-from terrace.planner.stages import SERIAL
-from terrace.planner.task import KINDS, Choice, Task, Wire, num_micros, plan_of
-from terrace.program import Program, build, build_stages
+from terrace.planner.stages import SERIAL, pipeline
+from terrace.planner.task import KINDS, PIPELINE, Choice, Software, Task, Wire, num_micros, plan_of
+from terrace.program import Program, build
 from terrace.program.schedules import takes_unit
-from terrace.simulate import Costs
+from terrace.simulate import Costs, Prediction, Step, predict_step
 from terrace.simulate.cost import update_seconds
 from terrace.simulate.events import step_seconds
+from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import core_rounds
 
 BUBBLE = "wait pipeline"
@@ -43,13 +44,12 @@ TIE = f"wait {MessageClass.TIE.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What a choice costs a rank of its slowest stage; memory is that of the stage that needs most.
+class Cost:
+    """The cost of a plan on a rank of its busiest stage; memory is of the stage that needs most.
 
-    `time_s` sums to `step_s`. What is sent is `Evaluator.sent_bytes`'s to tell.
+    `time_s` sums to `step_s`.
     """
 
-    choice: Choice
     num_micros: int
     step_s: float
     time_s: Mapping[str, float]
@@ -60,6 +60,15 @@ class Estimate:
         """Memory of a device that the plan needs."""
         return sum(self.memory_bytes.values())
 
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Cost):
+    """The cost of a choice. Only `Evaluator.played` knows bytes and the split of blocks."""
+
+    choice: Choice
+    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
+    stages: tuple[int, ...] = ()  # blocks of every virtual stage
+
     @property
     def simplicity(self) -> tuple[int, int, int, Choice]:
         """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
@@ -69,7 +78,7 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class _Played:
-    """A stage's step as a straight line: seconds of `num_units` units, and what each further unit adds."""
+    """A stage's step as a straight line: seconds of `num_units` units, and of each further unit."""
 
     time_s: Mapping[str, float]
     further_s: Mapping[str, float]
@@ -80,10 +89,23 @@ class _Played:
         return math.fsum(self.further_s.values())
 
     def report(self, num_units: int) -> dict[str, float]:
-        """Return the seconds by category of a step of so many units."""
+        """Seconds by category of a step of `num_units` units."""
         more = num_units - self.num_units
         time_s = {name: self.time_s.get(name, 0.0) + more * add for name, add in self.further_s.items()}
         return {name: value for name, value in time_s.items() if value > 0}
+
+
+def step_of(task: Task, plan: Plan) -> Step:
+    """A step of a task under a plan, to be predicted; raises `PlanError` for a batch that does not divide."""
+    cluster = task.cluster
+    return Step(
+        cluster=cluster,
+        plan=plan,
+        blocks=task.blocks,
+        num_micros=num_micro_batches(plan, Layout.of(cluster, plan), task.batch),
+        sequence=task.sequence,
+        work=work_of(cluster, plan, task.model, task.sequence),
+    )
 
 
 class Evaluator:
@@ -94,7 +116,7 @@ class Evaluator:
         self._played: dict[tuple[object, ...], _Played] = {}
 
     def evaluate(self, choice: Choice) -> Estimate:
-        """Return what the choice costs; raises `PlanError` when it breaks a rule of plans or of its schedule."""
+        """The cost of a choice for ranking; raises `PlanError` when it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, choice)
         if choice.schedule != SERIAL:
             return self._pipelined(choice, micros)
@@ -102,25 +124,39 @@ class Evaluator:
         time_s = self._stage(part, choice, micros).report(micros // choice.unit)
         return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
 
-    def sent_bytes(self, choice: Choice) -> dict[tuple[str, str], int]:
-        """Return what a rank sends in a step, by (message, tier); of a pipeline, on the stage that sends most."""
-        micros, part = num_micros(self.task, choice), self._whole()
-        if choice.schedule != SERIAL:
-            return self._stage_bytes(choice, micros)
-        program, _ = self.program(part, choice, 1)
-        sent = step_bytes(program.cluster, program.plan, program.blocks, micros, program.sequence)
-        return {(message.value, tier): count for (message, tier), count in sent.items()}
+    def played(self, choice: Choice) -> Estimate:
+        """The cost of a choice by the programs of its stages, for everything that is shown. Raises as `evaluate` does.
 
-    def _stage_bytes(self, choice: Choice, micros: int) -> dict[tuple[str, str], int]:
-        """Return what a rank sends on the stage that sends most: the bytes of the plan's own programs."""
+        Seconds are those of the busiest stage, bytes of the one that sends most, memory of the one that needs most. The
+        runtime of another software has no programs here: its estimate is `evaluate`'s.
+        """
         task = self.task
-        plan = replace(plan_of(task, choice), stages=self.shares(choice))
-        sent = [
-            step_bytes(task.cluster, plan, program.blocks, micros, task.sequence, program.stage)
-            for program in build_stages(task.cluster, plan, task.blocks, micros, task.sequence)
-        ]
-        most = max(sent, key=lambda table: sum(table.values()))
-        return {(message.value, tier): count for (message, tier), count in most.items()}
+        if replace(task.software, sequence_parallel=True) != Software():
+            return self.evaluate(choice)
+        predicted = predict_step(step_of(task, plan_of(task, choice)))
+        sent = max((report.sent_bytes for report in predicted.reports), key=lambda each: sum(each.values()))
+        return replace(
+            self._estimate(choice, predicted.reports[predicted.busiest].time_s, self._memory(choice, predicted)),
+            step_s=predicted.step_s,
+            sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
+            stages=predicted.step.plan.stages,
+        )
+
+    def _memory(self, choice: Choice, predicted: Prediction) -> Mapping[str, int]:
+        """Bytes by category on the stage that needs most, with the blocks that its programs have."""
+        micros = num_micros(self.task, choice)
+        if choice.schedule == SERIAL:
+            return self.estimator.memory_bytes(choice, self._whole(), (choice.unit,), micros)
+        orders, waiting = pipeline(
+            choice.schedule,
+            choice.degree(PIPELINE),
+            choice.chunks,
+            micros,
+            choice.unit if takes_unit(choice.schedule) else 1,
+        )
+        parts = parts_of(layers_of(predicted.step.plan.stages), orders.placement)
+        memories = (self.estimator.memory_bytes(choice, *each, micros) for each in zip(parts, waiting, strict=True))
+        return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:
         return Part(True, (self.task.model.num_layers,), True)
@@ -130,19 +166,6 @@ class Evaluator:
         key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
-
-    def shares(self, choice: Choice) -> tuple[int, ...]:
-        """Return the number of blocks of every virtual stage of a choice with a pipeline, in model order."""
-        pipeline = self.stages(choice)[0]
-        return virtual_blocks(pipeline.parts, pipeline.orders.placement)
-
-    def check_shares(self, choice: Choice, plan: Plan) -> None:
-        """Raise `PlanError` for a plan that shares blocks among its stages in another way than the evaluation does."""
-        if plan.stages and plan.stages != (shares := self.shares(choice)):
-            raise PlanError(
-                f"stages = {list(plan.stages)}: plans are priced with the shares that are even in time here, "
-                f"{list(shares)}; leave it out (terrace explain prices any)"
-            )
 
     def _pipelined(self, choice: Choice, micros: int) -> Estimate:
         pipeline, played = self.stages(choice)
@@ -157,7 +180,7 @@ class Evaluator:
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
 
     def lines(self, choice: Choice) -> list[dict[str, float]]:
-        """Return the seconds by category of every stage's step by itself."""
+        """The seconds by category of every stage's step by itself."""
         pipeline, played = self.stages(choice)
         units = num_micros(self.task, choice) // choice.unit
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
@@ -187,7 +210,7 @@ class Evaluator:
         )
 
     def _stage(self, part: Part, choice: Choice, micros: int) -> _Played:
-        """Return a stage's step; a step without a pipeline that is short enough is played as it is."""
+        """A stage's step; a step without a pipeline that is short enough is played as it is."""
         units = micros // choice.unit
         lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
         whole_chunks = takes_unit(choice.schedule)
@@ -203,10 +226,10 @@ class Evaluator:
         return _Played(steps[0], further, lengths[0])
 
     def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
-        """Return the program of a stage for a step of `micros` micro-batches, and its costs.
+        """The program of a stage for a step of `micros` micro-batches, and its costs.
 
-        Without a pipeline it is the very program of the plan. With one that of the data ranks alone, where what tensor
-        and context ranks send is part of computing.
+        Without a pipeline it is the program of the plan. With one it is the program of the data ranks alone, where
+        messages of tensor and context ranks are part of computing.
         """
         estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
         if choice.schedule == SERIAL and shape.tensor * shape.context > 1:
@@ -263,5 +286,5 @@ class Evaluator:
 
 
 def _data_wire(task: Task) -> Wire:
-    """Return the formats of the messages between data ranks."""
+    """The formats of the messages between data ranks."""
     return {message: row for message, row in task.wire.items() if message != MessageClass.TENSOR.value}

@@ -1,43 +1,40 @@
 """Why this plan, and why not another: verdicts on the presets and on the neighbours of a choice.
 
-A verdict is a predicted step, or what stands against the plan: the rule it breaks, or the memory it lacks.
+A verdict is a predicted step, or an objection: the rule that the plan breaks, or the memory it lacks.
 """
 
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ClusterError, PlanError
 from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, preset, validate
-from terrace.planner.bound import Bounds
-from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.evaluate import Cost, Estimate, Evaluator
 from terrace.planner.pins import Pins
-from terrace.planner.search import attempt, find
+from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, shape_of, units
-from terrace.planner.stages import SERIAL, traits
-from terrace.planner.task import PIPELINE, Choice, Placement, Task, num_micros, plan_of, schedule_text
+from terrace.planner.stages import SERIAL
+from terrace.planner.task import Choice, Placement, Task, num_micros
 from terrace.program.schedules import takes_unit
-from terrace.simulate.changes import Change, cluster_changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a plan or a change of one costs, or why it is not possible. `what` names it."""
+    """The cost of a plan or a change, named by `what`, or the reason why it is not possible."""
 
     what: str
     estimate: Estimate | None = None  # also of a plan that does not fit
     reason: str = ""  # empty for a plan that fits
-    note: str = ""  # what the seconds do not show
+    note: str = ""  # effects beside the seconds
 
 
 def placement_of(task: Task, plan: Plan) -> Placement:
-    """Return where a plan places its states; raises `ClusterError` for an unknown tier."""
+    """The tier index of each state of a plan; raises `ClusterError` for an unknown tier."""
     layout = Layout.of(task.cluster, plan)
     backward = -1 if plan.params_backward is None else layout.params_backward
     return Placement(layout.params, layout.grads, layout.optimizer, backward)
 
 
 def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
-    """Return a verdict on every preset, with the micro-batch, unit and recomputation that suit it best.
+    """A verdict on every preset, with the micro-batch, unit and recomputation that suit it best.
 
     Pins on these numbers hold; the placements and wire formats are the preset's own.
     """
@@ -67,8 +64,8 @@ def _rounded(plan: Plan) -> str:
     return f"rounds {' and '.join(formats)}" if formats else ""
 
 
-def lack(task: Task, estimate: Estimate) -> str:
-    """Return what memory a plan lacks, and what takes most of it."""
+def lack(task: Task, estimate: Cost) -> str:
+    """The memory that a plan lacks and its largest categories, in words."""
     capacity = task.cluster.device.memory_bytes
     largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
@@ -77,16 +74,16 @@ def lack(task: Task, estimate: Estimate) -> str:
 
 
 def size_words(num_bytes: float) -> str:
-    """Return a number of bytes in GB, or in TB where GB would take four digits."""
+    """A number of bytes in GB, or in TB where GB would take four digits."""
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 999.5e9 else f"{num_bytes / 1e12:.3g} TB"
 
 
 def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]:
-    """Return a verdict on every plan one step away from a choice: each says why its value was not taken."""
+    """A verdict on every plan one step away from a choice: each says why its value was not taken."""
     found = []
     for what, other in _neighbours(space, choice):
         try:
-            estimate = evaluator.evaluate(other)
+            estimate = evaluator.played(other)
         except PlanError as error:
             found.append(Verdict(what=what, reason=str(error)))
             continue
@@ -97,7 +94,7 @@ def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]
 
 def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
     task, shape = space.task, shape_of(choice.rows)
-    free = Space(task=task, axes=space.axes)  # also what the pins rule out is worth a verdict
+    free = Space(task=task, axes=space.axes)  # values that the pins rule out deserve a verdict, too
     tiers = ["device", *(tier.name for tier in task.cluster.tiers)]
     found = []
     for placement in placements(free, shape):
@@ -125,58 +122,3 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
     for unit in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         found.append((f"unit = {unit}", choice._replace(unit=unit)))
     return found
-
-
-def choice_changes(evaluator: Evaluator, choice: Choice) -> list[Change]:
-    """Return the changes of one thing, of the plan or of the cluster, that fit the device, the shortest step first.
-
-    Of the plan: a placement, the micro-batch, recomputation, the unit, the schedule of a pipeline and its chunks.
-    """
-    task, plan = evaluator.task, plan_of(evaluator.task, choice)
-    own_bytes = evaluator.evaluate(choice).needed_bytes
-    found = []
-    verdicts = [*reasons(Space(task=task), evaluator, choice), *_schedules(evaluator, choice)]
-    for verdict in verdicts:
-        if verdict.estimate is not None and not verdict.reason:
-            needed = verdict.estimate.needed_bytes
-            note = f"memory {size_words(needed)}" if abs(needed / own_bytes - 1) > 0.02 else ""
-            other = plan_of(task, verdict.estimate.choice)
-            found.append(
-                Change(
-                    words=verdict.what,
-                    kind="plan",
-                    note=note,
-                    cluster=task.cluster,
-                    plan=other,
-                    step_s=verdict.estimate.step_s,
-                )
-            )
-    crossed = [tier for tier, here in enumerate(task.cluster.tiers) if here.size > 1]
-    for change in cluster_changes(task.cluster, plan, crossed):
-        faster = Evaluator(Bounds(Estimator(replace(task, cluster=change.cluster))))
-        found.append(replace(change, step_s=faster.evaluate(choice).step_s))
-    return sorted(found, key=lambda change: change.step_s)
-
-
-def _schedules(evaluator: Evaluator, choice: Choice) -> list[Verdict]:
-    if choice.schedule == SERIAL:
-        return []
-    found = []
-    for name, trait in traits().items():
-        for chunks in trait.chunks:
-            if (name, chunks) != (choice.schedule, choice.chunks):
-                unit = _unit(evaluator.task, choice) if takes_unit(name) else 1
-                estimate = attempt(evaluator, choice._replace(schedule=name, chunks=chunks, unit=unit))
-                if estimate is not None:
-                    fits = estimate.needed_bytes <= evaluator.task.cluster.device.memory_bytes
-                    reason = "" if fits else lack(evaluator.task, estimate)
-                    words = f'schedule = "{schedule_text(name, chunks)}"'
-                    found.append(Verdict(what=words, estimate=estimate, reason=reason))
-    return found
-
-
-def _unit(task: Task, choice: Choice) -> int:
-    """Return the unit of another schedule: the choice's, or the shortest that keeps all its stages busy."""
-    options = passing_units(Space(task=task), num_micros(task, choice))
-    enough = [unit for unit in options if unit >= choice.degree(PIPELINE)]
-    return choice.unit if choice.unit > 1 else min(enough, default=options[-1])

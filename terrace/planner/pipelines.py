@@ -1,4 +1,4 @@
-"""A pipeline of one task: which stage holds what, in which order it works, and how long its tasks take alone."""
+"""A pipeline in a search: blocks and order of every stage, and the seconds of its tasks. For ranking alone."""
 
 import math
 from collections import Counter
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from terrace.planner.estimate import Estimator, Part
 from terrace.planner.space import Rows, Shape
-from terrace.planner.stages import Waiting, pipeline, share_layers
+from terrace.planner.stages import pipeline, share_layers
 from terrace.planner.task import EMBEDDING, HEAD, LAYER
-from terrace.program.schedules import Kind, Orders, Placement, TaskSeconds
+from terrace.program.schedules import Kind, Orders, Placement, TaskSeconds, Waiting
 from terrace.simulate.timeline import Timeline, play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The orders, what every stage holds, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
+    """The orders, the blocks of every stage, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
 
     `waiting[stage][chunk]` are the micro-batches that wait when most do. A message on its way slows computing by the
     share `slowed` of its time. With `blocking_sends` a task that hands its result to another stage is longer by the
@@ -43,7 +43,7 @@ class Pipeline:
     slowed: float = 0.0
 
     def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
-        """Return the seconds of every task, those of stage r longer by the factor `stretch[r]`."""
+        """Seconds of every task, of stage r longer by the factor `stretch[r]`."""
         found: list[Work] = [(0.0, 0.0, 0.0)] * self.orders.num_virtual
         for row, works, factor in zip(self.orders.placement, self.works, stretch, strict=True):
             for virtual, (forward_s, backward_s, weight_s) in zip(row, works, strict=True):
@@ -67,23 +67,23 @@ class Pipeline:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The orders played, when all tasks take what they compute."""
+        """The orders played with the seconds of computing alone."""
         return play(self.orders, self.seconds([1.0] * self.orders.num_stages))
 
     @cached_property
     def span_s(self) -> float:
-        """Seconds from the first task to the end of the last, when all tasks take what they compute."""
+        """Seconds from the first task to the end of the last, computing alone."""
         return self.timeline.makespan_s
 
     @cached_property
     def critical(self) -> Chain:
-        """What the critical path is made of."""
+        """The tasks and messages of the critical path."""
         path, placement = self.timeline.critical_path(), self.orders.placement
         tasks = Counter((step.task.kind, placement[step.stage][step.task.chunk]) for step in path)
         return Chain(tuple(tasks.items()), sum(one.stage != two.stage for one, two in pairwise(path)))
 
     def along_s(self, chain: Chain) -> float:
-        """Return the seconds of a chain that leads through these orders."""
+        """The seconds of a chain that leads through these orders."""
         seconds = self.seconds([1.0] * self.orders.num_stages)
         tasks_s = math.fsum(times * seconds.of(kind)[virtual] for (kind, virtual), times in chain.tasks)
         return tasks_s + (chain.num_messages * seconds.edge_s[0] if seconds.edge_s else 0.0)
@@ -95,7 +95,7 @@ class Pipeline:
 
     @cached_property
     def neediest(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
-        """The stages, with what waits in them, among which one needs most memory: the ends, and of others the most."""
+        """Stages with the micro-batches in flight, one of which needs most memory: the ends, the fullest between."""
         between: dict[int, tuple[int, Part, tuple[int, ...]]] = {}
         found = []
         for part, waiting in zip(self.parts, self.waiting, strict=True):
@@ -142,32 +142,28 @@ def build_pipeline(
 
 
 def parts_of(counts: Sequence[int], placement: Placement) -> tuple[Part, ...]:
-    """Return what every stage holds, of virtual stages with so many layers."""
+    """The blocks of every stage, from the layers of every virtual stage."""
     last = len(counts) - 1
     return tuple(Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in placement)
 
 
-def virtual_blocks(parts: Sequence[Part], placement: Placement) -> tuple[int, ...]:
-    """Return the number of blocks of every virtual stage, in model order: the way back from `parts_of`."""
-    counts: dict[int, int] = {}
-    for row, part in zip(placement, parts, strict=True):
-        counts |= dict(zip(row, part.layers, strict=True))
-    counts[0] += 1  # the embedding
-    counts[len(counts) - 1] += 1  # the head
-    return tuple(counts[virtual] for virtual in range(len(counts)))
+def layers_of(stages: Sequence[int]) -> tuple[int, ...]:
+    """Layers of every virtual stage, of its number of blocks: the first also has the embedding, the last the head."""
+    last = len(stages) - 1
+    return tuple(blocks - (virtual == 0) - (virtual == last) for virtual, blocks in enumerate(stages))
 
 
 def block_work(
     estimator: Estimator, kind: int, forms: Sequence[Rows], micro_batch: int, recompute: int, accumulate: bool
 ) -> Work:
-    """Return what a block does of a micro-batch, of several forms at least; only layers are recomputed."""
+    """Seconds of a block on a micro-batch, the least of several forms; only layers are recomputed."""
     block = estimator.least_block(kind, forms, micro_batch, accumulate)
     again_s = block.again_s if recompute and kind == LAYER else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s
 
 
 def head_layers(alone: Sequence[Work]) -> float:
-    """Return how many layers the head is worth."""
+    """How many layers the head is worth."""
     return (alone[HEAD][0] + alone[HEAD][1]) / (alone[LAYER][0] + alone[LAYER][1])
 
 

@@ -16,7 +16,7 @@ TIE = 1e-3
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Return estimates, best first."""
+    """Estimates, best first."""
     found = []
     for group in _groups(sorted(estimates, key=lambda each: each.step_s)):
         found += sorted(group, key=lambda each: each.simplicity)
@@ -24,8 +24,8 @@ def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 class Window(NamedTuple):
-    """What may still be among the `count` best: nothing slower than `end_s`, and of what is slower than `leader_s`
-    nothing that recomputes more than `worst` says, or as much with more memory.
+    """Limits of the `count` best: no estimate slower than `end_s`, and none slower than `leader_s`
+    that recomputes more than `worst` says, or as much with more memory.
     """
 
     leader_s: float = math.inf
@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
 
 def window(estimates: Sequence[Estimate], count: int) -> Window:
-    """Return the window of estimates in ascending order of time; it is open while there are fewer than `count`."""
+    """The window of estimates in ascending order of time; it is open while there are fewer than `count`."""
     left = count
     for group in _groups(estimates):
         if left <= len(group):

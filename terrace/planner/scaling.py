@@ -9,24 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from terrace.base.errors import TerraceError
-from terrace.plan import Plan, validate
-from terrace.planner.bound import Bounds
-from terrace.planner.chosen import choice_of
-from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.plan import Plan
+from terrace.planner.evaluate import Cost, step_of
 from terrace.planner.explain import lack
 from terrace.planner.task import Task
+from terrace.simulate import predict_step
+from terrace.simulate.advice import Job, fullest_stage
 
 Scaling = Literal["strong", "weak"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One size of the cluster: `task` is what it does there; without an estimate, `reason` says what is in the way."""
+    """One size of the cluster and its task; without an estimate, `reason` says why there is none."""
 
     num_outermost: int
     task: Task
-    estimate: Estimate | None = None
+    estimate: Cost | None = None
     reason: str = ""
 
     @property
@@ -40,31 +39,31 @@ class Point:
         return self.tokens_per_s / self.task.cluster.world_size
 
     def cost_per_million(self, price_per_hour: float) -> float:
-        """Return the price of a million tokens at a price per device and hour."""
+        """The price of a million tokens at a price per device and hour."""
         return price_per_hour / 3600 * 1e6 / self.per_device
 
 
 def sizes_up_to(largest: int) -> list[int]:
-    """Return 1, 2, 4 ... and the largest itself."""
+    """1, 2, 4 ... and the largest itself."""
     return sorted({*(1 << power for power in range(largest.bit_length())), largest})
 
 
 def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> list[Point]:
-    """Return a point for every size of the outermost tier; `task` is that of its own size.
-
-    Raises `PlanError` for a plan whose recomputation or prefetch the evaluation has no word for.
-    """
+    """A point for every size of the outermost tier; `task` is for its own size."""
     return [_point(task, plan, size, scaling) for size in sizes]
 
 
-def evaluate_plan(task: Task, plan: Plan) -> Estimate:
-    """Return what a plan costs on the cluster of a task; raises `PlanError` for one that cannot run there."""
-    validate(task.cluster, plan, task.blocks)
-    software = replace(task.software, sequence_parallel=plan.sequence_parallel)
-    own = replace(task, wire=plan.wire, compute=plan.compute, master=plan.master, software=software)
-    evaluator, choice = Evaluator(Bounds(Estimator(own))), choice_of(own, plan)
-    evaluator.check_shares(choice, plan)
-    return evaluator.evaluate(choice)
+def evaluate_plan(task: Task, plan: Plan) -> Cost:
+    """The cost of a plan on the cluster of a task; raises `PlanError` for one that cannot run there."""
+    predicted = predict_step(step_of(task, plan))
+    job = Job(cluster=task.cluster, plan=predicted.step.plan, num_micros=predicted.step.num_micros)
+    _, memory = fullest_stage(job, task.model, task.sequence)
+    return Cost(
+        num_micros=predicted.step.num_micros,
+        step_s=predicted.step_s,
+        time_s=predicted.reports[predicted.busiest].time_s,
+        memory_bytes=memory,
+    )
 
 
 def _point(task: Task, plan: Plan, size: int, scaling: Scaling) -> Point:

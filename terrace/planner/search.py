@@ -19,7 +19,7 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 
@@ -300,11 +300,15 @@ def runs_today(task: Task, choice: Choice) -> str | None:
 
 
 def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluator]:
-    """Search a space on the memory of its cluster's device; the evaluator can say more about what was found."""
+    """Search a space on the memory of its cluster's device; the evaluator can say more about what was found.
+
+    The best are played as programs and ordered by that. `Search` knows them by the orders of their schedules.
+    """
     evaluator = Evaluator(Bounds(Estimator(space.task)))
     with _no_collection():
         found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
-    return found, evaluator
+        best = ranked(evaluator.played(each.choice) for each in found.best)
+    return replace(found, best=tuple(best)), evaluator
 
 
 @contextmanager

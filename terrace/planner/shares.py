@@ -1,4 +1,4 @@
-"""What of a pipeline's layers its bounds count: those of its lightest virtual stage, of its last and of its busiest."""
+"""Layers that bounds of a pipeline count: of its lightest virtual stage, of its last and of its busiest."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +12,7 @@ Counts = tuple[int, int, int]  # embeddings, layers and heads
 class Shares(NamedTuple):
     """Layers of the lightest virtual stage and of the last, and of looped stages: of the busiest and of the last.
 
-    `heavy` is what the stage with most layers holds, where the placement of the schedule tells.
+    `heavy` counts the blocks of the stage with most layers, where the placement of the schedule tells.
     """
 
     least: int
@@ -26,14 +26,14 @@ class Shares(NamedTuple):
 def shares_of(
     num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool, is_folded: bool
 ) -> Shares:
-    """Return the shares of so many layers on so many stages."""
+    """The shares of `num_layers` on `num_stages`."""
     counts = share_layers(num_layers, num_stages * chunks, head_layers)
     return _shared(counts, num_stages, is_looped, is_folded)
 
 
 @lru_cache(maxsize=65536)
 def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded: bool) -> Shares:
-    """Return the shares of a count of layers by virtual stage; of other placements than these two, little is said."""
+    """The shares of a count of layers by virtual stage; of other placements than these two, little is said."""
     if not is_looped and not is_folded:
         return Shares(min(counts), counts[-1], 0, 0, None)
     if is_looped:
@@ -45,6 +45,6 @@ def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded
 
 
 def heaviest(stages: Sequence[tuple[int, int, int]]) -> Counts:
-    """Return what the stage with most layers holds, of stages with (layers, embeddings, heads)."""
+    """The stage with most layers, of stages with (layers, embeddings, heads)."""
     layers, embeddings, heads = max(stages)
     return embeddings, layers, heads

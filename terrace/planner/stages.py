@@ -1,4 +1,4 @@
-"""How the blocks of a model are shared among pipeline stages, and what every stage then does of a micro-batch.
+"""Shares of layers and orders of schedules, as a search ranks pipelines.
 
 Layers are shared so that the slowest virtual stage is as fast as it can be: the last one also has the head, so it
 gets fewer layers where the head is heavy. Layers need not divide evenly; the extra ones lie far back in the
@@ -9,7 +9,18 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules import Kind, Orders, Placement, looped, orders_for, schedule_names, takes_unit, v_shaped
+from terrace.program.schedules import (
+    Kind,
+    Orders,
+    Placement,
+    Waiting,
+    looped,
+    most_waiting,
+    orders_for,
+    schedule_names,
+    takes_unit,
+    v_shaped,
+)
 
 SERIAL = "serial"  # the name of having no pipeline
 SIMPLEST = "1f1b"
@@ -19,7 +30,7 @@ MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one
 
 @lru_cache(maxsize=65536)
 def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple[int, ...]:
-    """Return how many layers every virtual stage has, at least one each.
+    """How many layers every virtual stage has, at least one each.
 
     `head_layers` tells how many layers the head is worth. Raises `PlanError` when there are too few layers.
     """
@@ -47,7 +58,7 @@ ONLY_PINNED = ("gpipe", "zeropp")
 
 
 class Trait(NamedTuple):
-    """What a schedule takes and does: chunk numbers it accepts, whether it splits the backward, and how it places."""
+    """Traits of a schedule: chunk numbers it accepts, whether it splits the backward, and how it places."""
 
     chunks: tuple[int, ...]
     split: bool
@@ -57,7 +68,7 @@ class Trait(NamedTuple):
 
 @lru_cache(maxsize=1)
 def traits() -> dict[str, Trait]:
-    """Return the traits of every registered schedule, found by asking it for small orders."""
+    """The traits of every registered schedule, found by asking it for small orders."""
     found = {}
     for name in schedule_names():
         accepted: list[Orders] = []
@@ -68,7 +79,7 @@ def traits() -> dict[str, Trait]:
             except PlanError:
                 continue
         if accepted:
-            # With one chunk, what takes several is 1F1B or GPipe under another name.
+            # With one chunk, a schedule that takes several is 1F1B or GPipe under another name.
             split = any(task.kind is Kind.BACKWARD_INPUT for row in accepted[0].tasks for task in row)
             all_chunks = tuple(orders.num_chunks for orders in accepted)
             is_looped = all(orders.placement == looped(2, orders.num_chunks) for orders in accepted)
@@ -78,12 +89,9 @@ def traits() -> dict[str, Trait]:
     return found
 
 
-Waiting = tuple[tuple[int, ...], ...]
-
-
 @lru_cache(maxsize=256)
 def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Orders, Waiting]:
-    """Return the orders of a schedule, and of every stage what waits in each of its chunks when most do.
+    """The orders of a schedule, and the micro-batches in flight by stage and chunk when most are.
 
     Raises `PlanError` for numbers that the schedule cannot honour, and for more passes than are searched.
     """
@@ -99,25 +107,6 @@ def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, u
 
 @lru_cache(maxsize=65536)
 def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Placement, Waiting]:
-    """Return of `pipeline` what stays small: the placement and what waits, so that many can be remembered."""
+    """The placement and the micro-batches in flight of `pipeline`: small, so that many can be remembered."""
     orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros, unit)
     return orders.placement, waiting
-
-
-def most_waiting(orders: Orders) -> Waiting:
-    """Return, of every stage, the micro-batches that wait in each of its chunks when most do."""
-    found = []
-    forward, backward_input = int(Kind.FORWARD), int(Kind.BACKWARD_INPUT)
-    for tasks in orders.tasks:
-        now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
-        for kind, chunk, _ in tasks:
-            if kind == forward:
-                now[chunk] += 1
-                total += 1
-                if total > peak:
-                    most, peak = tuple(now), total
-            elif kind != backward_input:
-                now[chunk] -= 1
-                total -= 1
-        found.append(most)
-    return tuple(found)

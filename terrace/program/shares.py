@@ -1,13 +1,14 @@
-"""How the blocks of a model are shared among virtual stages, where the plan does not say it.
+"""The search for the best split of blocks into virtual stages, and the FLOPs of blocks whose kernels nobody knows.
 
-By modelled time: what a block costs is its products, counted per token and forward,
+Costs are the seconds of a block's passes where a model is known (terrace.simulate.step). Blocks that only declare
+parameters are weighed by products per token and forward:
 
-    the elements of its matrices, those that it borrows included, and S H for causal attention over S tokens
+    the elements of a block's matrices, borrowed ones included, and S H for causal attention over S tokens
 
-(2 FLOPs an element, and 4 S H / 2 of scores and values). A table that is looked up costs nothing. The slowest virtual
+(2 FLOPs an element, and 4 S H / 2 of scores and values). A looked-up table costs nothing. The slowest virtual
 stage is as fast as it can be while every one keeps within its part of a device's memory with its model state; among the
-ways to reach that, the sum of squares decides, so that the rest is even. Where nothing fits memory is left to the check
-of the program, which says what lacks.
+ways to reach that, the sum of squares decides, so that the rest is even. Where nothing fits, the check of the program
+says how much memory is lacking.
 """
 
 import math
@@ -28,18 +29,18 @@ class Cost(NamedTuple):
 
 
 def block_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[Cost]:
-    """Return the cost of every block."""
+    """The cost of every block."""
     hidden = hidden_size(blocks)
     return [_cost(blocks, index, sequence * hidden) for index in range(len(blocks))]
 
 
 def virtual_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[int]:
-    """Return what every block weighs when they are shared."""
+    """The weight of every block when blocks are shared."""
     return [sum(cost) for cost in block_costs(blocks, sequence)]
 
 
 def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room: float = math.inf) -> list[range]:
-    """Return `num_parts` neighbouring ranges of blocks, none empty, as even in cost as they can be.
+    """`num_parts` neighbouring ranges of blocks, none empty, as even in cost as they can be.
 
     None has more than `room` of `sizes` where that is possible. Quadratic in the number of blocks at worst, for each of
     some dozens of limits.
@@ -71,7 +72,7 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
 
 
 def _least_limit(starts: Sequence[int], held: Sequence[int], room: float, num_parts: int) -> int:
-    """Return the smallest cost of the largest part, over all ways to make `num_parts` that are not empty."""
+    """The smallest cost of the largest part, over all ways to make `num_parts` that are not empty."""
     low, high = max(stop - start for start, stop in pairwise(starts)), starts[-1]
     while low < high:
         middle = (low + high) // 2

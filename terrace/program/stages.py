@@ -26,7 +26,7 @@ def make_stages(
     sizes: Sequence[int] = (),
     memory_bytes: float = math.inf,
 ) -> tuple[Stage, ...]:
-    """Return the stages of a pipeline; `orders` stands in for those of the plan's schedule.
+    """The stages of a pipeline; `orders` replaces the orders of the plan's schedule.
 
     `sizes` is the bytes of model state of every block on a rank, of which a stage gets at most `memory_bytes` where the
     plan leaves the sharing open.
@@ -63,8 +63,8 @@ def plan_orders(
     sizes: Sequence[int] = (),
     memory_bytes: float = math.inf,
 ) -> Orders:
-    """Return the orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
-    name, number = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
+    """The orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
+    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
     if "num_chunks" in wanted:
@@ -88,7 +88,7 @@ def plan_orders(
 
 
 def parse_schedule(text: str) -> tuple[str, str | None]:
-    """Return (name, number or None) of a schedule such as "1f1b" or "interleaved:3"; raises `PlanError`."""
+    """Name and number, or None, of a schedule such as "1f1b" or "interleaved:3"; raises `PlanError`."""
     name, colon, number = text.partition(":")
     if name not in schedule_names():
         takes(name)  # raises, and says which name may be meant
@@ -157,7 +157,7 @@ def _limit(plan: Plan, number: str | None) -> float:
 def _cut(
     plan: Plan, blocks: Sequence[BlockSpec], virtual: int, sequence: int, sizes: Sequence[int], room: float
 ) -> list[range]:
-    """Return the blocks of every virtual stage: as the plan says, or shared by modelled time and memory."""
+    """The blocks of every virtual stage: as the plan says, or shared by modelled time and memory."""
     check_virtual(virtual, len(blocks))
     if not plan.stages:
         return share(virtual_costs(blocks, sequence), virtual, sizes, room)
@@ -171,7 +171,7 @@ def _cut(
 
 
 def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int) -> TaskSeconds:
-    """Return the seconds of every virtual stage's tasks, in a unit of its own; messages take none."""
+    """The seconds of every virtual stage's tasks, in a unit of its own; messages take none."""
     costs = block_costs(blocks, sequence)
     products = tuple(sum(costs[block].products for block in chunk) for chunk in chunks)
     scores = tuple(sum(costs[block].scores for block in chunk) for chunk in chunks)
@@ -184,7 +184,7 @@ def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int
 
 
 def _ties(blocks: Sequence[BlockSpec], runs_on: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """Return the stages (of the owner, of the copy) of every block that is borrowed on another stage."""
+    """The stages (of the owner, of the copy) of every block that is borrowed on another stage."""
     ties: dict[int, tuple[int, int]] = {}
     for index, block in enumerate(blocks):
         for lender in block.borrows:

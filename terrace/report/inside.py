@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def inside_table(program: Program) -> Table:
-    """Return the messages inside FORWARD and BACKWARD of one micro-batch, for each kind of block.
+    """The messages inside FORWARD and BACKWARD of one micro-batch, for each kind of block.
 
     Messages alike stand in one row: how many, what a rank sends for one and on which tier, how long one takes, and what
     is computed beside it. A program without a tensor axis has none.

@@ -7,11 +7,10 @@ that come from names (tiers, plans, blocks, clusters) are escaped, in the markup
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from terrace.cluster import Cluster
-from terrace.plan import MessageClass, Plan
+from terrace.plan import MessageClass
 from terrace.program import StepReport
 from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
-from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, sent_html, tools
+from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, tools
 from terrace.report.palette import MESSAGES, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, memory_columns, memory_svg, row_boxes, timeline_svg
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
@@ -29,18 +28,13 @@ def page_html(
     *,
     subtitle: str,
     advice: str,
-    whole: tuple[Cluster, Plan] | None = None,
-    sent: Mapping[tuple[str, str], int] | None = None,
-    note: str = "",
 ) -> str:
-    """Return the page of a recorded step.
+    """The page of a recorded step.
 
-    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice). Where the
-    program is that of the data ranks of a larger plan, `whole` is that plan with its cluster, `sent` what a rank sends
-    by (message, tier) on all axes, and `note` says so.
+    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice).
     """
     program, report = recording.program, recording.report
-    cluster, plan = whole or (program.cluster, program.plan)
+    cluster, plan = program.cluster, program.plan
     title = plan_title(cluster, plan)
     timelines, charts = _timelines(recording, path)
     has_activations = any(curve.varying_bytes["activations"])
@@ -49,9 +43,8 @@ def page_html(
     )
     sections = [
         f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>",
-        _figures(recording, curve, path, sum(report.sent_bytes.values()) if sent is None else sum(sent.values())),
+        _figures(recording, curve, path, sum(report.sent_bytes.values())),
         f"<div class=lead><p>{prose(critical_words(path))}</p><p>{prose(advice)}</p></div>",
-        f"<p class=quiet>{escape(note)}</p>" if note else "",
         "<h2>Tiers, axes and placements</h2>",
         html_table(*plan_rows(cluster, plan), left=("tier", "states placed here")),
         timelines,
@@ -61,7 +54,7 @@ def page_html(
         f"<figcaption>{_memory_caption(recording, curve, has_activations)}</figcaption></figure>",
         f"<div class=columns><div><h2>Where the time goes</h2>{_time_table(report)}</div>",
         "<div><h2>Bytes one rank sends, by tier</h2>",
-        f"{_bytes_table(recording) if sent is None else sent_html(sent, recording.program.layout.tiers)}</div></div>",
+        f"{_bytes_table(recording)}</div></div>",
         "<h2>What one change would do</h2>",
         changes_table(candidates, report.step_s),
         f'<p class="quiet foot">Predicted by playing the {len(program.instructions):,} instructions of a rank '
@@ -72,7 +65,7 @@ def page_html(
 
 
 def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict[str, object]]]:
-    """Return the whole step and, where not every span has a bar of its own, one unit close up; and their data."""
+    """The whole step and, where not every span has a bar of its own, one unit close up; and their data."""
     whole = (0.0, recording.report.step_s)
     bars, least_s = bars_by_lane(recording, whole)
     parts = [
@@ -97,7 +90,7 @@ def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict
 def _chart_data(
     recording: Recording, bars: Mapping[int, Sequence[Bar]], window: Window, zooms: bool
 ) -> dict[str, object]:
-    """What the script needs of a timeline: its window, and per row (top, height) and (start, end, words) of bars."""
+    """A timeline for the script: its window, and per row (top, height) and (start, end, words) of bars."""
     first_s, length_s = window[0], window[1] - window[0]
 
     def unit(moment_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Tables and pictures of what the planner found: plans side by side, verdicts, one plan's cost, scaling curves."""
+"""Tables and pictures of a search: plans side by side, verdicts, one plan's cost, scaling curves."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from terrace.report.tables import new_table, quantity, seconds
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
-    """Return plans side by side, best first."""
+    """Plans side by side, best first."""
     found = new_table(title)
     headings = ["", "step", "tokens/s", "MFU", "memory", "params", "grads", "optimizer", "micro-batch", "notes"]
     shared = any(_axes_words(task, each.choice) for each in estimates)
@@ -44,7 +44,7 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
 
 
 def plan_words(task: Task, choice: Choice) -> str:
-    """Return a choice in one line."""
+    """A choice in one line."""
     plan = plan_of(task, choice)
     states = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
     words = [_axes_words(task, choice), states, f"micro-batch {choice.micro_batch}", _notes(task, choice)]
@@ -52,7 +52,7 @@ def plan_words(task: Task, choice: Choice) -> str:
 
 
 def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
-    """Return what every preset or change costs beside the best plan, or what is in its way."""
+    """The cost of every preset or change next to the best plan, or the reason against it."""
     found = new_table(title)
     for heading in ("plan", "step", "against the best", "memory", "remark"):
         found.add_column(heading, justify="left" if heading in ("plan", "remark") else "right")
@@ -71,7 +71,7 @@ def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, titl
 
 
 def split_table(values: Mapping[str, float], title: str, unit: str, whole: float | None = None) -> Table:
-    """Return amounts by category with their share of the sum, or of `whole`: seconds ("s") or bytes ("B")."""
+    """Amounts by category with their share of the sum, or of `whole`: seconds ("s") or bytes ("B")."""
     found = new_table(title)
     for heading in ("category", "amount", "share"):
         found.add_column(heading, justify="left" if heading == "category" else "right")
@@ -84,7 +84,7 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
 
 
 def sent_table(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> Table:
-    """Return what one rank sends in a step: messages down, tiers across."""
+    """Bytes one rank sends in a step: messages down, tiers across."""
     found = new_table("bytes one rank sends in a step")
     found.add_column("message")
     for tier in tiers:
@@ -98,7 +98,7 @@ def sent_table(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> Tab
 
 
 def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
-    """Return a curve as a table; efficiency is tokens/s per device over that of the first size that runs."""
+    """A curve as a table; efficiency is tokens/s per device over that of the first size that runs."""
     found = new_table(title)
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
     headings += ["per million tokens"] if price is not None else []
@@ -124,7 +124,7 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
 
 
 def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
-    """Return a picture of efficiency over devices, one curve for each kind of scaling."""
+    """A picture of efficiency over devices, one curve for each kind of scaling."""
     lines = {}
     for name, points in curves.items():
         ran = [point for point in points if point.estimate]
@@ -135,7 +135,7 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
 
 
 def figures_words(task: Task, estimate: Estimate) -> str:
-    """Return the utilisations with their formulas, in two lines."""
+    """The utilisations with their formulas, in two lines."""
     return (
         f"MFU {percent(mfu(task, estimate))} = 3 x forward FLOPs of the batch / (step x devices x peak)\n"
         f"HFU {percent(hfu(task, estimate))} = the same with the forwards that are run again counted"
@@ -143,7 +143,7 @@ def figures_words(task: Task, estimate: Estimate) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share in percent."""
+    """A share in percent."""
     return f"{100 * share:.1f} %"
 
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as tables for the terminal: what each holds, costs and sends, and its tasks in order."""
+"""Tables of a pipeline's stages for the terminal: blocks, memory, bytes, seconds, tasks in order."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,17 +14,17 @@ from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 
 def others_s(report: StepReport) -> float:
-    """Return the seconds of a step in which a stage waits for its data and tensor ranks."""
+    """The seconds of a step in which a stage waits for its data and tensor ranks."""
     return report.step_s - computing_s(report) - idle_s(report)
 
 
 def computing_s(report: StepReport) -> float:
-    """Return the seconds of a step in which nothing is waited for."""
+    """The seconds of a step in which nothing is waited for."""
     return sum(spent for name, spent in report.time_s.items() if not name.startswith("wait "))
 
 
 def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
-    """Return the names of neighbouring blocks, numbered ones joined: embedding, layers.0-3."""
+    """The names of neighbouring blocks, numbered ones joined: embedding, layers.0-3."""
     runs: list[list[str]] = []
     for index in indexes:
         name = blocks[index].name
@@ -37,12 +37,12 @@ def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
 
 
 def num_params(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> int:
-    """Return how many parameters these blocks own."""
+    """How many parameters these blocks own."""
     return sum(blocks[index].num_trainable + blocks[index].num_frozen for index in indexes)
 
 
 def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Table:
-    """Return what every stage runs; `blocks` is the whole model, whatever a tensor rank holds of it."""
+    """The blocks of every stage; `blocks` is the whole model, not a tensor rank's slice of it."""
     table = new_table("stages: what each runs")
     num_chunks = len(programs[0].stage.chunks)
     table.add_column("stage", justify="right")
@@ -77,7 +77,7 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
 
 
 def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], capacity_bytes: float) -> Table:
-    """Return the model state of a rank of every stage by category, and the activations that it keeps at most."""
+    """The model state of a rank of every stage by category, and the activations that it keeps at most."""
     capacity = quantity(capacity_bytes, "B")
     table = new_table(f"model state and activations of one rank of each stage, at most (the device has {capacity})")
     names = [name for name in programs[0].state_bytes if any(program.state_bytes[name] for program in programs)]
@@ -91,7 +91,7 @@ def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], 
 
 
 def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
-    """Return what one rank of each stage sends in a step: message classes and tiers down, eight stages a table."""
+    """Bytes one rank of each stage sends in a step: message classes and tiers down, eight stages a table."""
     keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
     tables = []
     for first in range(0, len(sent), 8):
@@ -110,7 +110,7 @@ def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], t
 
 
 def stage_time_table(reports: Sequence[StepReport]) -> Table:
-    """Return the predicted seconds of a step of every stage, by what it does."""
+    """Predicted seconds of a step of every stage, by category."""
     table = new_table("seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)")
     names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
     headings = ["stage", *names, "update, norm", "wait pipeline", "wait tie, norm", "wait others", "step", "bubble"]
@@ -130,7 +130,7 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
 
 
 def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
-    """Return (predicted, measured) of one rank of each stage side by side."""
+    """(predicted, measured) of one rank of each stage side by side."""
     table = new_table("every stage, predicted / measured (mean)")
     for heading in ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal"):
         table.add_column(heading, justify="right")
@@ -151,13 +151,13 @@ def _step_s(report: StepReport) -> float:
 
 
 def _pair(predicted: str, measured: str) -> str:
-    """Return two quantities with their unit once, where it is the same."""
+    """Two quantities with their unit once, where it is the same."""
     (first, one), (_, other) = predicted.split(" "), measured.split(" ")
     return f"{first if one == other else predicted} / {measured}"
 
 
 def order_text(orders: Orders, width: int = 100) -> str:
-    """Return one line a stage, a column a task, in the cells of the CSV form; what does not fit is counted."""
+    """One line a stage, a column a task, in the cells of the CSV form; what does not fit is counted."""
     rows = [line.split(",") for line in to_csv(orders).splitlines()]
     names = [f"stage {stage}" for stage in range(len(rows))]
     indent, cell = max(map(len, names)), max(len(task) for row in rows for task in row)

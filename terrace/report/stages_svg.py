@@ -6,7 +6,7 @@ They share the time axis and the script of the other page (terrace.report.svg).
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from terrace.planner.staged import StagedStep
+from terrace.program import Op
 from terrace.program.schedules import Kind
 from terrace.report.bars import Bar, Piece, Window, join_bars
 from terrace.report.palette import colour_key
@@ -24,21 +24,27 @@ from terrace.report.svg import (
     time_axis,
 )
 from terrace.report.tables import quantity
+from terrace.simulate.curve import MemoryCurve
+from terrace.simulate.recorded import RecordedStep
+from terrace.simulate.recording import COMPUTE
+from terrace.simulate.step import WAITS_ON_STAGES
+from terrace.simulate.timeline_picture import task_spans
 
 MAX_BARS = 2000  # of all stages: a page with many stays below a megabyte
-CATEGORIES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.BACKWARD_INPUT: "backward"}
-CATEGORIES[Kind.BACKWARD_WEIGHT] = "weight"
+CATEGORIES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward"}
+CATEGORIES[Op.BACKWARD_WEIGHT] = "weight"
+_OPS = {kind: Op[kind.name] for kind in Kind}
 _GAP, _TOP = 8, 4
 _CLOSE = 32  # tasks of a stage in a close-up
 
 
 def stage_boxes(num_stages: int) -> list[tuple[int, int]]:
-    """Return (top, height) of the rows of the timeline: lower where there are many."""
+    """(top, height) of the rows of the timeline: lower where there are many."""
     return _boxes(num_stages, 26 if num_stages <= 16 else 16 if num_stages <= 40 else 12)
 
 
 def memory_boxes(num_stages: int) -> list[tuple[int, int]]:
-    """Return (top, height) of the rows of memory."""
+    """(top, height) of the rows of memory."""
     return _boxes(num_stages, 44 if num_stages <= 8 else 26 if num_stages <= 24 else 14)
 
 
@@ -46,46 +52,61 @@ def _boxes(num_stages: int, height: int) -> list[tuple[int, int]]:
     return [(_TOP + stage * (height + _GAP), height) for stage in range(num_stages)]
 
 
-def stage_bars(step: StagedStep, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
-    """Return the bars of every stage, its tail included, and below how many seconds tasks are joined.
+def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
+    """The bars of every stage, its tail included, and below how many seconds tasks are joined.
 
     Bars are cut at the ends of the window, which is the whole step if it is left out.
     """
-    first_s, last_s = window or (0.0, step.step_s)
-    orders, span_s = step.timeline.orders, step.stretch * step.pipeline.span_s
+    first_s, last_s = window or (0.0, recorded.end_s)
     rows: dict[int, list[Piece]] = {}
-    for stage, tasks in enumerate(orders.tasks):
-        times = zip(tasks, step.timeline.starts_s[stage], step.timeline.ends_s[stage], strict=True)
+    named: dict[int, list[str]] = {}
+    for stage, program in enumerate(recorded.whole.programs):
+        spans = task_spans(program.stage, recorded.passes[stage])
         pieces = [
-            Piece(step.stretch * start_s, step.stretch * end_s, CATEGORIES[task.kind], position)
-            for position, (task, start_s, end_s) in enumerate(times)
+            Piece(span.start_s, span.end_s, CATEGORIES[_OPS[span.task.kind]], number)
+            for number, span in enumerate(spans)
         ]
-        now_s = span_s
-        for number, (name, seconds) in enumerate(step.stages[stage].tail):
-            pieces.append(Piece(now_s, now_s + seconds, name.removeprefix("wait "), len(tasks) + number))
-            now_s += seconds
+        tail = tail_of(recorded, stage)
+        named[stage] = [*(str(span.task) for span in spans), *(piece.category for piece in tail)]
+        pieces += [piece._replace(key=len(spans) + number) for number, piece in enumerate(tail)]
         cut = (each._replace(start_s=max(first_s, each.start_s), end_s=min(last_s, each.end_s)) for each in pieces)
         rows[stage] = [each for each in cut if each.end_s > each.start_s]
 
     def words(stage: int, key: int) -> str:
-        tasks, tail = orders.tasks[stage], step.stages[stage].tail
-        return f"stage {stage}: {tasks[key] if key < len(tasks) else tail[key - len(tasks)][0]}"
+        return f"stage {stage}: {named[stage][key]}"
 
     return join_bars(rows, last_s - first_s, words, MAX_BARS)
 
 
-def close_up(step: StagedStep) -> Window:
-    """Return a window in the middle of the orders in which tasks are wide enough to be told apart."""
-    span_s, num_tasks = step.stretch * step.pipeline.span_s, max(map(len, step.timeline.orders.tasks))
+def tail_of(recorded: RecordedStep, stage: int) -> list[Piece]:
+    """The computing and the waits for data ranks that follow the last pass of a stage; the key is the span's."""
+    recording = recorded.recordings[stage]
+    last_s = recorded.passes[stage][-1].end_s - recording.begin_s
+    found = []
+    for number, span in recording.visible():
+        if span.lane == COMPUTE and span.end_s > last_s + 1e-12 and span.category not in WAITS_ON_STAGES:
+            start_s = max(span.start_s, last_s)
+            category = span.category.removeprefix("wait ")
+            found.append(Piece(recording.begin_s + start_s, recording.begin_s + span.end_s, category, number))
+    return found
+
+
+def close_up(recorded: RecordedStep) -> Window:
+    """A window in the middle of the passes in which tasks are wide enough to be told apart."""
+    first_s = min(passes[0].start_s for passes in recorded.passes)
+    last_s = max(passes[-1].end_s for passes in recorded.passes)
+    stages = (program.stage for program in recorded.whole.programs)
+    num_tasks = max(sum(len(group.micros) for group in stage.groups) for stage in stages)
+    middle_s, span_s = (first_s + last_s) / 2, last_s - first_s
     half_s = min(span_s / 2, _CLOSE * span_s / num_tasks / 2)
-    return span_s / 2 - half_s, span_s / 2 + half_s
+    return middle_s - half_s, middle_s + half_s
 
 
-def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]], window: Window | None = None) -> str:
-    """Return the timeline of all stages; tasks on the critical path are underlined."""
-    first_s, last_s = window or (0.0, step.step_s)
+def stages_svg(recorded: RecordedStep, bars: Mapping[int, Sequence[Bar]], window: Window | None = None) -> str:
+    """The timeline of all stages; tasks on the critical path are underlined."""
+    first_s, last_s = window or (0.0, recorded.end_s)
     length_s = last_s - first_s
-    boxes = stage_boxes(len(step.stages))
+    boxes = stage_boxes(len(recorded.recordings))
     height = boxes[-1][0] + boxes[-1][1] + _GAP + AXIS
     parts = [open_chart(height, "Timeline: a row for every pipeline stage")]
     for stage, (top, size) in enumerate(boxes):
@@ -104,7 +125,7 @@ def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]], window: Wind
         for (key, wide), outline in outlines.items():
             kind = ' class="wide"' if wide else ""
             parts.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(outline)}"/>')
-    for stage, start_s, end_s in _critical(step):
+    for stage, start_s, end_s in _critical(recorded):
         start, end = max(0.0, (start_s - first_s) / length_s), min(1.0, (end_s - first_s) / length_s)
         if end > start:
             below = boxes[stage][0] + boxes[stage][1] + 2
@@ -112,44 +133,53 @@ def stages_svg(step: StagedStep, bars: Mapping[int, Sequence[Bar]], window: Wind
     return "".join([*parts, "</svg>", time_axis((first_s, last_s), height), "</svg>"])
 
 
-def _critical(step: StagedStep) -> list[tuple[int, float, float]]:
-    """Return (stage, start, end) of what is on the critical path; tasks that follow one another are one."""
+def _critical(recorded: RecordedStep) -> list[tuple[int, float, float]]:
+    """(stage, start, end) of the computing on the critical path; pieces that follow each other closely are one."""
     found: list[tuple[int, float, float]] = []
-    for passed in step.timeline.critical_path():
-        start_s, end_s = step.stretch * passed.start_s, step.stretch * passed.end_s
-        if found and found[-1][0] == passed.stage and start_s - found[-1][2] < step.step_s / 2000:
-            found[-1] = (passed.stage, found[-1][1], end_s)
+    for piece in recorded.path.pieces:
+        recording = recorded.recordings[piece.stage]
+        if recording.spans[piece.number].lane != COMPUTE:
+            continue
+        start_s, end_s = recording.begin_s + piece.start_s, recording.begin_s + piece.end_s
+        if found and found[-1][0] == piece.stage and start_s - found[-1][2] < recorded.end_s / 2000:
+            found[-1] = (piece.stage, found[-1][1], end_s)
         else:
-            found.append((passed.stage, start_s, end_s))
+            found.append((piece.stage, start_s, end_s))
     return found
 
 
-def memories_svg(step: StagedStep) -> str:
-    """Return the memory of every stage over the step: what stays, and the activations on top, all to one scale."""
-    boxes = memory_boxes(len(step.stages))
+def memories_svg(recorded: RecordedStep) -> str:
+    """Memory of every stage over the step: constant parts below, changing parts on top, all to one scale."""
+    curves, step_s = recorded.curves, recorded.end_s
+    boxes = memory_boxes(len(curves))
     height = boxes[-1][0] + boxes[-1][1] + _GAP + AXIS
-    highest = max(stage.curve.peak[0] for stage in step.stages) or 1.0
+    highest = max(curve.peak[0] for curve in curves) or 1.0
     parts = [open_chart(height, "Memory of every pipeline stage over the step")]
     for stage, (top, size) in enumerate(boxes):
         parts.append(f'<rect class="row" x="{GUTTER}" y="{top}" width="{PLOT}" height="{size}"/>')
-        peak = quantity(step.stages[stage].curve.peak[0], "B")
-        parts.append(name_at(f"stage {stage}: {peak}", top + size / 2 + 4))
+        parts.append(name_at(f"stage {stage}: {quantity(curves[stage].peak[0], 'B')}", top + size / 2 + 4))
     parts.append(open_plot(height - AXIS))
-    for (top, size), held in zip(boxes, step.stages, strict=True):
-        times_s, columns = memory_columns(held.curve, step.step_s)
-        base, bottom = sum(held.curve.constant_bytes.values()), top + size
+    for (top, size), curve in zip(boxes, curves, strict=True):
+        times_s, values = _totals(curve, step_s)
+        base, bottom = sum(curve.constant_bytes.values()), top + size
         level = bottom - base / highest * size
-        upper = [level - value / highest * size for value in columns["activations"]]
-        parts.append(f'<path fill="var(--m-activations)" d="{staircase(times_s, upper, step.step_s, bottom)}"/>')
+        upper = [level - value / highest * size for value in values]
+        parts.append(f'<path fill="var(--m-activations)" d="{staircase(times_s, upper, step_s, bottom)}"/>')
         parts.append(f'<path fill="var(--m-optimizer)" d="{box(0.0, 1.0, level, bottom - level)}"/>')
-    return "".join([*parts, "</svg>", time_axis((0.0, step.step_s), height), "</svg>"])
+    return "".join([*parts, "</svg>", time_axis((0.0, step_s), height), "</svg>"])
 
 
-def memory_totals(step: StagedStep) -> list[list[int]]:
-    """Return the bytes of every stage by column of its curve, for the page's script; of many stages every third."""
-    found, stride = [], 1 if len(step.stages) <= 16 else 3
-    for stage in step.stages:
-        _, columns = memory_columns(stage.curve, step.step_s)
-        base = sum(stage.curve.constant_bytes.values())
-        found.append([round(base + value) for value in columns["activations"][::stride]])
+def memory_totals(recorded: RecordedStep) -> list[list[int]]:
+    """Bytes of every stage by column of its curve, for the page's script; of many stages every third."""
+    found, stride = [], 1 if len(recorded.curves) <= 16 else 3
+    for curve in recorded.curves:
+        _, values = _totals(curve, recorded.end_s)
+        base = sum(curve.constant_bytes.values())
+        found.append([round(base + value) for value in values[::stride]])
     return found
+
+
+def _totals(curve: MemoryCurve, step_s: float) -> tuple[list[float], list[float]]:
+    """The columns of a curve, and the sum of its changing parts in each."""
+    times_s, columns = memory_columns(curve, step_s)
+    return times_s, [sum(parts) for parts in zip(*columns.values(), strict=True)]

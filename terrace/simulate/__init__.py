@@ -5,6 +5,7 @@ from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import CriticalPath, critical_path, critical_words, exposed_by_axis, exposed_by_tier
 from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.events import simulate
+from terrace.simulate.recorded import RecordedStep, record_step
 from terrace.simulate.recording import Recording, Span, record
 from terrace.simulate.stages import StagesStep, record_stages, simulate_stages
 from terrace.simulate.step import Prediction, Step, play_whole, predict_step, resolved
@@ -16,6 +17,7 @@ __all__ = [
     "CriticalPath",
     "MemoryCurve",
     "Prediction",
+    "RecordedStep",
     "Recording",
     "Span",
     "StagesStep",
@@ -32,6 +34,7 @@ __all__ = [
     "predict_step",
     "record",
     "record_stages",
+    "record_step",
     "resolved",
     "simulate",
     "simulate_stages",

@@ -1,4 +1,4 @@
-"""What a plan that does not fit lacks, and the nearest changes that make it fit.
+"""The memory that a plan lacks, and the nearest changes that make it fit.
 
 Changes are of four kinds, tried in this order: one alone, then two together, then three, then all; within a number
 of kinds, those further up first, and of each kind the smallest step that suffices:
@@ -8,7 +8,7 @@ of kinds, those further up first, and of each kind the smallest step that suffic
 3. states placed further out: the optimizer first, then gradients, then parameters, one tier at a time;
 4. more members of the outermost tier.
 
-Every candidate is tried by the footprint of its fullest stage, so what is advised does fit as far as the formulas
+Every candidate is tried by the footprint of its fullest stage, so advised plans do fit as far as the formulas
 know. None is tried for speed. New data ranks share the micro-batches of the step; where these do not go round, the
 batch changes with them.
 """
@@ -19,14 +19,17 @@ from itertools import combinations
 from typing import Any
 
 from terrace.cluster import Cluster
-from terrace.model.config import ModelConfig
+from terrace.model.config import ModelConfig, block_specs
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
+from terrace.program.schedules import most_waiting
+from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.footprint import footprint
+from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.states import axis_degree
+from terrace.simulate.step import Step, resolved
 
 MAX_GROWTH = 64  # how many times as many members of the outermost tier are thought of
 _LAYERS = "layers.*"
@@ -43,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """`lacking_bytes` is 0 when the plan fits; `job` is what fits, None when nothing that was tried does."""
+    """`lacking_bytes` is 0 when the plan fits; `job` fits; None when nothing that was tried does."""
 
     lacking_bytes: int
     changes: tuple[str, ...]
@@ -54,20 +57,42 @@ class Advice:
 def fullest_stage(
     job: Job, model: ModelConfig, sequence: int, backend: Backend | None = None
 ) -> tuple[int, dict[str, int]]:
-    """Return the pipeline stage whose ranks need most memory, and its footprint."""
-    stages = range(axis_degree(job.cluster, job.plan, "pipeline"))
-    found = [
-        footprint(job.cluster, job.plan, model, sequence, job.num_micros, stage=stage, backend=backend)
-        for stage in stages
-    ]
-    stage = max(stages, key=lambda index: sum(found[index].values()))
+    """The pipeline stage whose ranks need most memory, and its footprint; `backend` is the device's by default."""
+    cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
+    num_stages = axis_degree(cluster, plan, "pipeline")
+    if num_stages == 1:
+        return 0, footprint(cluster, plan, model, sequence, num_micros, backend=backend)
+    blocks = block_specs(model)
+    if not plan.stages:
+        work = work_of(cluster, plan, model, sequence, backend)
+        step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=sequence, work=work)
+        plan = resolved(step).plan
+    orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
+    last, found = len(plan.stages) - 1, []
+    for row, waiting in zip(orders.placement, most_waiting(orders), strict=True):
+        layers = [plan.stages[virtual] - (virtual == 0) - (virtual == last) for virtual in row]
+        kept = sum(count * waits for count, waits in zip(layers, waiting, strict=True))
+        found.append(
+            footprint(
+                cluster,
+                plan,
+                model,
+                sequence,
+                num_micros,
+                stage=num_stages - 1 if last in row else int(0 not in row),
+                in_flight=max(1.0, kept / sum(layers) if sum(layers) else max(waiting)),
+                layers=range(sum(layers)),
+                backend=backend,
+            )
+        )
+    stage = max(range(num_stages), key=lambda index: sum(found[index].values()))
     return stage, found[stage]
 
 
 def advice(
     cluster: Cluster, plan: Plan, model: ModelConfig, sequence: int, num_micros: int, *, backend: Backend | None = None
 ) -> Advice:
-    """Return whether a plan fits in the memory of the device, and if not, what would make it fit."""
+    """Whether a plan fits in the memory of the device, and if not, the changes that make it fit."""
     job = Job(cluster=cluster, plan=plan, num_micros=num_micros)
 
     def lacking(candidate: Job) -> int:
@@ -156,7 +181,7 @@ def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
-    """Return the job on the fewest members of the outermost tier that suffice: memory does not grow with them."""
+    """The job on the fewest members of the outermost tier that suffice: memory does not grow with them."""
     data = Mesh.of(job.cluster, job.plan).group("data")[-1]
     too_few, enough = data, data * MAX_GROWTH
     if lacking(_with_data_degree(job, enough)) > 0:
@@ -171,7 +196,7 @@ def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
 
 
 def _with_data_degree(job: Job, degree: int) -> Job:
-    """Return the job with another data degree on the outermost tier, its micro-batches spread over the new ranks."""
+    """The job with another data degree on the outermost tier, its micro-batches spread over the new ranks."""
     tier = job.cluster.tiers[-1]
     before = Mesh.of(job.cluster, job.plan).group("data")[-1]
     plan, row = job.plan, job.plan.mapping.get(tier.name)

@@ -1,11 +1,11 @@
-"""What would make a step shorter: every small change of the plan or the cluster, simulated.
+"""Changes that would make a step shorter: every small change of the plan or the cluster, predicted.
 
-A change of the plan moves one thing: a placement by one tier, the prefetch distance, the unit, what is
-recomputed, the wire format on one tier. A change of the cluster doubles one bandwidth or the device's FLOP/s,
-or halves one latency. What is not a valid plan, or does not fit the device, is no candidate.
+A change of the plan moves one thing: a placement by one tier, the prefetch distance, the unit, recomputation, the
+wire format on one tier, the schedule of a pipeline. A change of the cluster doubles one bandwidth or the device's
+FLOP/s, or halves one latency. Invalid plans, and plans that do not fit the device, are no candidates.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,13 +13,12 @@ from terrace.base.errors import PlanError
 from terrace.cluster import Cluster, Tier
 from terrace.plan import Layout, Plan
 from terrace.plan.layout import DEVICE
-from terrace.plan.slices import whole_blocks
 from terrace.plan.wire import PLACEABLE, MessageClass
-from terrace.program import Program, build
-from terrace.simulate.cost import Costs
-from terrace.simulate.events import simulate
+from terrace.program import Program
+from terrace.program.schedules import schedule_names, takes
+from terrace.program.stages import DEFAULT_SCHEDULE, num_virtual, parse_schedule
+from terrace.simulate.step import Step, predict_step
 
-Price = Callable[[Program], Costs]
 Fits = Callable[[Program], bool]
 
 
@@ -29,48 +28,48 @@ class Change:
 
     words: str  # such as 'params = "node"'
     kind: Literal["plan", "cluster"]
-    note: str  # what else it changes; "" for nothing but time and memory of model states
+    note: str  # side effects; "" for nothing but time and memory of model states
     cluster: Cluster
     plan: Plan
     step_s: float = 0.0
 
 
 def model_state_fits(program: Program) -> bool:
-    """Return whether the model state alone fits the device."""
+    """Whether the model state alone fits the device."""
     needed = program.state_bytes
     return sum(needed.values()) <= program.cluster.device.memory_bytes
 
 
-def changes(program: Program, price: Price, fits: Fits = model_state_fits) -> list[Change]:
-    """Return every candidate with its predicted step, the shortest first; of equals the first tried.
+def changes(step: Step, fits: Fits = model_state_fits) -> list[Change]:
+    """Every candidate with its predicted step, the shortest first; of equals the first tried.
 
-    `price` gives the costs of a program, as it gave those of this one; `fits` says whether a program may run.
-    The number of micro-batches stays, so that every candidate does the same work.
+    `fits` says whether the program of a stage may run. The number of micro-batches stays, so that every candidate does
+    the same work. A change of a pipeline shares the blocks anew unless the plan names its stages.
     """
     found: list[Change] = []
-    seen, whole = [program.plan], whole_blocks(program.blocks)
-    for change in (*_plan_changes(program), *_cluster_changes(program)):
+    seen, program = [step.plan], predict_step(step).programs[0]
+    for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
         if change.kind == "plan":
             if change.plan in seen:
                 continue
             seen.append(change.plan)
         try:
-            changed = build(change.cluster, change.plan, whole, program.num_micros, program.sequence)
+            predicted = predict_step(replace(step, cluster=change.cluster, plan=change.plan))
         except PlanError:
             continue
-        if fits(changed):
-            found.append(replace(change, step_s=simulate(changed, price(changed)).step_s))
+        if all(map(fits, predicted.programs)):
+            found.append(replace(change, step_s=predicted.step_s))
     return sorted(found, key=lambda change: change.step_s)
 
 
 def best_change(candidates: list[Change], step_s: float, kind: Literal["plan", "cluster"]) -> Change | None:
-    """Return the change of a kind with the greatest gain over `step_s`; None where nothing gains 0.1 %."""
+    """The change of a kind with the greatest gain over `step_s`; None where nothing gains 0.1 %."""
     best = next((change for change in candidates if change.kind == kind), None)
     return best if best is not None and best.step_s < 0.999 * step_s else None
 
 
-def _plan_changes(program: Program) -> Iterator[Change]:
-    cluster, plan = program.cluster, program.plan
+def _plan_changes(step: Step, program: Program) -> Iterator[Change]:
+    cluster, plan = step.cluster, step.plan
 
     def change(words: str, changed: Plan, note: str = "") -> Change:
         return Change(words=words, kind="plan", note=note, cluster=cluster, plan=changed)
@@ -86,21 +85,33 @@ def _plan_changes(program: Program) -> Iterator[Change]:
         tier = program.layout.tiers[copy]
         yield change(f'params_backward = "{tier}"', _crossing(cluster, replace(plan, params_backward=tier)))
     yield change(f"prefetch = {plan.prefetch + 1}", replace(plan, prefetch=plan.prefetch + 1))
-    if 2 * plan.unit <= program.num_micros:
+    if 2 * plan.unit <= step.num_micros:
         yield change(f"unit = {2 * plan.unit}", replace(plan, unit=2 * plan.unit), "keeps more activations")
     if plan.recompute:
         yield change("recompute = []", replace(plan, recompute=()), "keeps more activations")
     for tier in program.layout.tiers:
-        yield change(f"int8 on tier {tier}", _int8(program, tier), "rounds messages to 8 bits")
+        yield change(f"int8 on tier {tier}", _int8(plan, program, tier), "rounds messages to 8 bits")
 
 
-def _cluster_changes(program: Program) -> Iterator[Change]:
-    crossed = [tier for tier, degree in enumerate(program.everyone.degrees) if degree > 1]
-    return cluster_changes(program.cluster, program.plan, crossed)
+def _schedule_changes(step: Step) -> Iterator[Change]:
+    """Every other schedule of a pipeline that needs no number of its own."""
+    cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
+    if num_stages == 1:
+        return
+    for name in schedule_names():
+        if "memory_limit" not in takes(name):
+            other = replace(plan, schedule=name)
+            if plan.stages and num_virtual(other, num_stages) != len(plan.stages):
+                other = replace(other, stages=())
+            if name != parse_schedule(plan.schedule or DEFAULT_SCHEDULE)[0]:
+                yield Change(words=f'schedule = "{name}"', kind="plan", note="", cluster=cluster, plan=other)
 
 
-def cluster_changes(cluster: Cluster, plan: Plan, crossed: Sequence[int]) -> Iterator[Change]:
-    """Yield twice the FLOP/s, and twice the bandwidth and half the latency of the tiers that messages cross."""
+def _cluster_changes(step: Step, program: Program) -> Iterator[Change]:
+    """Twice the FLOP/s, and twice the bandwidth and half the latency of the tiers that messages cross."""
+    cluster, plan = step.cluster, step.plan
+    crossed = {tier for tier, degree in enumerate(program.everyone.degrees) if degree > 1}
+    crossed |= {tier for tier, degree in enumerate(program.mesh.group("pipeline")) if degree > 1}
 
     def change(words: str, changed: Cluster) -> Change:
         return Change(words=words, kind="cluster", note="", cluster=changed, plan=plan)
@@ -108,7 +119,7 @@ def cluster_changes(cluster: Cluster, plan: Plan, crossed: Sequence[int]) -> Ite
     device = cluster.device
     faster = {dtype: 2 * peak for dtype, peak in device.peak_flops_per_s.items()}
     yield change("FLOP/s of the device x 2", replace(cluster, device=replace(device, peak_flops_per_s=faster)))
-    for index in crossed:
+    for index in sorted(crossed):
         tier = cluster.tiers[index]
         wider = replace(tier, bandwidth_bytes_per_s=2 * tier.bandwidth_bytes_per_s)
         yield change(f"bandwidth of tier {tier.name} x 2", _with_tier(cluster, index, wider))
@@ -121,7 +132,7 @@ def _with_tier(cluster: Cluster, index: int, tier: Tier) -> Cluster:
 
 
 def _next_tier(layout: Layout, index: int, *, outward: bool) -> int | None:
-    """Return the nearest tier index at which a state would be sharded over another number of ranks."""
+    """The nearest tier index at which a state would be sharded over another number of ranks."""
     tried = range(index + 1, layout.outermost + 1) if outward else range(index - 1, DEVICE - 1, -1)
     return next((other for other in tried if layout.span(other) != layout.span(index)), None)
 
@@ -146,9 +157,9 @@ def _crossing(cluster: Cluster, plan: Plan) -> Plan:
     return replace(plan, wire={message: row for message, row in kept.items() if row})
 
 
-def _int8(program: Program, tier: str) -> Plan:
+def _int8(plan: Plan, program: Program, tier: str) -> Plan:
     """Let every message that crosses a tier in a dtype cross it in int8."""
-    plan, layout = program.plan, program.everyone
+    layout = program.everyone
     index = layout.tiers.index(tier)
     wire = {message: dict(row) for message, row in plan.wire.items()}
     for message in PLACEABLE:

@@ -1,6 +1,6 @@
-"""The critical path: walking back from the end of a step, what was it waiting for?
+"""The critical path: from the end of a step back through everything it waited for.
 
-The walk starts at the end of the compute stream. What computed came after what the stream did before; a wait
+The walk starts at the end of the compute stream. Computing came after the stream's work before it; a wait
 came after a message; a message came after whichever was last of its being issued, its lane being free, and
 what it reads being there. The pieces so found lie behind one another without a gap and cover the step. A
 message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do. What a block
@@ -34,7 +34,7 @@ class CriticalPath:
 
     pieces: tuple[Piece, ...]
     seconds: Mapping[tuple[str, str], float]
-    waits_s: float  # what the compute stream waited, on this path or not
+    waits_s: float  # of the compute stream, on this path or not
     slowed_s: float  # how much longer compute took because messages travelled meanwhile
     step_s: float
 
@@ -47,8 +47,8 @@ class CriticalPath:
 def critical_path(*recordings: Recording) -> CriticalPath:
     """The critical path of a recorded step, from the recordings of all its stages.
 
-    It ends on the stage that ends last. Times of a piece are those of its stage's recording, waits and slowed computing
-    those of that last stage.
+    It ends on the stage that ends last. A piece has the times of its stage's recording; waits and slowed computing are
+    of the last stage.
     """
     stage = max(range(len(recordings)), key=lambda index: recordings[index].begin_s + recordings[index].report.step_s)
     last, pieces = recordings[stage], list[Piece]()
@@ -141,7 +141,7 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
 
 
 def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
-    """Return which part of a message's seconds belongs to which tier index; the parts sum to 1."""
+    """Parts of a message's seconds by tier index; they sum to 1."""
     if instruction.peer >= 0:
         return {program.message(instruction).tiers[0]: 1.0}
     tiers = program.cluster.tiers
@@ -153,7 +153,7 @@ def tier_shares(program: Program, instruction: Instruction) -> dict[int, float]:
 
 
 def inside_shares(program: Program, instruction: Instruction, category: str) -> dict[int, float]:
-    """Return which part of the seconds of messages inside a block belongs to which tier index, hidden ones included."""
+    """Parts of the seconds of messages inside a block by tier index, hidden messages included."""
     return _shares(inside_seconds(program, instruction, INSIDE[category]))
 
 
@@ -167,7 +167,7 @@ def _shares(weights: Mapping[int, float]) -> dict[int, float]:
 
 
 def critical_words(path: CriticalPath) -> str:
-    """Return the critical path in a sentence or two, the largest part first."""
+    """The critical path in a sentence or two, the largest part first."""
     if not path.step_s:
         return "The step takes no time: nothing to wait for."
     waits, slowed = _percent(path.waits_s, path.step_s), _percent(path.slowed_s, path.step_s)
@@ -176,7 +176,7 @@ def critical_words(path: CriticalPath) -> str:
 
 
 def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
-    """Return what a critical path is made of: seconds by (tier, category), "" standing for compute."""
+    """The parts of a critical path in words, from seconds by (tier, category); "" stands for compute."""
     parts = []
     for place, spent in _by_place(seconds).items():
         if _percent(spent, step_s) == 0:

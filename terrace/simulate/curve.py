@@ -96,6 +96,7 @@ def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) ->
         block, key = instruction.block, (instruction.block, instruction.micro)
         if instruction.op is Op.FORWARD:
             begun[key] = position
-        elif instruction.op is Op.BACKWARD:
+        if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             yield "activations", Span(begun.pop(key), position, position + 1), kept[block]
+        if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             yield "activations", Span(position, position, position + 1), working[block]

@@ -1,4 +1,4 @@
-"""A recording: when every instruction of a step ran, on which lane, and what it had waited for.
+"""A recording: when every instruction of a step ran, on which lane, and after which other.
 
 It is played by the rules of `terrace.simulate.events`, so a recording and a plain simulation cannot differ.
 """
@@ -65,8 +65,8 @@ class Recording:
         return tiers[lane] if lane < len(tiers) else "stages"
 
     def awaited(self, wait: Span) -> list[Instruction]:
-        """Return the messages that a wait of the compute stream outlasts, in order: the one under way when it begins,
-        and those that could only start after it, on its lane or because they read what it brings.
+        """The messages that a wait of the compute stream outlasts, in order: the message under way when it begins,
+        and messages that could only start after it, on its lane or because they read its data.
 
         A wait for a GATHER may so be for the REFRESH of the block before all.
         """
@@ -80,7 +80,7 @@ class Recording:
         return found[::-1]
 
     def visible(self) -> list[tuple[int, Span]]:
-        """Return the numbered spans that take time between the start and the end of the step."""
+        """The numbered spans that take time between the start and the end of the step."""
         end_s = self.report.step_s
         return [
             (number, span)
@@ -90,7 +90,7 @@ class Recording:
 
 
 def record(program: Program, costs: Costs) -> Recording:
-    """Return the recording of a steady step; its report is that of `simulate`.
+    """The recording of a steady step; its report is that of `simulate`.
 
     Raises `ProgramError` for a program that talks to other stages.
     """
@@ -106,7 +106,7 @@ def record(program: Program, costs: Costs) -> Recording:
 
 
 class Recorder(Rank):
-    """A rank that writes down what it does."""
+    """A rank that writes down its spans."""
 
     __slots__ = (
         "cause",
@@ -132,7 +132,7 @@ class Recorder(Rank):
         self.started_s: list[float] = []
         self.done_s: list[float] = []
         self.position = 0
-        self.longer_s = 0.0  # what computing took beyond its own seconds
+        self.longer_s = 0.0  # by how much computing outlasted its own seconds
         self.halts: list[tuple[float, float, float]] = []  # from, to and by how long the clock stood still on the way
 
     def restart(self) -> None:
@@ -169,7 +169,7 @@ class Recorder(Rank):
         )
 
     def wall(self) -> Callable[[float], float]:
-        """Return what turns a moment of the rank's clock into one of the wall."""
+        """The function from a moment of the rank's clock to one of the wall."""
         starts = [start_s for start_s, _, _ in self.halts]
         before = [0.0, *accumulate(longer_s for _, _, longer_s in self.halts)]
 

@@ -41,7 +41,7 @@ class StagesStep(NamedTuple):
 
 
 def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> StagesStep:
-    """Return the predicted step of a pipeline, from the program and the costs of every stage.
+    """The predicted step of a pipeline, from the program and the costs of every stage.
 
     Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
     """
@@ -61,10 +61,10 @@ def record_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[R
 
 
 def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> int:
-    """Return the most that a rank's forwards keep, with what the running block takes beyond.
+    """Peak bytes of activations on a rank, the running block's working memory included.
 
-    `by_block` has (what a forward keeps, what a backward takes on top) for each block and one micro-batch. Half a
-    backward is taken to keep all: the inputs and output gradients of linear layers are most of it.
+    `by_block` has (bytes that a forward keeps, bytes that a backward takes on top) for each block and one micro-batch.
+    Half a backward is taken to keep all: the inputs and output gradients of linear layers are most of it.
     """
     now = most = 0
     for instruction in program.instructions:
@@ -79,7 +79,7 @@ def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> i
 
 
 class _Clock(NamedTuple):
-    """What a stage has left behind when others wait for it."""
+    """Marks that stages leave for the stages that wait for them."""
 
     arrived_s: dict[_Key, float]
     met_s: dict[tuple[object, ...], dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span
@@ -112,7 +112,7 @@ class _Pipeline:
         return StagesStep([report(program, rank.time_s) for program, rank in stages], passes)
 
     def recordings(self) -> list[Recording]:
-        """What every stage wrote down of the last step."""
+        """The recording of every stage's last step."""
         first_s, found = min(self.begun_s), []
         for rank, begun_s in zip(self.ranks, self.begun_s, strict=True):
             assert isinstance(rank, Recorder), "only recorders have recordings"
@@ -144,7 +144,7 @@ class _Pipeline:
         return reason in clock.arrived_s
 
     def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
-        """Play one stage; yields what it has to wait for."""
+        """Play one stage; yields the message or meeting it waits for."""
         rank, program, read = self.ranks[index], self.programs[index], dict[tuple[bool, int, int], int]()
         recorder = rank if isinstance(rank, Recorder) else None
         plays = zip(program.instructions, self.plays[index], strict=True)
@@ -202,7 +202,7 @@ class _Pipeline:
         self._wait_until(index, moment_s, category)
 
     def _now_s(self, index: int) -> float:
-        """Return the wall's time, which a rank's own clock is not on a CPU."""
+        """The wall's time, which a rank's own clock is not on a CPU."""
         return self.begun_s[index] + sum(self.ranks[index].time_s.values())
 
     def _wait_until(self, index: int, moment_s: float, category: str) -> None:

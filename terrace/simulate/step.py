@@ -28,7 +28,7 @@ from terrace.plan.stage import whole_stage
 from terrace.program import Instruction, Op, Program, StepReport, build_stages
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
-from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import simulate
 from terrace.simulate.stages import Passed, simulate_stages
 from terrace.simulate.work import Work
@@ -36,7 +36,7 @@ from terrace.simulate.work import Work
 # Micro-batches times blocks of the longest steps that are played whole: a tenth of a second for the programs of
 # several stages. One program alone is played in a line of its own, and up to a few seconds.
 WHOLE_PASSES, WHOLE_PASSES_ALONE = 2_000, 20_000
-SETTLED = 1e-3  # by what part of a step two lines may differ: else longer steps are played
+SETTLED = 1e-3  # part of a step by which two lines may differ; beyond it, longer steps are played
 _UNIT_S = 1e-12  # in which blocks are shared: whole numbers make the shares independent of the order of sums
 
 # What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
@@ -181,7 +181,10 @@ def _block_s(costs: Costs, block: int) -> float:
 def _play(step: Step, num_micros: int) -> Prediction:
     """The step with `num_micros` micro-batches, played as it is."""
     programs = build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence)
-    costs = [step_costs(program, step.work) for program in programs]
+    costs = [first := step_costs(programs[0], step.work)]
+    for program in programs[1:]:  # blocks cost the same everywhere; the optimizer's constant is with a stage's last
+        update_s = update_seconds(program) if isinstance(step.work, Work) else first.update_s
+        costs.append(replace(first, program=program, update_s=update_s))
     if len(programs) == 1:
         reports, passes = [simulate(programs[0], costs[0])], list[list[Passed]]()
     else:

@@ -79,11 +79,11 @@ class Timeline:
         return 1.0 - sum(self.busy_s) / offered_s if offered_s else 0.0
 
     def peak_bytes(self, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None) -> list[float]:
-        """Return the most activation bytes that each stage keeps (see `peak_activation_bytes`)."""
+        """The most activation bytes that each stage keeps (see `peak_activation_bytes`)."""
         return peak_activation_bytes(self.orders, forward_bytes, weight_bytes)
 
     def critical_path(self) -> list[Step]:
-        """Return the chain of tasks and messages, first to last, that fills the time from 0 to the makespan.
+        """The chain of tasks and messages, first to last, that fills the time from 0 to the makespan.
 
         Where several do, a task is taken to wait for its own stage rather than for a message.
         """
@@ -109,7 +109,7 @@ class Timeline:
 
 
 def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
-    """Return when every task runs. Linear in the number of tasks.
+    """Start times of every task. Linear in the number of tasks.
 
     Raises `PlanError` when `seconds` is for another number of virtual stages, and `ProgramError` when stages wait for
     each other in a circle or for a task that is in no order: it names who waits and for what.
@@ -135,7 +135,7 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
 
 
 def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[int, int, float, float]]]:
-    """Return for every kind and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
+    """For every kind and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
     num_micros, last = orders.num_micros, orders.num_virtual - 1
     slots = orders.num_virtual * num_micros
     local = set(orders.placement[stage])
@@ -186,7 +186,7 @@ def _run(
 
 
 def _reads(orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task: Task) -> tuple[int, list[Task]]:
-    """Return which stage makes what `task` reads, and the task that does, or the two of which one does.
+    """The stage that makes the input of `task`, and the task that does, or the two of which one does.
 
     There is none for a forward on the first virtual stage.
     """

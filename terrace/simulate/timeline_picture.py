@@ -1,4 +1,4 @@
-"""A timeline, the passes of played programs, and memory over a step as text: stages down, time across."""
+"""The passes of played programs, and memory over a step, as text: stages down, time across."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -9,7 +9,6 @@ from terrace.program import Op
 from terrace.program.schedules import Kind, Task
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.stages import Passed
-from terrace.simulate.timeline import Timeline
 
 _KINDS = {Op[kind.name]: kind for kind in Kind}
 
@@ -22,34 +21,8 @@ class Span(NamedTuple):
     end_s: float
 
 
-def picture(timeline: Timeline, width: int = 100, *, stretch: float = 1.0, tails_s: Sequence[float] = ()) -> str:
-    """Return one line a stage of at most `width` characters (but 8 columns of time), and a legend.
-
-    A column shows what runs in its middle, `.` if nothing does. A task is its letter, then its micro-batch where
-    there is room, then dashes: `F3--`; in chunk 1, `F1.3`. Where tasks are shorter than a column some are not seen.
-    Every moment comes `stretch` times as late; `tails_s` is what each stage does after the last task of all, and then
-    the bubble, which the tails change, is left to who knows the step.
-    """
-    orders = timeline.orders
-    names, columns = _names(orders.num_stages, width)
-    span_s = stretch * timeline.makespan_s
-    column_s = (span_s + max(tails_s, default=0.0)) / columns
-    lines = []
-    for stage, name in enumerate(names):
-        spans = zip(orders.tasks[stage], timeline.starts_s[stage], timeline.ends_s[stage], strict=True)
-        line = _row(spans, columns, column_s / stretch)
-        if tails_s:
-            first, last = round(span_s / column_s), round((span_s + tails_s[stage]) / column_s)
-            line = line[:first] + "U" * (last - first) + "." * (columns - last)
-        lines.append(name + line)
-    words = _legend(task for tasks in orders.tasks for task in tasks)
-    if tails_s:
-        return "\n".join([*lines, f"{words}, U sums of gradients and update, . idle; a column is {column_s:.3g} s"])
-    return "\n".join([*lines, f"{words}, . idle", f"a column is {column_s:.3g} s, the bubble {timeline.bubble:.1%}"])
-
-
 def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[Span]:
-    """Return the tasks of a stage's played program: a micro-batch passes all blocks of a chunk, one after the other.
+    """The tasks of a stage's played program: a micro-batch passes all blocks of a chunk, one after the other.
 
     What a task waits for between its blocks, and for the parameters of the first, is part of it.
     """
@@ -67,7 +40,12 @@ def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[Span]:
 
 
 def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], step_s: float, width: int = 100) -> str:
-    """Return the passes of the stages' played programs in the form of `picture`, from the first to the last of all."""
+    """One line a stage of at most `width` characters (but 8 columns of time), and a legend.
+
+    From the first pass of any stage to the last of all. A column shows the task in its middle, `.` where there is none:
+    a letter, then the micro-batch where there is room, then dashes: `F3--`; in chunk 1, `F1.3`. Where tasks are shorter
+    than a column some are not seen.
+    """
     names, columns = _names(len(stages), width)
     spans = [task_spans(stage, passed) for stage, passed in zip(stages, passes, strict=True)]
     first_s = min(row[0].start_s for row in spans)
@@ -83,7 +61,7 @@ def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], 
 
 
 def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 100) -> str:
-    """Return one line a stage over a step: the tenths of the highest peak that it holds, at most in each column."""
+    """One line a stage over a step: the tenths of the highest peak that it holds, at most in each column."""
     names, columns = _names(len(curves), width)
     highest = max(curve.peak[0] for curve in curves) or 1.0
     lines = []
@@ -100,7 +78,7 @@ def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 10
 
 
 def _names(num_stages: int, width: int) -> tuple[list[str], int]:
-    """Return the beginnings of the lines, all of one length, and the columns that are left for time."""
+    """The beginnings of the lines, all of one length, and the columns that are left for time."""
     names = [f"stage {stage} " for stage in range(num_stages)]
     indent = max(map(len, names))
     return [name.ljust(indent) for name in names], max(8, width - indent)
@@ -118,7 +96,7 @@ def _row(spans: Iterable[tuple[Task, float, float]], columns: int, column_s: flo
 def _runs(
     spans: Sequence[tuple[Task, float, float]], columns: int, column_s: float
 ) -> Iterator[tuple[Task | None, int]]:
-    """Yield what runs in the middle of the columns, and in how many of them."""
+    """Yield the task in the middle of neighbouring columns, and their number."""
     position, shown = 0, []
     for column in range(columns):
         middle_s = (column + 0.5) * column_s

@@ -1,4 +1,4 @@
-"""A recording, a pipelined step, or a predicted beside a measured one, as a trace for Perfetto and chrome://tracing.
+"""Traces for Perfetto and chrome://tracing: of a step, of all stages, of a predicted and a measured step.
 
 The format is the Trace Event Format's JSON object: complete events ("X") with times in microseconds, one
 thread a lane, counters ("C") for memory, and metadata ("M") that names them.
@@ -12,7 +12,6 @@ from terrace.program import COLLECTIVES, Op, Program
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording, Span
 from terrace.simulate.stages import Passed
-from terrace.simulate.timeline import Timeline
 
 _PID = 0  # the one rank that stands for all
 _PREDICTED, _MEASURED = 0, 1  # processes of a trace that has both
@@ -20,7 +19,7 @@ _US = 1e6  # microseconds in a second
 
 
 def trace_json(recording: Recording, curve: MemoryCurve) -> str:
-    """Return the text of a trace file: the steady step, with the memory of its rank.
+    """The text of a trace file: the steady step, with the memory of its rank.
 
     Messages of the step before that reach into this one begin at 0; those that
     reach into the next one end after it.
@@ -33,7 +32,7 @@ def trace_json(recording: Recording, curve: MemoryCurve) -> str:
 
 
 def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recording, *, step: int, rank: int) -> str:
-    """Return the text of a trace with two processes: the predicted step and what was measured of step `step`.
+    """The text of a trace with two processes: the predicted step and the measured step `step`.
 
     Both begin at 0. Of a pipeline the prediction is the passes of the rank's stage.
     """
@@ -54,7 +53,7 @@ def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recor
 
 
 def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str, Any]]:
-    """Return the events of a recording as process `pid`: a thread a lane, the compute stream first."""
+    """The events of a recording as process `pid`: a thread a lane, the compute stream first."""
     events = [_metadata("process_name", 0, {"name": name}, pid)]
     events.append(_metadata("process_sort_index", 0, {"sort_index": pid}, pid))
     for order, lane in enumerate(recording.lanes):
@@ -65,7 +64,7 @@ def recording_events(recording: Recording, pid: int, name: str) -> list[dict[str
 
 
 def passes_events(program: Program, passes: Sequence[Passed], name: str) -> list[dict[str, Any]]:
-    """Return the events of a stage's predicted passes, as the first process."""
+    """The events of a stage's predicted passes, as the first process."""
     events = [
         _metadata("process_name", 0, {"name": name}, _PREDICTED),
         _metadata("process_sort_index", 0, {"sort_index": _PREDICTED}, _PREDICTED),
@@ -80,43 +79,18 @@ def passes_events(program: Program, passes: Sequence[Passed], name: str) -> list
 
 
 def stages_trace_json(
-    timeline: Timeline,
-    stretch: float,
-    tails: Sequence[Sequence[tuple[str, float]]],
-    curves: Sequence[MemoryCurve],
-    *,
-    name: str,
-    step_s: float,
+    recordings: Sequence[Recording], curves: Sequence[MemoryCurve], *, name: str, step_s: float
 ) -> str:
-    """Return the text of a trace of a pipelined step: a track and a memory counter for every stage.
-
-    A moment of the timeline comes `stretch` times as late; `tails` is what each stage does after all orders, in order.
-    """
-    events = [_metadata("process_name", 0, {"name": name})]
-    orders, span_us = timeline.orders, stretch * timeline.makespan_s * _US
-    for stage, tasks in enumerate(orders.tasks):
-        events.append(_metadata("thread_name", stage + 1, {"name": f"stage {stage}"}))
-        events.append(_metadata("thread_sort_index", stage + 1, {"sort_index": stage}))
-        times = zip(tasks, timeline.starts_s[stage], timeline.ends_s[stage], strict=True)
-        for (kind, chunk, micro), start_s, end_s in times:
-            args = {"micro-batch": micro, "chunk": chunk, "virtual stage": orders.placement[stage][chunk]}
-            title, category = f"{kind.letter}{micro}", kind.name.lower()
-            start_us, end_us = stretch * start_s * _US, stretch * end_s * _US
-            events.append(_stage_event(stage, title, category, start_us, end_us - start_us, args))
-        now_us = span_us
-        for category, seconds in tails[stage]:
-            events.append(_stage_event(stage, category, category, now_us, seconds * _US, {}))
-            now_us += seconds * _US
-        events += _counters(curves[stage], f"memory of stage {stage} (bytes)")
+    """The text of a trace of a pipelined step: a process for every stage, with its lanes and its memory."""
+    events: list[dict[str, Any]] = []
+    for stage, (recording, curve) in enumerate(zip(recordings, curves, strict=True)):
+        own = [*recording_events(recording, stage, f"stage {stage} of {name}"), *_counters(curve, stage)]
+        for event in own:
+            if "ts" in event:
+                event["ts"] += recording.begin_s * _US
+        events += own
     table = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step_s": step_s}}
     return json.dumps(table, separators=(",", ":")) + "\n"
-
-
-def _stage_event(
-    stage: int, name: str, category: str, start_us: float, length_us: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    event = {"ph": "X", "pid": _PID, "tid": stage + 1, "name": name, "cat": category}
-    return {**event, "ts": start_us, "dur": length_us, "args": args}
 
 
 def _metadata(name: str, tid: int, args: dict[str, Any], pid: int = _PID) -> dict[str, Any]:
@@ -129,7 +103,7 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
     args: dict[str, Any] = {"instruction": str(instruction), "position": span.position}
     if instruction.block >= 0:
         args["block"] = program.blocks[instruction.block].name
-    if span.lane != COMPUTE and instruction.op in COLLECTIVES:
+    if span.lane != COMPUTE and instruction.op in (*COLLECTIVES, Op.SEND, Op.TIE):
         for tier, num_bytes in program.message(instruction).sends:
             key = f"bytes on {program.layout.tiers[tier]}"
             args[key] = args.get(key, 0) + num_bytes
@@ -146,7 +120,7 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
     }
 
 
-def _counters(curve: MemoryCurve, name: str = "memory (bytes)") -> list[dict[str, Any]]:
+def _counters(curve: MemoryCurve, pid: int = _PID) -> list[dict[str, Any]]:
     """One counter a category that changes; of several values at one moment the last, as a trace can show one."""
     constant = sum(curve.constant_bytes.values())
     events = []
@@ -155,5 +129,5 @@ def _counters(curve: MemoryCurve, name: str = "memory (bytes)") -> list[dict[str
             continue
         values = {name: parts[index] for name, parts in curve.varying_bytes.items() if any(parts)}
         args = {"held throughout": constant, **values}
-        events.append({"ph": "C", "pid": _PID, "tid": 0, "name": name, "ts": moment_s * _US, "args": args})
+        events.append({"ph": "C", "pid": pid, "tid": 0, "name": "memory (bytes)", "ts": moment_s * _US, "args": args})
     return events

@@ -1,4 +1,4 @@
-"""What a trainer looks at while blocks that it does not know run for the first time.
+"""Checks and timings of a user's blocks while they run for the first time.
 
 During the first micro-batch each block is checked, and run once more to be timed; the loss is held against its own
 parts, since it must be a sum. After the first step all of it is gone, and blocks run as they are.
@@ -111,7 +111,7 @@ class CheckedLoss:
         self._is_checked = False
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss. Raises `TrainingError` when the first one is not a sum over samples."""
+        """The loss. Raises `TrainingError` when the first one is not a sum over samples."""
         loss = self._loss(output, labels)
         if not self._is_checked:
             self._is_checked = True
@@ -139,7 +139,7 @@ class CheckedLoss:
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return what tells whether a buffer was changed: which tensor it is, and of which version."""
+    """Identity and version of every buffer, by which a change is seen."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 

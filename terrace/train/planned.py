@@ -1,4 +1,4 @@
-"""What a plan was made for: the `[task]` table of a plan's file.
+"""The task that a plan was made for: the `[task]` table of a plan's file.
 
     [task]
     batch = 64         # sequences a step, over all ranks
@@ -38,12 +38,12 @@ class Planned:
 
 
 def planned_table(model: ModelConfig, cluster: Cluster, batch: int, sequence: int) -> dict[str, Any]:
-    """Return the table that `read_planned` reads back."""
+    """The table that `read_planned` reads back."""
     return {"batch": batch, "sequence": sequence, "model": dump(to_table(model)), "cluster": dump(cluster)}
 
 
 def read_planned(plan: Any) -> Planned | None:
-    """Return what the plan in a file was made for; None where its file does not say, or where it is no file.
+    """The task of the plan in a file; None where the file names none, or where it is no file.
 
     `plan` is a path, or whatever else names a plan. Raises `ConfigError` for a table that is not whole.
     """

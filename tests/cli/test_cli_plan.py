@@ -322,7 +322,7 @@ def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Here) -> None:
     assert here.say("plan", "--nodes", nodes, "--axes", "data", *tight, batch=int(batch))[0] == 0
 
 
-@pytest.mark.parametrize(("command", "word"), [("explain", "mine.toml"), ("train", "zero3")])
+@pytest.mark.parametrize(("command", "word"), [("train", "mine.toml"), ("train", "zero3")])
 def test_a_plan_without_its_option_is_told_how(here: Here, command: str, word: str) -> None:
     assert main([command, word]) == 2
     assert f"--plan {word}" in here.error()

@@ -125,7 +125,7 @@ def test_page_and_trace_are_written_and_not_replaced(here: Here) -> None:
         (("--page", "a", "--trace", "./a"), "--page and --trace both name a"),
         (("--page", "text.txt/a"), "--page text.txt/a cannot be written (Not a directory)"),
         (("--trace", "run.toml"), "--trace run.toml is there already"),
-        (("--force",), "--force has no effect without --page FILE or --trace FILE"),
+        (("--force",), "--force has no effect without --page FILE, --trace FILE or --csv FILE"),
         (("--train.batch", "5"), "batch = 5 is not a multiple"),
         (("ddp", "--cluster.device.memory_bytes", "1000"), "the model state needs"),
         (("--pages", "x"), "unknown argument '--pages'"),

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from terrace.cli.explain import run_orders
 from terrace.cli.main import main
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cluster import Cluster, load_cluster
@@ -20,7 +19,7 @@ from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan import MessageClass, Plan
 from terrace.program import Op, Program, StepReport, build_stages
-from terrace.program.schedules import even_seconds, from_csv, orders_for, schedule_names, takes, to_csv
+from terrace.program.schedules import Orders, even_seconds, from_csv, orders_for, schedule_names, takes, to_csv
 from terrace.program.stages import plan_orders
 from terrace.report.stage_tables import (
     block_words,
@@ -96,6 +95,10 @@ def _played(config: RunConfig) -> tuple[list[Program], StagesStep]:
     return programs, simulate_stages(programs, [step_costs(program, work) for program in programs])
 
 
+def orders_of(config: RunConfig) -> Orders:
+    return plan_orders(config.plan, config.blocks(), 2, config.num_micros(), config.train.sequence)
+
+
 def _section(out: str, title: str) -> list[str]:
     """Return the lines from the one that begins with `title` to the next empty one, the frame of a table left out."""
     lines = out.splitlines()
@@ -157,7 +160,7 @@ def test_what_is_drawn_is_what_is_played(here: Here, schedule: str) -> None:
     """The rows of the table and of the picture are the passes of the programs, in the order of the schedule."""
     config = _config(schedule)
     programs, step = _played(config)
-    orders = run_orders(config, 2)
+    orders = orders_of(config)
     for stage, (program, passes) in enumerate(zip(programs, step.passes, strict=True)):
         spans = task_spans(program.stage, passes)
         assert tuple(span.task for span in spans) == orders.tasks[stage]
@@ -195,7 +198,7 @@ def test_the_picture_of_the_terminal_begins_with_the_first_forward(here: Here) -
 
 def _picture(out: str) -> list[str]:
     lines = out.splitlines()
-    start = lines.index("the same over time, as the programs play it")
+    start = next(at for at, line in enumerate(lines) if line.startswith("the same over time"))
     return [line for line in lines[start + 1 : start + 3] if line.startswith("stage")]
 
 
@@ -211,7 +214,7 @@ def test_the_program_is_that_of_the_stage_asked_for(here: Here) -> None:
 def test_the_csv_file_is_the_schedule(here: Here, schedule: str) -> None:
     out = here.explain("--plan.schedule", schedule, "--lines", "2", "--csv", "order.csv")
     assert "wrote order.csv: the order of 2 stages" in out
-    orders, again = run_orders(_config(schedule), 2), from_csv((here.folder / "order.csv").read_text())
+    orders, again = orders_of(_config(schedule)), from_csv((here.folder / "order.csv").read_text())
     assert again.tasks == orders.tasks
     assert again.placement == orders.placement
 
@@ -232,8 +235,8 @@ def test_the_csv_file_is_not_overwritten(here: Here) -> None:
     [
         (["--stage", "2"], "the plan has stages 0 to 1"),
         (["--stage", "-1"], "the plan has stages 0 to 1"),
-        (["--force"], "no effect without --csv"),
-        (["--csv", "."], "it is a folder"),
+        (["--force"], "no effect without --page FILE, --trace FILE or --csv FILE"),
+        (["--csv", "."], "is a folder"),
         (["--plan.schedule", "zb-h3"], "did you mean 'zb-h2'"),
         (["--plan.stages", "[1, 2]"], "give the number of blocks of each of the 2 virtual stages"),
     ],

@@ -23,6 +23,7 @@ from terrace.simulate import (
     Change,
     Costs,
     Recording,
+    Step,
     changes,
     critical_path,
     memory_curve,
@@ -37,6 +38,17 @@ GLYPH = 7.2  # of 12 units: wider than the mean of any common sans-serif
 
 def price(program: Program) -> Costs:
     return step_costs(program, [2.0 * 64 * 64 * 256] * len(program.blocks))
+
+
+def step_of(program: Program) -> Step:
+    return Step(
+        cluster=program.cluster,
+        plan=program.plan,
+        blocks=program.blocks,
+        num_micros=program.num_micros,
+        sequence=0,
+        work=(2.0 * 64 * 64 * 256,) * len(program.blocks),
+    )
 
 
 def cluster_of(*names: str, size: int = 2, bandwidth: float = 5e7) -> Cluster:
@@ -153,7 +165,7 @@ def test_a_large_program_s_page_stays_small_and_loses_no_time(micros: int) -> No
                 wanted[span.category] = wanted.get(span.category, 0.0) + inside
         assert drawn == pytest.approx(wanted)
         assert all(before.end_s <= after.start_s + 1e-12 for before, after in pairwise(row))
-    page = page_of(recording, changes(recording.program, price) if micros == 4 else None)
+    page = page_of(recording, changes(step_of(recording.program)) if micros == 4 else None)
     checked(page)
     assert len(page) < 200_000
     assert page.count('<svg class="chart"') == (3 if least_s else 2)
@@ -345,7 +357,7 @@ def test_the_text_timeline_has_a_line_a_lane(name: str) -> None:
 
 def test_advice_names_the_best_of_the_plan_and_of_the_cluster() -> None:
     recording = recorded("zero3")
-    found = changes(recording.program, price)
+    found = changes(step_of(recording.program))
     words = advice_words(found, recording.report.step_s)
     for kind in ("plan", "cluster"):
         best = min((change for change in found if change.kind == kind), key=lambda change: change.step_s)

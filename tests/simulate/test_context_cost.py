@@ -144,7 +144,7 @@ def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(rows: 
     assert simulate(*evaluator.program(Part(True, (4,), True), choice, micros)).time_s == pytest.approx(whole.time_s)
     assert evaluator.evaluate(choice).step_s == pytest.approx(whole.step_s, rel=2e-3)
     sent = {(message.value, tier): count for (message, tier), count in whole.sent_bytes.items()}
-    assert evaluator.sent_bytes(choice) == sent
+    assert evaluator.played(choice).sent_bytes == sent
     assert whole.sent_bytes == step_bytes(task.cluster, plan, program.blocks, micros, task.sequence)
     # What the search bounds it by is the same computing and the same waits.
     blocks = [evaluator.estimator.block(kind, rows, 1) for kind in KINDS]
@@ -175,7 +175,7 @@ def test_ulysses_goes_inside_a_slow_tier_and_the_ring_across_it() -> None:
     assert steps["reverse"] > 1.1 * steps["best"]
     # Bytes by tier of a layer, in elements of one head of 128, with T tokens of 16 ranks: terrace.plan.context_traffic.
     tokens, head = (1 << 17) // 16, 128 * 2
-    sent = evaluator.sent_bytes(best)
+    sent = evaluator.played(best).sent_bytes
     passes = 2 if best.recompute else 1  # of forwards
     across = 3 * tokens * (passes * (8 + 2 * 2 + 8) + 8 + 8 + 2 * 2) * head
     ring = 4 * tokens * 2 * 2 * head

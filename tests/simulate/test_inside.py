@@ -15,7 +15,7 @@ from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.program import Instruction, Op, Program, build, verify
 from terrace.program.block_program import Compute, Kind, moments_of
 from terrace.report import inside_table
-from terrace.simulate import Costs, changes, critical_path, memory_curve, record, simulate, step_costs
+from terrace.simulate import Costs, Step, changes, critical_path, memory_curve, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import PricedMoment, block_prices, exposed, inside_seconds, rooms_of
@@ -177,7 +177,18 @@ def test_changes_and_memory_over_the_step_know_the_tensor_axis() -> None:
         return step_costs(each, work_of(each.cluster, each.plan, MODEL, SEQUENCE))
 
     recording = record(program, price(program))
-    found = changes(program, price)
+    work = work_of(cluster, program.plan, MODEL, SEQUENCE)
+    blocks = block_specs(MODEL)
+    found = changes(
+        Step(
+            cluster=cluster,
+            plan=program.plan,
+            blocks=blocks,
+            num_micros=program.num_micros,
+            sequence=SEQUENCE,
+            work=work,
+        )
+    )
     rounded = next(change for change in found if change.words == "int8 on tier t0")
     assert rounded.plan.wire["tensor"] == {"t0": "int8"}
     assert rounded.step_s < recording.report.step_s

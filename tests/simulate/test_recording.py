@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster, Tier, load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, preset, step_bytes, validate
+from terrace.plan import PRESETS, Plan, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.residency import recomputed
 from terrace.program import COLLECTIVES, Instruction, Op, Program, build, verify
 from terrace.report import bars
 from terrace.simulate import (
     Costs,
+    Step,
     best_change,
     changes,
     critical_path,
@@ -48,6 +49,16 @@ def cluster_with(sizes: tuple[int, ...], bandwidth: float = 1e8, penalty: float 
 
 def price(program: Program) -> Costs:
     return step_costs(program, FLOPS)
+
+
+def step_of(
+    cluster: Cluster,
+    plan: Plan,
+    num_micros: int,
+    blocks: tuple[BlockSpec, ...] = BLOCKS,
+    work: tuple[float, ...] = tuple(FLOPS),
+) -> Step:
+    return Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=0, work=work)
 
 
 @st.composite
@@ -243,10 +254,10 @@ def test_a_stage_of_a_pipeline_is_refused() -> None:
 def test_changes_are_valid_plans_and_what_they_promise(name: str) -> None:
     cluster = cluster_with((2, 2, 2), bandwidth=1e7)
     plan = replace(preset(name, cluster), recompute=("b*",))
-    program = build(cluster, plan, BLOCKS, 4)
-    found = changes(program, price)
+    step = step_of(cluster, plan, 4)
+    found = changes(step)
     assert [change.step_s for change in found] == sorted(change.step_s for change in found)
-    assert found == changes(program, price)
+    assert found == changes(step)
     assert {"prefetch = 2", "unit = 2", "recompute = []"} <= {change.words for change in found}
     plans = [change.plan for change in found if change.kind == "plan"]
     assert plan not in plans
@@ -261,12 +272,8 @@ def test_changes_are_valid_plans_and_what_they_promise(name: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(settings_of_a_step(max_world=16))
 def test_changes_of_any_plan_can_run(setting: Setting) -> None:
-    program = build(setting.cluster, setting.plan, setting.blocks, setting.num_micros)
-
-    def flat(candidate: Program) -> Costs:
-        return step_costs(candidate, [1e6] * len(candidate.blocks))
-
-    found = changes(program, flat)
+    work = (1e6,) * len(setting.blocks)
+    found = changes(step_of(setting.cluster, setting.plan, setting.num_micros, setting.blocks, work))
     assert found
     for change in found:
         verify(build(change.cluster, change.plan, setting.blocks, setting.num_micros))
@@ -276,7 +283,7 @@ def test_the_best_change_of_a_plan_that_gathers_over_slow_links_moves_the_parame
     cluster = cluster_with((2, 2), bandwidth=1e6)
     program = build(cluster, preset("zero3", cluster), BLOCKS, 4)
     step_s = simulate(program, price(program)).step_s
-    found = changes(program, price)
+    found = changes(step_of(cluster, program.plan, 4))
     best = best_change(found, step_s, "plan")
     assert best is not None
     assert best.step_s == min(change.step_s for change in found if change.kind == "plan") < step_s
@@ -288,10 +295,10 @@ def test_the_best_change_of_a_plan_that_gathers_over_slow_links_moves_the_parame
 
 def test_a_change_that_does_not_fit_the_device_is_no_candidate() -> None:
     cluster = cluster_with((2, 2))
-    program = build(cluster, preset("zero3", cluster), BLOCKS, 1)
-    needed = sum(model_state_bytes(cluster, program.plan, BLOCKS, 1).values())
+    plan = preset("zero3", cluster)
+    needed = sum(model_state_bytes(cluster, plan, BLOCKS, 1).values())
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1.2 * needed))
-    words = {change.words for change in changes(replace(program, cluster=small), price)}
-    everything = {change.words for change in changes(program, price)}
+    words = {change.words for change in changes(step_of(small, plan, 1))}
+    everything = {change.words for change in changes(step_of(cluster, plan, 1))}
     assert words < everything
     assert any(word.startswith("params = ") for word in everything - words)

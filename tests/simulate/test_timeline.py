@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from terrace.base.errors import PlanError, ProgramError
 from terrace.program.schedules import Kind, Orders, Task, even_seconds, from_csv, orders_for
 from terrace.simulate.timeline import Timeline, play
-from terrace.simulate.timeline_picture import picture
 from tests.program.test_schedules import any_orders, seconds_of
 from tests.support.effort import lines_run
 
@@ -191,22 +190,3 @@ def test_the_largest_published_pipeline_plays_with_little_effort() -> None:
     seconds = even_seconds(105, forward_s=1.0, input_s=1.0, weight_s=1.0)
     assert play(orders, seconds).makespan_s == (3 * 280 + 34) * 3
     assert lines_run(lambda: play(orders, seconds)) < 20 * 58_800
-
-
-def test_picture_by_example() -> None:
-    orders = orders_for("zb-h1", num_stages=2, num_micros=2)
-    timeline = play(orders, even_seconds(2, forward_s=3.0, input_s=2.0, weight_s=1.0))
-    assert picture(timeline, 8 + round(timeline.makespan_s)).splitlines() == [
-        "stage 0 F0-F1-..I0W..I1W",
-        "stage 1 ...F0-I0F1-I1WW.",
-        "F forward, I backward input, W backward weight, . idle",
-        "a column is 1 s, the bubble 25.0%",
-    ]
-
-
-@quick
-@given(timelines(), st.integers(1, 150))
-def test_a_picture_keeps_its_width(timeline: Timeline, width: int) -> None:
-    *lines, _, _ = picture(timeline, width).splitlines()
-    assert len(lines) == timeline.orders.num_stages
-    assert {len(line) for line in lines} == {max(width, len("stage 0 ") + 8)}

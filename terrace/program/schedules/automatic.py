@@ -26,7 +26,7 @@ _ROUNDING = 1e-9  # sums of the same terms in another order differ by a smaller 
 
 @schedule("zb-auto")
 def zb_auto(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float, memory_limit: float) -> Orders:
-    """Return the best order found for these seconds, when a stage may keep `memory_limit` micro-batches' activations.
+    """The best order found for these seconds, when a stage may keep `memory_limit` micro-batches' activations.
 
     `weight_share` is the share of a micro-batch's activations that waits for its W (M_W / M_B); seconds of whole
     backwards are not used.
@@ -50,13 +50,13 @@ def zb_auto(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share
 
 @schedule("zb-1p")
 def zb_1p(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float) -> Orders:
-    """Return the automatic schedule at the memory of 1F1B: `num_stages` micro-batches."""
+    """The automatic schedule at the memory of 1F1B: `num_stages` micro-batches."""
     return replace(zb_auto(num_stages, num_micros, seconds, weight_share, num_stages), schedule="zb-1p")
 
 
 @schedule("zb-2p")
 def zb_2p(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share: float) -> Orders:
-    """Return the automatic schedule at twice the memory of 1F1B."""
+    """The automatic schedule at twice the memory of 1F1B."""
     return replace(zb_auto(num_stages, num_micros, seconds, weight_share, 2 * num_stages), schedule="zb-2p")
 
 
@@ -170,7 +170,7 @@ def _warm_up(problem: _Problem, stages: Sequence[_Stage], delay: bool) -> None:
 
 
 def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
-    """Return how many forwards every stage runs first, counted as if they followed one another without a gap."""
+    """How many forwards every stage runs first, counted as if they followed one another without a gap."""
     seconds, most = problem.seconds, min(problem.limit, problem.num_micros)
     ends_s = [lasts_s + edge_s for lasts_s, edge_s in zip(seconds.forward_s, (0.0, *seconds.edge_s), strict=True)]
     ends_s = list(accumulate(ends_s))

@@ -7,7 +7,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("breadth-first")
 def breadth_first(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
-    """Return F of all micro-batches chunk by chunk, then B chunk by chunk in reverse, first in first out.
+    """F of all micro-batches chunk by chunk, then B chunk by chunk in reverse, first in first out.
 
     Invariants: every stage keeps num_micros num_chunks chunk activations; it gathers each chunk once a pass, and
     the last chunk once for both; with num_micros >= num_stages, equal stages and free messages the makespan is

@@ -1,4 +1,4 @@
-"""Activations that a stage keeps, by the order of its tasks alone."""
+"""Counts from the order of a stage's tasks alone: activations it keeps, micro-batches in flight."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,14 +6,16 @@ from itertools import accumulate
 from terrace.plan.stage import Kind
 from terrace.program.schedules.orders import Orders
 
+Waiting = tuple[tuple[int, ...], ...]  # micro-batches by stage and chunk
+
 
 def peak_activation_bytes(
     orders: Orders, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the most activation bytes that each stage keeps at once.
+    """The most activation bytes that each stage keeps at once.
 
-    By virtual stage, `forward_bytes` is what the forward of a micro-batch keeps (M_B of Qi et al. 2401.10241,
-    section 2) and `weight_bytes` what its BACKWARD_INPUT leaves for the BACKWARD_WEIGHT (M_W; all of it if None).
+    By virtual stage, `forward_bytes` is kept by the forward of a micro-batch (M_B of Qi et al. 2401.10241,
+    section 2) and `weight_bytes` left by its BACKWARD_INPUT for the BACKWARD_WEIGHT (M_W; all of it if None).
     A whole backward and a BACKWARD_WEIGHT free all that is left. A task frees what it frees when it ends.
     """
     kept = forward_bytes if weight_bytes is None else weight_bytes
@@ -27,3 +29,22 @@ def peak_activation_bytes(
         }
         peaks.append(max(accumulate(change[kind][chunk] for kind, chunk, _ in tasks), default=0))
     return peaks
+
+
+def most_waiting(orders: Orders) -> Waiting:
+    """Micro-batches in flight in each chunk of every stage, at the moment when the stage has most of them."""
+    found = []
+    forward, backward_input = int(Kind.FORWARD), int(Kind.BACKWARD_INPUT)
+    for tasks in orders.tasks:
+        now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
+        for kind, chunk, _ in tasks:
+            if kind == forward:
+                now[chunk] += 1
+                total += 1
+                if total > peak:
+                    most, peak = tuple(now), total
+            elif kind != backward_input:
+                now[chunk] -= 1
+                total -= 1
+        found.append(most)
+    return tuple(found)

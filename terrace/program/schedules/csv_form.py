@@ -17,7 +17,7 @@ _KINDS = {kind.letter: kind for kind in Kind}
 
 
 def to_csv(orders: Orders) -> str:
-    """Return the orders as CSV, one row a stage."""
+    """The orders as CSV, one row a stage."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row, tasks in zip(orders.placement, orders.tasks, strict=True):
@@ -26,7 +26,7 @@ def to_csv(orders: Orders) -> str:
 
 
 def from_csv(text: str, schedule: str = "csv") -> Orders:
-    """Return the orders in `text`; the chunks of a stage are its virtual stages in ascending order.
+    """The orders in `text`; the chunks of a stage are its virtual stages in ascending order.
 
     Raises `ProgramError` for a cell that is no task and for orders that break a rule of `verify_orders`.
     """

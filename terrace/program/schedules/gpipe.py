@@ -7,7 +7,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("gpipe")
 def gpipe(num_stages: int, num_micros: int) -> Orders:
-    """Return F of every micro-batch, then B of every one, first in first out.
+    """F of every micro-batch, then B of every one, first in first out.
 
     Invariants: every stage keeps the activations of all `num_micros` micro-batches; with equal stages and free
     messages the makespan is (num_micros + num_stages - 1)(forward + backward).

@@ -13,7 +13,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("interleaved")
 def interleaved(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
-    """Return 1F1B over (micro-batch, chunk) pairs, in groups of `num_stages` micro-batches.
+    """1F1B over (micro-batch, chunk) pairs, in groups of `num_stages` micro-batches.
 
     Stage r starts with 2(num_stages - 1 - r) + (num_chunks - 1) num_stages forwards; with one chunk it is 1F1B.
 

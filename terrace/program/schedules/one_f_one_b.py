@@ -9,7 +9,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("1f1b")
 def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
-    """Return as many F as there are stages behind, then F and B in turn, then the remaining B.
+    """As many F as there are stages behind, then F and B in turn, then the remaining B.
 
     Invariants: stage r keeps the activations of at most min(num_micros, num_stages - r) micro-batches; with equal
     stages and free messages the makespan is that of GPipe.
@@ -21,7 +21,7 @@ def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
 
 
 def alternate(forwards: Sequence[Task], backwards: Sequence[Task], num_warmup: int) -> list[Task]:
-    """Return `num_warmup` forwards (or all), then one forward and one backward in turn, then what remains."""
+    """`num_warmup` forwards (or all), then one forward and one backward in turn, then what remains."""
     num_warmup = min(num_warmup, len(forwards))
     row = list(forwards[:num_warmup])
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):

@@ -52,7 +52,7 @@ class Orders:
         return self.num_stages * self.num_chunks
 
     def holders(self) -> list[tuple[int, int]]:
-        """Return (stage, chunk) of every virtual stage."""
+        """(stage, chunk) of every virtual stage."""
         found = {
             virtual: (stage, chunk) for stage, row in enumerate(self.placement) for chunk, virtual in enumerate(row)
         }
@@ -70,14 +70,14 @@ def v_shaped(num_stages: int) -> Placement:
 
 
 def tasks_of(kind: Kind, chunk: int, num_micros: int) -> tuple[Task, ...]:
-    """Return the task of every micro-batch; stages share these values, so that orders stay small."""
+    """The task of every micro-batch; stages share these values, so that orders stay small."""
     return tuple(Task(kind, chunk, micro) for micro in range(num_micros))
 
 
 def build(
     schedule: str, placement: Placement, num_micros: int, tasks: Sequence[Sequence[Task]], num_chunks: int = 1
 ) -> Orders:
-    """Return the orders of a schedule from the tasks of every stage."""
+    """The orders of a schedule from the tasks of every stage."""
     return Orders(
         schedule=schedule,
         num_stages=len(placement),
@@ -96,7 +96,7 @@ def positive(**numbers: int) -> None:
 
 
 def nearest_multiple(value: int, of: int) -> int:
-    """Return the multiple of `of` (at least one time) that is nearest to `value`, the larger of two."""
+    """The multiple of `of` (at least one time) that is nearest to `value`, the larger of two."""
     return max(1, (2 * value + of) // (2 * of)) * of
 
 

@@ -40,12 +40,12 @@ def _schedules() -> dict[str, Callable[..., Orders]]:
 
 
 def schedule_names() -> list[str]:
-    """Return the names `orders_for` knows."""
+    """The names `orders_for` knows."""
     return list(_schedules())
 
 
 def takes(name: str) -> frozenset[str]:
-    """Return the names of the numbers that a schedule takes; raises `PlanError` for an unknown one."""
+    """The names of the numbers that a schedule takes; raises `PlanError` for an unknown one."""
     builder = _schedules().get(name)
     if builder is None:
         raise PlanError(f"no schedule {name!r}{did_you_mean(name, schedule_names())}")
@@ -54,13 +54,13 @@ def takes(name: str) -> frozenset[str]:
 
 @cache
 def takes_unit(name: str) -> bool:
-    """Tell whether the schedule `name` takes a unit of micro-batches; False for an unknown name."""
+    """Whether the schedule `name` takes a unit of micro-batches; False for an unknown name."""
     builder = _schedules().get(name)
     return builder is not None and "unit" in inspect.signature(builder).parameters
 
 
 def orders_for(name: str, **numbers: Any) -> Orders:
-    """Return the orders of the schedule `name` for `num_stages`, `num_micros` and the numbers it takes.
+    """The orders of the schedule `name` for `num_stages`, `num_micros` and the numbers it takes.
 
     A schedule without chunks accepts `num_chunks = 1`. Raises `PlanError` for an unknown name, a number that is
     missing or that the schedule does not take, and for values it cannot honour, each with the fix.

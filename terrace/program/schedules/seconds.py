@@ -1,4 +1,4 @@
-"""Seconds of tasks: what the timeline plays orders with, and what the automatic schedule is made for."""
+"""Seconds of tasks, by which the timeline plays orders and the automatic schedule arranges them."""
 
 from dataclasses import dataclass
 
@@ -21,14 +21,14 @@ class TaskSeconds:
     edge_s: tuple[float, ...]
 
     def of(self, kind: Kind) -> tuple[float, ...]:
-        """Return the seconds of a kind of task, by virtual stage."""
+        """The seconds of a kind of task, by virtual stage."""
         return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[kind]
 
 
 def even_seconds(
     num_virtual: int, *, forward_s: float, input_s: float, weight_s: float, edge_s: float = 0.0
 ) -> TaskSeconds:
-    """Return equal seconds for every virtual stage; a whole backward takes both halves."""
+    """Equal seconds for every virtual stage; a whole backward takes both halves."""
     return TaskSeconds(
         forward_s=(forward_s,) * num_virtual,
         backward_s=(input_s + weight_s,) * num_virtual,

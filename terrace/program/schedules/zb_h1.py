@@ -9,7 +9,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("zb-h1")
 def zb_h1(num_stages: int, num_micros: int) -> Orders:
-    """Return the order of 1F1B in F and I, with W put off.
+    """The order of 1F1B in F and I, with W put off.
 
     Stage r lets r weight gradients wait while forwards remain, then runs one after each I, the rest last.
 

@@ -9,7 +9,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("zb-h2")
 def zb_h2(num_stages: int, num_micros: int) -> Orders:
-    """Return a warm-up that fills the bubble before the first I with forwards, then I, W and F in turn.
+    """A warm-up that fills the bubble before the first I with forwards, then I, W and F in turn.
 
     Stage r starts with 2(num_stages - r) - 1 forwards and lets 2r weight gradients wait, the rest run last.
 

@@ -15,7 +15,7 @@ _F1, _I1, _W1 = ((kind, 1) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.
 
 @schedule("zbv")
 def zbv(num_stages: int, num_micros: int, num_chunks: int = 2) -> Orders:
-    """Return the V schedule; fewer than 2 num_stages - 1 micro-batches leave gaps in the order of that many.
+    """The V schedule; fewer than 2 num_stages - 1 micro-batches leave gaps in the order of that many.
 
     Invariants: no stage keeps more than 2 num_stages chunk activations (num_stages of whole stages, as 1F1B);
     with equal stages, T_F = T_B = T_W, free messages and at least 2 num_stages - 1 micro-batches no stage idles

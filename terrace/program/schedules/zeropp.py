@@ -25,7 +25,7 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("zeropp")
 def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orders:
-    """Return units of `unit` micro-batches, one after the other, with split backwards; the last may hold fewer.
+    """Units of `unit` micro-batches, one after the other, with split backwards; the last may hold fewer.
 
     Invariants: in every unit a stage runs its F chunk by chunk, ascending, its I descending; so without W it
     gathers a chunk at most twice a unit. With an activation of M_B a chunk and micro-batch, of which M_W waits for W,

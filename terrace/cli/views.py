@@ -1,0 +1,280 @@
+"""The views of a step: the sections that `terrace simulate` prints, and the files it writes."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from terrace.base.errors import ConfigError
+from terrace.cli.files import write_file
+from terrace.cli.output import Terminal
+from terrace.cli.programs import checked_programs, kept_activations
+from terrace.model.config import num_params
+from terrace.plan.context import is_context_parallel
+from terrace.program import Program, program_text
+from terrace.program.schedules import Orders, to_csv
+from terrace.program.stages import plan_orders
+from terrace.report import ASSIGNED, attention_table, bytes_table, inside_table, memory_table, plan_table, time_table
+from terrace.report.advice import advice_words, timeline_text
+from terrace.report.page import page_html
+from terrace.report.stage_tables import (
+    order_text,
+    parts_words,
+    stage_bytes_tables,
+    stage_memory_table,
+    stage_time_table,
+    stages_table,
+)
+from terrace.report.stages import exposed_table, path_sentence, played_words, stages_page
+from terrace.report.tables import quantity, seconds, wire_words
+from terrace.simulate import (
+    Change,
+    Prediction,
+    RecordedStep,
+    changes,
+    critical_words,
+    predict_step,
+    record_step,
+)
+from terrace.simulate.timeline_picture import memory_picture, passes_picture
+from terrace.simulate.trace import stages_trace_json, trace_json
+from terrace.train.config import RunConfig
+from terrace.train.prediction import step_of
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step of a run, whose stages are resolved, to be printed and written.
+
+    Only the parts that a view asks for are computed: `program` predicts, `step` also records and tries changes.
+    """
+
+    run: RunConfig
+    programs: Sequence[Program]
+    stage: int = 0  # whose program is printed
+    lines: int | None = None  # of it, at most
+
+    @staticmethod
+    def of(run: RunConfig, options: argparse.Namespace) -> "StepView":
+        """The view of a run; raises the `TerraceError` of a step that cannot run."""
+        programs = checked_programs(run)
+        if not 0 <= options.stage < len(programs):
+            last = len(programs) - 1
+            held = f"stages 0 to {last}" if last else "no pipeline, so one stage: leave --stage out"
+            raise ConfigError(f"--stage {options.stage}: the plan has {held}")
+        return StepView(run, programs, options.stage, options.lines)
+
+    @cached_property
+    def console(self) -> Terminal:
+        """Where tables are printed."""
+        return Terminal()
+
+    @cached_property
+    def predicted(self) -> Prediction:
+        """The predicted step."""
+        return predict_step(step_of(self.run))
+
+    @cached_property
+    def recorded(self) -> RecordedStep:
+        """The step with the recording of every stage."""
+        return record_step(step_of(self.run))
+
+    @cached_property
+    def candidates(self) -> list[Change]:
+        """Changes of one thing, the shortest step first."""
+        return changes(step_of(self.run))
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether there are several stages."""
+        return len(self.programs) > 1
+
+    @cached_property
+    def orders(self) -> Orders:
+        """The order of every stage's tasks."""
+        run = self.run
+        return plan_orders(run.plan, run.blocks(), len(self.programs), run.num_micros(), run.train.sequence)
+
+    @property
+    def subtitle(self) -> str:
+        """Model and batch in a line."""
+        run, micros = self.run, self.run.num_micros()
+        return (
+            f"{run.model.family} decoder, {quantity(num_params(run.model), ' parameters')}; a step of "
+            f"{run.train.batch} sequences x {run.train.sequence} tokens, {micros} "
+            f"micro-batch{'es' if micros > 1 else ''} of {run.plan.micro_batch} per rank"
+        )
+
+    @cached_property
+    def advice(self) -> str:
+        """The best next change in a sentence."""
+        return advice_words(self.candidates, self.recorded.step_s)
+
+    def page(self) -> str:
+        """The HTML page of the step."""
+        recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
+        if self.is_pipelined:
+            return stages_page(recorded, self._most_sent(), found, subtitle=title, advice=advice)
+        recording, curve = recorded.recordings[0], recorded.curves[0]
+        return page_html(recording, curve, recorded.path, found, subtitle=title, advice=advice)
+
+    def trace(self) -> str:
+        """The trace of the step."""
+        recorded = self.recorded
+        if not self.is_pipelined:
+            return trace_json(recorded.recordings[0], recorded.curves[0])
+        name = f"plan {self.run.plan.name} on {self.run.cluster.name}"
+        return stages_trace_json(recorded.recordings, recorded.curves, name=name, step_s=recorded.step_s)
+
+    def csv(self, path: Path) -> str:
+        """Write the order of a pipeline's tasks; returns words that say so."""
+        if not self.is_pipelined:
+            raise ConfigError(f"--csv {path}: the plan has no pipeline axis, so there is no order; leave --csv out")
+        write_file("--csv", path, to_csv(self.orders))
+        return f"wrote {path}: the order of {self.orders.num_stages} stages"
+
+    def _most_sent(self) -> Mapping[tuple[str, str], int]:
+        sent = max((report.sent_bytes for report in self.predicted.reports), key=lambda each: sum(each.values()))
+        return {(message.value, tier): size for (message, tier), size in sent.items()}
+
+
+def show_plan(view: StepView) -> None:
+    """Axes and placements."""
+    view.console.print(plan_table(view.run.cluster, view.run.plan))
+
+
+def show_blocks(view: StepView) -> None:
+    """The blocks of every stage."""
+    if view.is_pipelined:
+        view.console.print(stages_table(view.programs, view.run.blocks()))
+        print(parts_words(view.programs, view.run.blocks()))
+
+
+def show_memory(view: StepView) -> None:
+    """Memory of one rank, of each stage."""
+    capacity = view.run.cluster.device.memory_bytes
+    if view.is_pipelined:
+        kept = [kept_activations(view.run, program) for program in view.programs]
+        view.console.print(stage_memory_table(view.programs, kept, capacity))
+    else:
+        view.console.print(memory_table(view.predicted.reports[0].memory_bytes, capacity))
+
+
+def show_bytes(view: StepView) -> None:
+    """Bytes that a rank sends, of each stage."""
+    tiers, reports = view.programs[0].layout.tiers, view.predicted.reports
+    if view.is_pipelined:
+        for table in stage_bytes_tables([report.sent_bytes for report in reports], tiers):
+            view.console.print(table)
+    else:
+        view.console.print(bytes_table(reports[0].sent_bytes, tiers))
+    print(wire_words(view.run.plan))
+
+
+def show_inside(view: StepView) -> None:
+    """Messages of tensor and context ranks inside the blocks."""
+    program = view.programs[view.stage]
+    if program.tensor.degree > 1:
+        view.console.print(inside_table(program))
+    if is_context_parallel(program.mesh, program.plan):
+        if program.plan.balance == "cost":
+            print(f"{ASSIGNED}\n")
+        else:
+            view.console.print(attention_table(program))
+
+
+def show_time(view: StepView) -> None:
+    """Seconds by category, of each stage."""
+    reports = view.predicted.reports
+    view.console.print(stage_time_table(reports) if view.is_pipelined else time_table(reports[0]))
+
+
+def show_exposed(view: StepView) -> None:
+    """Messages that nothing hides."""
+    exposed, tiers = view.recorded.exposed_s, view.programs[0].layout.tiers
+    which = f"stage {view.predicted.busiest}, the busiest" if view.is_pipelined else "no pipeline, so no bubble"
+    if exposed:
+        title = f"messages that nothing hides ({which})"
+        view.console.print(exposed_table(exposed, tiers, view.recorded.step_s, title))
+
+
+def show_order(view: StepView) -> None:
+    """The order of every stage's tasks, and the same over time."""
+    if not view.is_pipelined:
+        return
+    view.console.print(f"schedule {view.orders.schedule}: the tasks of every stage in order", style="bold")
+    print("a cell: virtual stage, F forward, B backward or its halves I input and W weight, micro-batch")
+    print(f"{order_text(view.orders, view.console.width)}\n")
+    show_stages_over_time(view)
+
+
+def show_stages_over_time(view: StepView) -> None:
+    """Tasks of all stages over time."""
+    stages, recorded = [program.stage for program in view.programs], view.recorded
+    view.console.print("the same over time, as the programs play it: stages down, time across", style="bold")
+    print(f"{passes_picture(stages, recorded.passes, recorded.end_s, view.console.width)}\n")
+
+
+def show_timeline(view: StepView) -> None:
+    """The step over time."""
+    if view.is_pipelined:
+        show_stages_over_time(view)
+    else:
+        view.console.print("a steady step of one rank", style="bold")
+        print(f"{timeline_text(view.recorded.recordings[0])}\n")
+
+
+def show_memory_over_time(view: StepView) -> None:
+    """Memory over the step, and its peak."""
+    curves = view.recorded.curves
+    size, moment_s = curves[view.recorded.fullest].peak
+    if view.is_pipelined:
+        highest = quantity(size, "B")
+        view.console.print(f"memory meanwhile, 9 standing for more than nine tenths of {highest}", style="bold")
+        print(f"{memory_picture(curves, view.recorded.end_s, view.console.width)}\n")
+    of_stage = f" (stage {view.recorded.fullest})" if view.is_pipelined else ""
+    print(
+        f"over the step, memory is highest at {seconds(moment_s)}{of_stage}: {quantity(size, 'B')} with activations, "
+        "without the device's context and what its allocator loses, which terrace plan adds"
+    )
+
+
+def show_advice(view: StepView) -> None:
+    """The critical path and the best next change."""
+    if not view.is_pipelined:
+        print(f"{critical_words(view.recorded.path)}\n{view.advice}\n")
+        return
+    predicted = view.predicted
+    print(f"step {seconds(predicted.step_s)}; bubble {100 * predicted.bubble:.1f} % of the stages' time")
+    print(f"{path_sentence(view.recorded)}\n{view.advice}\n{played_words(view.recorded)}\n")
+
+
+def show_program(view: StepView) -> None:
+    """The instructions of a stage."""
+    program, num_micros = view.programs[view.stage], view.run.num_micros()
+    whose = f"every rank of stage {view.stage}" if view.is_pipelined else "every rank"
+    plural = "es" if num_micros > 1 else ""
+    view.console.print(f"program of {whose}, {num_micros} micro-batch{plural}:", style="bold")
+    print(program_text(program, max_lines=view.lines))
+    print(f"\nverified: {len(program.instructions)} instructions keep every rule of the instruction set")
+
+
+Section = Callable[[StepView], None]
+_FIGURES: tuple[Section, ...] = (show_memory, show_bytes, show_inside, show_time)
+VIEWS: dict[str, tuple[Section, ...]] = {
+    "step": (show_plan, *_FIGURES, show_exposed, show_timeline, show_advice, show_memory_over_time),
+    "program": (show_plan, show_blocks, *_FIGURES, show_order, show_program),
+    "stages": (show_plan, show_blocks, show_order, show_time),
+    "memory": (show_plan, show_memory, show_memory_over_time),
+    "all": (
+        show_plan,
+        show_blocks,
+        *_FIGURES,
+        show_exposed,
+        show_order,
+        show_advice,
+        show_memory_over_time,
+        show_program,
+    ),
+}

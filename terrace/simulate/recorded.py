@@ -1,0 +1,82 @@
+"""A step to look at: its prediction, with the recording and the memory of every stage.
+
+Timelines show every micro-batch, so the programs are played whole here, however many there are. Shown seconds are the
+prediction's (terrace.simulate.step), which all commands share.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from terrace.simulate.activations import activations_by_block
+from terrace.simulate.critical import CriticalPath, critical_path, exposed_by_axis
+from terrace.simulate.curve import MemoryCurve, memory_curve
+from terrace.simulate.recording import Recording
+from terrace.simulate.stages import Passed, record_stages
+from terrace.simulate.step import Prediction, Step, play_whole, predict_step
+from terrace.simulate.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """A step with the recording and the memory of every stage; `whole` is the step that was recorded."""
+
+    prediction: Prediction
+    whole: Prediction
+    recordings: tuple[Recording, ...]
+    curves: tuple[MemoryCurve, ...]  # activations included where kernels are known
+
+    @property
+    def step(self) -> Step:
+        """The step, its stages resolved."""
+        return self.prediction.step
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.prediction.step_s
+
+    @property
+    def passes(self) -> tuple[list[Passed], ...]:
+        """The passes of every stage, from the first stage's start."""
+        return tuple(list(passes) for passes in self.whole.passes)
+
+    @cached_property
+    def end_s(self) -> float:
+        """When the last stage ends, from the first stage's start."""
+        return max(each.begin_s + each.report.step_s for each in self.recordings)
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        """The critical path through all stages."""
+        return critical_path(*self.recordings)
+
+    @cached_property
+    def exposed_s(self) -> dict[tuple[str, str], float]:
+        """Seconds of messages that nothing hides on the busiest stage, by (axis, tier)."""
+        return exposed_by_axis(self.recordings, self.prediction.busiest)
+
+    @cached_property
+    def fullest(self) -> int:
+        """The stage whose memory peaks highest."""
+        return max(range(len(self.curves)), key=lambda stage: self.curves[stage].peak[0])
+
+
+def record_step(step: Step) -> RecordedStep:
+    """Predict and record a step; raises `PlanError` for a plan that cannot run."""
+    prediction = predict_step(step)
+    whole = prediction if prediction.is_whole else play_whole(prediction.step)
+    recordings = record_stages(whole.programs, whole.costs)
+    return RecordedStep(
+        prediction=prediction,
+        whole=whole,
+        recordings=tuple(recordings),
+        curves=tuple(_curve(prediction.step, recording) for recording in recordings),
+    )
+
+
+def _curve(step: Step, recording: Recording) -> MemoryCurve:
+    if not isinstance(step.work, Work):
+        return memory_curve(recording)
+    backend = step.cluster.device.backend
+    kept, working = zip(*activations_by_block(step.work, step.plan, recording.program.blocks, backend), strict=True)
+    return memory_curve(recording, list(kept), list(working))

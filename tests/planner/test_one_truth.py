@@ -1,0 +1,133 @@
+"""One truth for a step: whatever validates is predicted, and every command predicts the same number."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from terrace.base.errors import TerraceError
+from terrace.cli.views import StepView
+from terrace.cluster import Cluster
+from terrace.model.config import ModelConfig
+from terrace.plan import Plan, validate
+from terrace.planner import Task
+from terrace.planner.evaluate import step_of as task_step
+from terrace.planner.scaling import evaluate_plan
+from terrace.program import build_stages, verify_stages
+from terrace.program.schedules import schedule_names
+from terrace.simulate import predict_step, simulate_stages, step_costs
+from terrace.simulate import simulate as play_one
+from terrace.simulate.footprint import work_of
+from terrace.train.config import RunConfig, TrainConfig
+from terrace.train.prediction import predict, resolved_run
+from tests.support.planner_cases import CLUSTERS, gpt
+
+MODELS = {
+    "4 layers": gpt(4, 64, 4, vocab=96, positions=64),
+    "7 layers": gpt(7, 64, 4, vocab=1000, positions=64),
+}
+SEQUENCE = 64
+NUMBERED = {"interleaved": ("", ":1", ":2", ":3"), "breadth-first": (":1", ":2"), "zeropp": (":1", ":2")}
+
+
+@st.composite
+def mappings(draw: st.DrawFn, cluster: Cluster) -> dict[str, dict[str, object]]:
+    """A row for some of the tiers, whose degrees multiply to its size."""
+    table: dict[str, dict[str, object]] = {}
+    for tier in cluster.tiers:
+        left, row = tier.size, dict[str, object]()
+        for axis in draw(st.permutations(["pipeline", "tensor", "context"])):
+            degree = draw(st.sampled_from([each for each in (1, 2, 4) if left % each == 0]))
+            left //= degree
+            if degree > 1 and axis == "tensor":
+                row[axis] = draw(st.sampled_from([degree, {"columns": degree}, {"rows": degree}]))
+            elif degree > 1 and axis == "context":
+                row[axis] = draw(st.sampled_from([degree, {"ulysses": degree}]))
+            elif degree > 1:
+                row[axis] = degree
+        if row:
+            table[tier.name] = row | {"data": left}
+    return table
+
+
+@st.composite
+def plans(draw: st.DrawFn, cluster: Cluster, model: ModelConfig) -> Plan:
+    """Any axes, placements, schedule, recomputed parts, prefetch, unit, parts of messages and stages."""
+    places = ["device", *(tier.name for tier in cluster.tiers)]
+    params, grads, optimizer = sorted(draw(st.tuples(*[st.integers(0, len(places) - 1)] * 3)))
+    mapping = draw(mappings(cluster))
+    pipelined = any("pipeline" in row for row in mapping.values())
+    name = draw(st.sampled_from(schedule_names()))
+    number = draw(st.sampled_from(NUMBERED.get(name, (":3",) if name == "zb-auto" else ("",))))
+    plan = Plan(
+        params=places[params],
+        grads=places[grads],
+        optimizer=places[optimizer],
+        mapping=mapping,  # type: ignore[arg-type]
+        compute=draw(st.sampled_from(["bf16", "fp32"])),
+        micro_batch=draw(st.sampled_from([1, 2])),
+        recompute=draw(st.sampled_from([(), ("layers.*",), ("layers.1", "head"), ("embedding",)])),
+        unit=draw(st.sampled_from([1, 1, 2, 4])),
+        prefetch=draw(st.integers(0, 3)),
+        balance=draw(st.sampled_from(["tokens", "tokens", "cost"])),
+        sequence_parallel=draw(st.booleans()),
+        tensor_chunks=draw(st.sampled_from([1, 1, 2])),
+        schedule=f"{name}{number}" if pipelined else None,
+    )
+    return plan
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunConfig:
+    """A run whose plan validates."""
+    cluster = CLUSTERS[draw(st.sampled_from(sorted(CLUSTERS)))]
+    model = MODELS[draw(st.sampled_from(sorted(MODELS)))]
+    run = RunConfig(
+        model=model,
+        cluster=cluster,
+        plan=draw(plans(cluster, model)),
+        train=TrainConfig(steps=1, batch=draw(st.sampled_from([24, 48, 384])), sequence=SEQUENCE),
+    )
+    try:
+        validate(cluster, run.plan, run.blocks())
+        programs = build_stages(cluster, run.plan, run.blocks(), run.num_micros(), SEQUENCE)
+    except TerraceError:
+        assume(False)
+    if len(programs) > 1 and draw(st.booleans()):  # by hand, as even in number as they can be
+        virtual, num = sum(len(program.stage.chunks) for program in programs), len(run.blocks())
+        by_hand = tuple(num // virtual + (index < num % virtual) for index in range(virtual))
+        run = replace(run, plan=replace(run.plan, stages=by_hand))
+    return run
+
+
+@settings(deadline=None, max_examples=40)
+@given(runs())
+def test_every_command_predicts_the_same_step(run: RunConfig) -> None:
+    """plan and scale (a task), simulate and explain (a view), train (a prediction, and the programs it runs)."""
+    resolved = resolved_run(run)
+    trained = predict(resolved, resolved.cluster)
+    programs = build_stages(run.cluster, resolved.plan, run.blocks(), run.num_micros(), SEQUENCE)
+    verify_stages(programs)
+    view = StepView(resolved, programs)
+    task = Task(
+        model=run.model,
+        cluster=run.cluster,
+        batch=run.train.batch,
+        sequence=SEQUENCE,
+        compute=run.plan.compute,
+        master=run.plan.master,
+    )
+    planned = predict_step(task_step(task, run.plan))
+    scaled = evaluate_plan(task, run.plan)
+    assert trained.step_s == view.predicted.step_s == view.recorded.step_s == planned.step_s == scaled.step_s
+    assert trained.step.plan == view.predicted.step.plan == planned.step.plan == resolved.plan
+    assert [each.sent_bytes for each in trained.reports] == [each.sent_bytes for each in planned.reports]
+    # What runs is what was predicted: the programs that a run builds, played whole.
+    costs = [
+        step_costs(each, work_of(run.cluster, run.plan, run.model, SEQUENCE, documents=run.has_documents))
+        for each in programs
+    ]
+    whole = [play_one(programs[0], costs[0])] if len(programs) == 1 else simulate_stages(programs, costs).reports
+    assert trained.step_s == pytest.approx(whole[0].step_s, rel=1e-12 if trained.is_whole else 5e-3)
+    assert trained.step_s > 0

@@ -1,0 +1,151 @@
+"""A pipelined step on a page, in a trace and as text: every stage is there, and all of it is the recorded step."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from terrace.plan import Layout, Plan, num_micro_batches
+from terrace.program import PASSES
+from terrace.report.stages import path_sentence, stages_page
+from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stage_bars, stages_svg
+from terrace.report.svg import PLOT
+from terrace.simulate import Change, RecordedStep, Step, changes, record_step
+from terrace.simulate.footprint import work_of
+from terrace.simulate.timeline_picture import memory_picture
+from terrace.simulate.trace import stages_trace_json
+from tests.support.planner_cases import CLUSTERS, gpt, small_task
+
+DGX = CLUSTERS["dgx 4x2"]
+EIGHT = gpt(8, 512, 4, vocab=1000, positions=512)
+SENT = {("gather", "node"): 12, ("pipeline", "system"): 5}
+
+
+def step_of(schedule: str = "1f1b", batch: int = 16, name: str = DGX.name) -> Step:
+    mapping = {"node": {"data": 2, "pipeline": 2}, "system": {"pipeline": 2}}
+    places = dict.fromkeys(("params", "grads", "optimizer"), "node")
+    plan = Plan(mapping=mapping, schedule=schedule, compute="bf16", **places)  # type: ignore[arg-type]
+    cluster = replace(DGX, name=name)
+    task = small_task(cluster, batch=batch, model=EIGHT)
+    return Step(
+        cluster=cluster,
+        plan=plan,
+        blocks=task.blocks,
+        num_micros=num_micro_batches(plan, Layout.of(cluster, plan), batch),
+        sequence=task.sequence,
+        work=work_of(cluster, plan, EIGHT, task.sequence),
+    )
+
+
+def recorded(schedule: str = "1f1b", batch: int = 16) -> RecordedStep:
+    return record_step(step_of(schedule, batch))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "interleaved:2"])
+def test_memory_of_a_stage_comes_and_goes(schedule: str) -> None:
+    step = recorded(schedule)
+    for curve, report in zip(step.curves, step.prediction.reports, strict=True):
+        held = curve.varying_bytes["activations"]
+        assert held[0] == 0
+        assert max(held) > 0
+        assert [min(held), held[-1]] == pytest.approx([0, 0])
+        assert list(curve.times_s) == sorted(curve.times_s)
+        assert max(curve.varying_bytes["gathered"]) <= report.memory_bytes["gathered"]
+        assert max(curve.varying_bytes["grads_full"]) <= report.memory_bytes["grads_full"]
+
+
+def test_the_memory_picture_follows_the_curves() -> None:
+    step = recorded()
+    lines = memory_picture(step.curves, step.end_s, 80).splitlines()
+    highest = max(curve.peak[0] for curve in step.curves)
+    for line, curve in zip(lines, step.curves, strict=True):
+        digits = line.split()[-1]
+        assert len(line) == 80
+        assert max(digits) == str(min(9, int(10 * curve.peak[0] / highest)))
+        assert digits[-1] == str(min(9, int(10 * curve.total_bytes[-1] / highest)))
+
+
+def test_the_trace_has_a_process_a_stage_and_ends_with_the_step() -> None:
+    step = recorded("zb-h1")
+    text = stages_trace_json(step.recordings, step.curves, name="n", step_s=step.step_s)
+    table = json.loads(text)
+    events = table["traceEvents"]
+    assert table["otherData"] == {"step_s": step.step_s}
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == [f"stage {stage} of n" for stage in range(4)]
+    for stage, recording in enumerate(step.recordings):
+        own = [event for event in events if event["pid"] == stage and event["ph"] == "X" and event["tid"] == 0]
+        computed = [event for event in own if event["name"] in ("forward", "backward")]
+        shown = [
+            recording.done_s[at] > recording.started_s[at]
+            for at, each in enumerate(recording.program.instructions)
+            if each.op in PASSES
+        ]
+        assert len(computed) == sum(shown)
+        ends = sorted((event["ts"], event["ts"] + event["dur"]) for event in own)
+        assert all(after[0] >= before[1] - 1e-6 for before, after in pairwise(ends))
+        assert ends[-1][1] == pytest.approx(1e6 * (recording.begin_s + recording.report.step_s))
+        sends = [event for event in events if event["pid"] == stage and event["name"] == "pipeline"]
+        assert sends
+        assert all(event["args"].get("bytes on node") or event["args"].get("bytes on system") for event in sends)
+    assert {event["pid"] for event in events if event["ph"] == "C"} == set(range(4))
+
+
+@pytest.mark.parametrize("batch", [16, 512])
+def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
+    step = recorded("interleaved:2", batch)
+    found = changes(step.step) if batch == 16 else []
+    page = stages_page(step, SENT, found, subtitle="a <b>", advice="do & go")
+    assert "a &lt;b&gt;" in page
+    assert "do &amp; go" in page
+    assert not re.findall(r"(?:src|href)=|url\(|@import", page)
+    assert len(page.encode()) < 600_000
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page)[0])
+    assert len(data["charts"]) == page.count('<svg class="chart"') == (3 if batch == 16 else 4)
+    assert all(len(chart.get("bars", chart.get("memories", [0] * 4))) == 4 for chart in data["charts"])
+    assert ("close up" in page) == (batch == 512)
+    ends = [bar[1] for row in data["charts"][0]["bars"] for bar in row]
+    assert max(ends) == pytest.approx(PLOT, abs=0.5)
+    bars, least_s = stage_bars(step)
+    assert sum(map(len, bars.values())) <= MAX_BARS
+    assert (least_s > 0) == (batch == 512)
+    window = close_up(step)
+    near, joined_s = stage_bars(step, window)
+    assert joined_s == 0
+    for text in (stages_svg(step, bars), stages_svg(step, near, window), memories_svg(step)):
+        plot = next(child for child in ElementTree.fromstring(text) if child.tag.endswith("svg"))
+        width, height = float(plot.attrib["width"]), float(plot.attrib["height"])
+        for shape in plot:
+            for x in re.findall(r"[MH]([\d.e+-]+)", shape.attrib["d"]):
+                assert -0.01 <= float(x) <= width + 0.01
+            for y in re.findall(r"(?:V|M[\d.e+-]+ )([\d.e+-]+)", shape.attrib["d"]):
+                assert -0.01 <= float(y) <= height + 0.01
+
+
+def test_names_on_the_page_are_text() -> None:
+    evil = "</script><img src=x>"
+    step = record_step(step_of(name=evil))
+    change = Change(words=evil, kind="plan", note=evil, cluster=DGX, plan=step.step.plan, step_s=1.0)
+    page = stages_page(step, SENT, [change], subtitle=evil, advice=evil)
+    assert evil not in page
+    assert "<img" not in page
+
+
+def test_changes_of_a_pipeline_are_played_and_sorted() -> None:
+    step = step_of()
+    found = changes(step)
+    assert [change.step_s for change in found] == sorted(change.step_s for change in found)
+    named = {change.words: change for change in found}
+    faster = named['schedule = "zb-h1"']
+    assert faster.step_s == record_step(replace(step, plan=faster.plan)).step_s
+    assert named["FLOP/s of the device x 2"].step_s < record_step(step).step_s
+    assert {"bandwidth of tier system x 2", 'params = "device"', "prefetch = 2"} <= named.keys()
+
+
+def test_the_critical_path_in_words_says_who_waits() -> None:
+    words = path_sentence(recorded())
+    assert words.startswith("On the critical path of the step: ")
+    assert re.search(r"Stages wait for other stages for \d+\.\d % of the step in the mean, stage \d most", words)
