@@ -76,6 +76,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":
             raise ConfigError(f"--picture {options.picture}: it is written as SVG; name a file that ends in .svg")
+    # All input is checked before the corpus is read, which may take minutes.
     model, cluster, data = _described(options, path, rest)
     if cluster.world_size > _MOST_PLACES:
         raise ConfigError(
@@ -121,6 +122,7 @@ def _described(
         if value is not None:
             check_text(f"--{name}", value)
     table = resolve_table(None, flags, {name: overrides[name] for name in ("cluster",) if name in overrides})
+    # No option is ignored silently.
     if options.distribution is not None and "data" in overrides:
         raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")
     if "path" in overrides.get("data", {}):
@@ -132,6 +134,7 @@ def _described(
 def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
     if options.distribution is not None:
         return options.distribution, _DISTRIBUTIONS[options.distribution](options.sequence)
+    # Imported here: a built-in distribution needs neither numpy nor a tokenizer.
     import numpy as np
 
     from terrace.base.schema import load

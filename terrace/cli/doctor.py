@@ -54,6 +54,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     found = [*findings(machine), *_attention(machine)]
     is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
+    # Without options of a run the doctor looks at the machine only.
     if rest or any(each is not None for each in asked):
         found += _run_findings(options, rest, machine)
     links: list[Link] | None = []
@@ -61,6 +62,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         links = _links(options, rest, machine, found)
     if not is_first or links is None:  # under a launcher only rank 0 prints
         return 0
+    # After the machine's findings, so that blocking ones come first on the screen.
     found += [_link_finding(link) for link in links]
     if options.json:
         table = {"machine": asdict(machine), "findings": [asdict(each) for each in found]}
@@ -113,6 +115,7 @@ def _links(
         words = "measuring needs torch, which is not there or does not work"
         found.append(Finding(level="blocks", about="links", words=words, fix="pip install 'terrace[train]'"))
         return []
+    # Imported here: probing needs torch, and the doctor must work without it.
     from terrace.cli import probing
 
     cluster = resolve_run(options, rest).cluster

@@ -85,6 +85,7 @@ def _progress() -> "Callable[[Evaluation], None]":
 
     def tell(found: "Evaluation") -> None:
         if sys.stderr.isatty() and time.monotonic() - last[0] >= _SECONDS:
+            # Every token would flood the terminal: one line per second.
             last[0] = time.monotonic()
             print(f"\r{found.num_tokens:,} tokens, loss {found.loss:.4f}", end="\033[K\r", file=sys.stderr, flush=True)
 

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"export needs the package {error.name!r}: pip install 'terrace[train]'") from error
     checkpoint = Checkpoint(_chosen(options.folder, options.step))
+    # A damaged checkpoint must not become a model that looks sound.
     checkpoint.verify()
     if options.adapter:
         base = config.train.weights if options.base is None else options.base

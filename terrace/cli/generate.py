@@ -86,10 +86,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             )
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} must be above 0 and at most 1, which keeps all")
+    # After the options are checked: importing torch takes seconds.
     from terrace.train.generate import generate_texts
     from terrace.train.sampling import Sampling
 
     prompts = options.prompt or [_PROMPT]
+    # A prompt from a shell may hold bytes that are no text.
     for prompt in prompts:
         check_text("--prompt", prompt)
     model = load_model_of(options)

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args(words)
         options.command_words = command
         code: int = options.run(options, rest)
+        # A closed pipe shows itself here, inside the try, not at interpreter exit.
         sys.stdout.flush()
     except BrokenPipeError:
         drop_stdout()

@@ -88,6 +88,7 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or "." not in name:
+            # The likely slip: a plan without its flag.
             if not word.startswith("-") and (word.endswith(".toml") or word in PRESETS):
                 raise ConfigError(f"unknown argument {word!r}: a plan is given as --plan {word}; see --help")
             raise ConfigError(f"unknown argument {word!r}: keys are set as --section.key VALUE; see --help")
@@ -95,6 +96,7 @@ def parse_overrides(rest: Sequence[str]) -> dict[str, Any]:
             if not words or words[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value: write --{name} VALUE")
             value = words.pop(0)
+        # Later overrides win.
         table = merge(table, parse_override(name, value))
     return table
 
@@ -109,6 +111,7 @@ def take_word(rest: Sequence[str]) -> tuple[str | None, list[str]]:
     while index < len(words):
         if not words[index].startswith("--"):
             return words[index], words[:index] + words[index + 1 :]
+        # `--a.b VALUE` takes the next word, `--a.b=VALUE` none.
         has_value = "=" not in words[index] and index + 1 < len(words) and not words[index + 1].startswith("--")
         index += 2 if has_value else 1
     return None, words

@@ -62,4 +62,5 @@ def sigterm_raises() -> Iterator[None]:
     try:
         yield
     finally:
+        # The caller's handler comes back, also after an exception.
         signal.signal(signal.SIGTERM, before)

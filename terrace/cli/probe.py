@@ -20,7 +20,7 @@ from terrace.base.schema import dump
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal
-from terrace.probe.assemble import Probed, Row, assemble
+from terrace.probe.assemble import Constant, Probed, assemble
 from terrace.report.tables import quantity, seconds
 
 _HEADER = """\
@@ -70,6 +70,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     def check() -> None:
         check_out(options.out, options.force)
 
+    # The file is checked inside: under a launcher only one rank may look at it.
     samples = probing.run(cluster, options.seconds, check)
     if samples is not None:  # on the one rank that writes
         probed = assemble(cluster, samples)
@@ -115,7 +116,7 @@ def _show(probed: Probed, path: Path) -> None:
     sys.stdout.flush()
 
 
-def _words(row: Row, value: float) -> str:
+def _words(row: Constant, value: float) -> str:
     if row.unit == "s":
         return seconds(value)
     return quantity(value, row.unit) if row.unit and row.unit != "elements" else f"{value:.3g}"

@@ -47,6 +47,7 @@ def _on_all_ranks(
         return made
     world = join(timeout_s=JOIN_TIMEOUT_S, say=say)
 
+    # One rank checks for all: files may be visible to it alone.
     def check_here() -> bool:
         check_world(world, cluster)
         check()

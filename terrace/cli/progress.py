@@ -27,11 +27,13 @@ class ProgressLine:
     def show(self, record: StepRecord, seconds_left: float) -> None:
         """Show a step."""
         line = step_words(record, self._num_steps, seconds_left)
+        # First and last step are always kept.
         keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
         if keep:
             print(f"{self._erase()}{line}", flush=True)
         if self._live and record.step < self._num_steps:
             print(f"{self._erase()}{self._bar(record.step)}", end="", flush=True)
+            # A line longer than the terminal would wrap, and could not be overwritten.
             words = line[: max(0, self._console.width - _BAR - 2)]
             print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
 

@@ -23,11 +23,11 @@ from terrace.base.errors import ConfigError
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal, Terminated, sigterm_raises
-from terrace.cli.rehearse_screen import counts_table, findings_table, lost_delays
+from terrace.cli.rehearse_screen import counts_table, figures_table, lost_delays
 from terrace.cluster import Cluster
 from terrace.rehearse import Wiring, wire
 from terrace.rehearse.launch import run_paced, run_ranks
-from terrace.rehearse.measure import experiments, findings
+from terrace.rehearse.measure import experiments, figures
 from terrace.rehearse.names import existing, leftovers
 from terrace.rehearse.network import network, remove
 from terrace.rehearse.tools import capabilities, check_machine, check_rights
@@ -81,6 +81,7 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(our own words, the words of the command after `--`)."""
     if "--" not in words or list(words[:1]) != ["rehearse"]:
         return list(words), []
+    # argparse drops `--`, so the words are split before it sees them.
     where = list(words).index("--")
     return list(words[:where]), list(words[where + 1 :])
 
@@ -102,9 +103,11 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     with _ended_by_signals(), network(wiring) as net:
         for line in lost_delays(wiring, net.lost_delays):
             _say(line)
+        # Building the network already sends some frames, so counts are differences.
         before, begin_s = net.counts(), time.monotonic()
         ended = run_ranks(net, command)
         taken_s, carried = time.monotonic() - begin_s, net.counts() - before
+    # stdout belongs to the program.
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
     if options.counters is not None:
         document = _document(wiring, carried.table(), taken_s, ended.code)
@@ -124,16 +127,17 @@ def _check(options: argparse.Namespace, rest: Sequence[str]) -> int:
     begin_s = time.monotonic()
     with _ended_by_signals(), TemporaryDirectory() as folder, network(wiring) as net:
         built_s = time.monotonic() - begin_s
+        # Ranks are separate processes in namespaces of their own: experiments and results travel as files.
         tasks, results = Path(folder, "experiments.json"), Path(folder, "seconds.json")
         tasks.write_text(json.dumps([experiment.table() for experiment in experiments(net.wiring)]), encoding="utf-8")
         ended = run_ranks(net, [sys.executable, "-m", "terrace.rehearse.probe", str(tasks), str(results)])
         if ended.rank is not None:
             _say(ended.words)
             return EXIT_FAILED
-        found = findings(net.wiring, json.loads(results.read_text(encoding="utf-8")))
+        found = figures(net.wiring, json.loads(results.read_text(encoding="utf-8")))
         lost = lost_delays(wiring, net.lost_delays)
     print(f"{wiring.cluster.world_size} ranks in namespaces of their own, built in {seconds(built_s)}\n")
-    Terminal().print(findings_table(wiring, found))
+    Terminal().print(figures_table(wiring, found))
     print("".join(f"{line}\n" for line in lost), end="")
     return 0
 
@@ -142,6 +146,7 @@ def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _refuse_command(options)
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace rehearse clean --help")
+    # Only names of dead rehearsals are removed, but removing any needs rights.
     check_rights(capabilities())
     found = leftovers(existing())
     remove([name for names in found.values() for name in names])
@@ -154,6 +159,7 @@ def _clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _run_paced(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> int:
     # The command emulates its own cluster: no network is built, so options that describe one have no effect.
+    # No option is ignored silently.
     given = [f"--{name}" for name in ("cluster", "counters") if getattr(options, name) is not None] + list(rest[:1])
     if given:
         raise ConfigError(

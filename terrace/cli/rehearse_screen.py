@@ -5,7 +5,7 @@ from rich.table import Table
 
 from terrace.rehearse import Wiring
 from terrace.rehearse.counters import Counts
-from terrace.rehearse.measure import Finding, Way
+from terrace.rehearse.measure import Figure, Way
 from terrace.rehearse.wiring import SHORTEST_DELAY_S
 from terrace.report.tables import quantity, seconds
 
@@ -29,19 +29,20 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
     return table
 
 
-def findings_table(wiring: Wiring, found: list[Finding]) -> Table:
+def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
     """Configured and measured figures of `terrace rehearse check`."""
     title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured beside measured"
     table = _table(title, "tier", "measured is", "configured", "measured", "deviation")
     table.columns[1].justify = "left"
-    for finding in found:
-        show = seconds if finding.way == Way.LATENCY else _rate
-        none = "the kernel's own" if finding.way == Way.LATENCY else "not limited"
-        configured = none if finding.configured is None else show(finding.configured)
-        deviation = "" if finding.deviation is None else f"{100 * finding.deviation:+.1f} %"
-        if finding.way == Way.LATENCY and table.row_count:
+    for figure in found:
+        show = seconds if figure.way == Way.LATENCY else _rate
+        none = "the kernel's own" if figure.way == Way.LATENCY else "not limited"
+        configured = none if figure.configured is None else show(figure.configured)
+        deviation = "" if figure.deviation is None else f"{100 * figure.deviation:+.1f} %"
+        # Latency is a tier's first row: a rule separates tiers.
+        if figure.way == Way.LATENCY and table.row_count:
             table.add_section()
-        table.add_row(finding.tier, _WAYS[finding.way], configured, show(finding.measured), deviation)
+        table.add_row(figure.tier, _WAYS[figure.way], configured, show(figure.measured), deviation)
     return table
 
 

@@ -29,12 +29,14 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Write the page; returns 0."""
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace report --help")
+    # Imported here: every command's module is loaded for `--help`, which must be quick.
     from terrace.report.run_folder import is_run_folder, run_view
     from terrace.report.run_page import run_page
 
     folder: Path = options.folder
     if not is_run_folder(folder):
         raise ConfigError(f"{folder} is not a run folder: it has neither config.toml nor metrics.jsonl")
+    # Before the run is read: a page that cannot be written is refused at once.
     path = _path(options)
     view = run_view(folder)
     page = run_page(view)

@@ -65,6 +65,7 @@ def show_plan(job: Job) -> None:
     else:
         _show_rank(job, console)
     print(wire_words(run.plan))
+    # A paced run is slower on purpose: the screen must say so.
     rate = pace()
     if rate is not None:
         print(f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)\n")
@@ -108,6 +109,7 @@ class Screen:
             for tier in cluster.tiers
         )
         origin, where = "measured on this machine", "a layer"
+        # Not measured: the file's peak, times the share that large products reach.
         if cluster is self._job.run.cluster:
             origin, where = f"as the cluster's file says, by {cluster.device.source}", "large products"
             rate *= cluster.device.kernels.gemm
@@ -119,6 +121,7 @@ class Screen:
         if self._job.run.plan.balance == "cost":
             print(ASSIGNED)
         print(utilisation_words(utilisation_of(self._job.run, cluster, device_of().type)))
+        # Last, since it may search for a plan for some tenths of a second.
         warning = slow_warning(self._job.run, cluster)
         print(f"warning: {warning}\n" if warning else "", end="", flush=True)
 
@@ -145,6 +148,7 @@ class Screen:
         if outcome.quantisation_error:
             words = ", ".join(f"{name} {error:.3g}" for name, error in outcome.quantisation_error.items())
             print(f"relative rounding error of messages in the last step: {words}\n")
+        # After the tables: a full disk must not hide the results.
         with _written_in(folder):
             self._write_files(outcome)
         if outcome.sample is None:
@@ -152,6 +156,7 @@ class Screen:
         else:
             self._console.print("the model continues the prompt", style="bold underline")
             print(f"{outcome.sample}\n")
+        # The path is shown below the run folder, which the line already names.
         checkpoint = os.path.relpath(outcome.checkpoint, folder)
         print(f"run folder {folder}: config.toml, metrics.jsonl, report.json, loss.svg, {checkpoint}")
         self._judge(outcome)

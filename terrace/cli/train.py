@@ -46,6 +46,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if going_on and options.folder is None:
         raise ConfigError("--resume auto goes on with a folder: give --folder FOLDER")
     try:
+        # The first import of torch: everything above works without it.
         from terrace.cli import worker
     except ModuleNotFoundError as error:
         raise ConfigError(f"training needs the package {error.name!r}: pip install 'terrace[train]'") from error
@@ -62,6 +63,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     if options.resume in (None, AUTO):
         return run_table(options, rest)
+    # A resumed run keeps its own model and data; cluster and plan may change.
     given = [f"--{name}" for name in ("config", "model", "data") if getattr(options, name) is not None]
     given += ["--folder"] if options.folder is not None else []
     if given:

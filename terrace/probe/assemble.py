@@ -26,7 +26,7 @@ _OPTIMIZER_BYTES = 44  # a parameter, as `terrace.simulate.layers` counts an Ada
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Constant:
     """One constant: the value in the starting cluster and the value the probe found.
 
     `unit` belongs to both values, empty for a share. `error` is the mean relative error of the measured times under
@@ -47,7 +47,7 @@ class Probed:
     """The cluster with measured constants, and the table of them."""
 
     cluster: Cluster
-    rows: tuple[Row, ...]
+    rows: tuple[Constant, ...]
     optimizer_bytes_per_s: float  # of a step on the largest shards, at 44 bytes per parameter
 
 
@@ -74,7 +74,7 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
     )
 
 
-def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
+def _device(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     device, rows = _peaks(start, samples)
     before = start.kernels
 
@@ -85,7 +85,9 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
         for name, value in constants.items():
             unit = "s" if name.endswith("_s") else "elements" if name == "gemm_half_depth" else ""
             rows.append(
-                Row(name=f"kernels.{name}", unit=unit, before=getattr(before, name), now=value, mark=mark, error=errors)
+                Constant(
+                    name=f"kernels.{name}", unit=unit, before=getattr(before, name), now=value, mark=mark, error=errors
+                )
             )
 
     on_cpu = samples.device == "cpu"
@@ -115,7 +117,7 @@ def _device(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
     return replace(device, marks=_device_marks(device, start.marks, marks), source=_SOURCE), rows
 
 
-def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
+def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Constant]]:
     # A CPU has no stated peak, so the fastest product and the fastest pass over memory become the peaks. A GPU keeps
     # the peaks of the starting cluster unless a measurement beat them: then they belong to another device.
     rows, peaks = [], dict(start.peak_flops_per_s)
@@ -128,13 +130,13 @@ def _peaks(start: Device, samples: Samples) -> tuple[Device, list[Row]]:
     return replace(start, peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=rows[-1].now), rows
 
 
-def _peak(name: str, unit: str, before: float | None, best: float, kind: str) -> Row:
+def _peak(name: str, unit: str, before: float | None, best: float, kind: str) -> Constant:
     if kind == "cpu" or before is None or best > before:
-        return Row(name=name, unit=unit, before=before, now=best, mark="measured")
-    return Row(name=name, unit=unit, before=before, now=before, mark="preset")
+        return Constant(name=name, unit=unit, before=before, now=best, mark="measured")
+    return Constant(name=name, unit=unit, before=before, now=before, mark="preset")
 
 
-def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Row]]:
+def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[Constant]]:
     fit, beside = fit_link(samples.messages), samples.overlap
     # In a step a message waits for neighbours that compute longer, or for a core: the larger of the two belongs to the
     # latency.
@@ -142,8 +144,8 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
     penalty = overlap_penalty(beside.compute_s, beside.message_s, beside.together_s)
     was = before if start.overlap_penalty is None else start.overlap_penalty
     rows = [
-        Row(name=f"{start.name}.latency_s", unit="s", before=start.latency_s, now=latency_s, mark="measured"),
-        Row(
+        Constant(name=f"{start.name}.latency_s", unit="s", before=start.latency_s, now=latency_s, mark="measured"),
+        Constant(
             name=f"{start.name}.bandwidth_bytes_per_s",
             unit="B/s",
             before=start.bandwidth_bytes_per_s * start.efficiency,
@@ -152,7 +154,7 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
             error=fit.error,
             is_bound=fit.is_bound,
         ),
-        Row(
+        Constant(
             name=f"{start.name}.half_bytes",
             unit="B",
             before=start.half_bytes,
@@ -160,7 +162,7 @@ def _tier(start: Tier, samples: TierSamples, before: float) -> tuple[Tier, list[
             mark="fitted",
             error=fit.error,
         ),
-        Row(name=f"{start.name}.overlap_penalty", unit="", before=was, now=penalty, mark="measured"),
+        Constant(name=f"{start.name}.overlap_penalty", unit="", before=was, now=penalty, mark="measured"),
     ]
     marks: dict[str, Mark] = {row.name.removeprefix(f"{start.name}."): row.mark for row in rows}
     tier = replace(

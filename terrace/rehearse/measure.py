@@ -48,7 +48,7 @@ class Experiment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Figure:
     """One figure of one tier: seconds for `LATENCY`, otherwise bytes per second."""
 
     tier: str
@@ -67,10 +67,10 @@ def experiments(wiring: Wiring) -> list[Experiment]:
     return [experiment for net in wiring.nets for experiment in _of_tier(wiring, net)]
 
 
-def findings(wiring: Wiring, seconds: Sequence[float]) -> list[Finding]:
+def figures(wiring: Wiring, seconds: Sequence[float]) -> list[Figure]:
     """Figures from the seconds of each experiment, in the order of `experiments`."""
     return [
-        _finding(wiring.net(experiment.index), experiment, taken_s)
+        _figure(wiring.net(experiment.index), experiment, taken_s)
         for experiment, taken_s in zip(experiments(wiring), seconds, strict=True)
     ]
 
@@ -98,7 +98,7 @@ def _size(rate_bytes_per_s: float | None) -> int:
     return int(min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)) // _ELEMENT_BYTES * _ELEMENT_BYTES
 
 
-def _finding(net: TierNet, experiment: Experiment, taken_s: float) -> Finding:
+def _figure(net: TierNet, experiment: Experiment, taken_s: float) -> Figure:
     link = net.rate_bytes_per_s
     if experiment.way == Way.LATENCY:
         configured: float | None = net.ports[0].delay_s or None
@@ -112,4 +112,4 @@ def _finding(net: TierNet, experiment: Experiment, taken_s: float) -> Finding:
     else:
         configured = link
         measured = len(experiment.routes) * experiment.num_bytes / taken_s
-    return Finding(tier=net.tier.name, way=experiment.way, configured=configured, measured=measured)
+    return Figure(tier=net.tier.name, way=experiment.way, configured=configured, measured=measured)

@@ -54,6 +54,7 @@ def timeline_text(recording: Recording, width: int = 96) -> str:
                 _spread(spent, span.start_s / step_s, span.end_s / step_s, span.category)
         line = ""
         for column in spent:
+            # Waiting on the compute stream is always shown, however short.
             is_idle = sum(column.values()) < (_BUSY / width if lane != COMPUTE else 0.0)
             category = "" if is_idle else max(column.items(), key=lambda item: item[1], default=("", 0.0))[0]
             used.add(category)

@@ -15,6 +15,7 @@ def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str,
     points = [point for curve in curves.values() for point in curve]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     high = 1.05 * max(y for _, y in points)
+    # A single x has no width: avoid the division by zero.
     doublings = math.log2(last / first) or 1.0
 
     def place(x: float, y: float) -> tuple[float, float]:

@@ -31,6 +31,7 @@ def bins_of(lengths: Sequence[int]) -> list[Bin]:
     """One bin per power of two, from the shortest document to the longest."""
     counts, tokens, squares = ([0] * (max(lengths).bit_length() + 1) for _ in range(3))
     for length in lengths:
+        # The bin of a length is its number of binary digits.
         at = length.bit_length()
         counts[at] += 1
         tokens[at] += length
@@ -101,6 +102,7 @@ def lengths_svg(bins: Sequence[Bin], title: str) -> str:
             top = y(100 * getattr(each, name))
             place = f'x="{left + (0.1 + 0.27 * order) * step:.1f}" y="{top:.1f}"'
             size = f'width="{0.25 * step:.1f}" height="{y(0) - top:.1f}"'
+            # Three bars per bin, a quarter of its width each.
             parts.append(f'<rect {place} {size} fill="{colour}"/>')
         label = f'<text x="{left + step / 2:.1f}" y="{HEIGHT - 24}" text-anchor="middle" fill="#52525b">'
         parts.append(f"{label}{_short(each.shortest)}</text>")

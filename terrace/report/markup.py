@@ -86,6 +86,7 @@ def changes_table(candidates: Sequence[Change], step_s: float) -> str:
     """The twelve best changes, or a sentence that there is none."""
     if not candidates:
         return "<p>No change of one thing gives a valid plan that fits the device.</p>"
+    # Sorted by step time already.
     shortest = candidates[:12]
     rows = [
         [

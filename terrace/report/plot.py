@@ -11,6 +11,7 @@ def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, targe
     """A picture of loss over steps: every step faint, the running mean strong, the target dashed."""
     low = min([*losses, *([target] if target is not None else [])])
     high = max(losses)
+    # A margin of 5 %, and one of 0.05 for a constant loss.
     low, high = low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1)
     first, last = steps[0], max(steps[-1], steps[0] + 1)
 

@@ -52,6 +52,7 @@ def is_run_folder(folder: Path) -> bool:
 
 def run_view(folder: Path) -> RunView:
     """Everything known of the run in `folder`."""
+    # Every reader below appends a sentence for each part it cannot read.
     missing: list[str] = []
     left = _read(folder, missing)
     picture, picture_words = _picture(left, missing)
@@ -101,6 +102,7 @@ def _read(folder: Path, missing: list[str]) -> _Left:
     prediction: dict[str, Any] = {}
     cluster: Cluster | None = None
     try:
+        # The prediction's cluster differs from the run's only where the start measured constants.
         prediction = json.loads((folder / PREDICTION).read_text(encoding="utf-8"))
         cluster = parse_cluster(prediction["cluster"]) if prediction["is_measured"] else None
     except OSError:
@@ -110,6 +112,7 @@ def _read(folder: Path, missing: list[str]) -> _Left:
         missing.append(f"predictions: {PREDICTION} is damaged")
     if not (folder / "events.jsonl").is_file():
         missing.append("what happened and when: there is no events.jsonl")
+    # Events from a damaged file may lack their time, and cannot be shown.
     events = [event for event in read_events(folder) if isinstance(event.get("time"), (int, float))]
     return _Left(folder=folder, run=run, records=records, events=events, prediction=prediction, cluster=cluster)
 
@@ -124,6 +127,7 @@ def _subtitle(run: RunConfig | None) -> str:
 
 
 def _status(left: _Left) -> str:
+    # The last event decides: a killed run has neither "finished" nor "stopped".
     last = left.events[-1]["event"] if left.events else ""
     done = left.records[-1].step if left.records else 0
     wanted = f" of {left.run.train.steps}" if left.run is not None else ""
@@ -159,6 +163,7 @@ def _figures(left: _Left, first_steps: Sequence[int]) -> list[tuple[str, str]]:
     records, steady = left.records, _steady(left.records)
     if not records:
         return []
+    # As `train.target_loss` judges a run: by the last tenth of its steps.
     newest = records[-max(1, len(records) // 10) :]
     figures = [
         (f"{statistics.fmean(record.loss for record in newest):.4g}", "loss, mean of the last tenth"),
@@ -217,6 +222,7 @@ def _curves(left: _Left) -> list[Curve]:
             level=("predicted", predicted_s) if predicted_s else None,
         ),
     ]
+    # Only runs with balance = "cost" record a balance, only block formats a rounding error.
     balance = line(lambda record: record.balance)
     if balance:
         words = "busiest place over the mean one, predicted"
@@ -230,6 +236,7 @@ def _curves(left: _Left) -> list[Curve]:
 
 def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
     # The newest readable trace, else the prediction above the mean measured seconds.
+    # Newest first; a damaged trace is reported, and the next one is tried.
     for path in _traces(left.folder):
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -265,6 +272,7 @@ def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str,
 def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
     # Trace events of the second process: categories one after the other, since means have no order.
     events: list[dict[str, Any]] = []
+    # A mean has no order: categories are laid end to end.
     now_us = 0.0
     for name in time_categories(time_s):
         length_us = time_s[name] * _US
@@ -330,6 +338,7 @@ def _medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _by_tier(sent: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for name, size in sent.items():
+        # Keys are "message.tier"; the page shows sums by tier.
         found[name.rsplit(".", 1)[-1]] += size
     return dict(found)
 
@@ -340,6 +349,7 @@ def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _amounts(table: Mapping[str, Any], name: str) -> dict[str, float]:
+    # Files may be damaged: values that are no numbers are left out.
     values = _table(table, name)
     return {str(key): value for key, value in values.items() if isinstance(value, (int, float))}
 

@@ -52,6 +52,7 @@ class RunView:
 
 def run_page(view: RunView) -> str:
     """The page as HTML."""
+    # A curve without a finite point has no scale.
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
     sections = [
         f"<h1>{escape(view.title)}</h1><p class=quiet>{escape(view.subtitle)}</p>",
@@ -121,6 +122,7 @@ def _time_table(view: RunView) -> str:
         return ""
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
     rows: list[list[str]] = []
+    # Categories of either side, so that one missing in the prediction is still shown.
     for name in time_categories({**measured, **predicted}):
         bars = _pair(f"--c-{colour_key(name)}", predicted.get(name, 0.0), measured.get(name, 0.0), longest)
         rows.append([name, *_three(predicted, measured, name, seconds), bars])
@@ -144,6 +146,7 @@ def _amounts_table(predicted: Amounts, measured: Amounts, heading: str) -> str:
 def _three(predicted: Amounts, measured: Amounts, name: str, words: object) -> list[str]:
     assert callable(words), "a function of a number"
     expected, found = predicted.get(name), measured.get(name)
+    # "-" is unknown, "0" is none.
     cells = ["-" if value is None else words(value) if value else "0" for value in (expected, found)]
     return [*cells, _error(expected, found)]
 

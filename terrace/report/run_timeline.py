@@ -79,6 +79,7 @@ def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]
     }
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for event in events:
+        # Complete events; their times are in microseconds.
         if event["ph"] == "X" and event["pid"] == process:
             start_s = event["ts"] / _US
             pieces[event["tid"]].append(Piece(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
@@ -110,10 +111,12 @@ def _boxes(
 
 
 def _paths(bars: Sequence[Bar], top: int, size: int, length_s: float) -> list[str]:
+    # One path per colour, as in `timeline_svg`.
     outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for bar in bars:
         below, start, end = float(top + size), bar.start_s / length_s, bar.end_s / length_s
         for category, share in bar.shares:
+            # Shares of a merged bar are stacked from the bottom.
             below -= share * size
             outlines[colour_key(category), (end - start) * PLOT >= SEPARATED].append(
                 box(start, end, below, share * size)

@@ -39,6 +39,7 @@ def timeline_svg(
         parts.append(name_at(recording.lane_name(lane), top + size / 2 + 4))
     parts.append(open_plot(height - AXIS))
     for lane, (top, size) in rows.items():
+        # One path per colour, not one per bar: pages with thousands of bars stay small.
         outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for bar in bars[lane]:
             below = float(top + size)
@@ -69,6 +70,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     """Memory over the step, constant states at the bottom; the device's capacity where the peak comes near it."""
     step_s = step_s or 1.0
     highest = curve.peak[0] or 1.0
+    # A capacity far above the peak would flatten the curve.
     near = capacity_bytes <= 1.25 * highest
     top_bytes = 1.05 * max(highest, capacity_bytes if near else 0.0)
     bottom = _MEMORY_TOP + _MEMORY_HEIGHT

@@ -152,6 +152,7 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
     """`band_words` for (predicted, measured) of all stages, by the worst one, plus a clause on their bytes."""
     sentences = []
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]
+    # Said only where something was left out.
     parts = any(found is not measured for (_, measured), (_, found) in zip(stages, told, strict=True))
     left_out = ", messages in attention left out," if parts else ""
     for name, band, size in ((f"step time{left_out}", STEP_BAND, _step_s), ("model state", MEMORY_BAND, _state_bytes)):
@@ -160,6 +161,7 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
         worst = max(range(len(stages)), key=lambda stage: abs(errors[stage]))
         if sizes[worst][0] > 0 and sizes[worst][1] > 0:
             verdict = "within" if abs(errors[worst]) <= band else "OUTSIDE"
+            # One number for many stages is the worst one, and says which.
             where = f" at most (stage {worst})" if len(stages) > 1 else ""
             sentences.append(
                 f"predicted {name} {100 * errors[worst]:+.0f} %{where}, {verdict} its band of {100 * band:.0f} %"
@@ -174,6 +176,7 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
 
 def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
     """Whether measured bytes equal the predicted ones, per message class and tier."""
+    # A message that was sent but not predicted counts as different.
     keys = predicted.sent_bytes.keys() | measured.sent_bytes.keys()
     by_batch = _by_batch(predicted)
     return all(

@@ -16,7 +16,7 @@ from terrace.rehearse import Wiring, script, wire
 from terrace.rehearse.counters import Counts, read
 from terrace.rehearse.guard import groups_left
 from terrace.rehearse.launch import rank_environment
-from terrace.rehearse.measure import Experiment, Way, experiments, findings
+from terrace.rehearse.measure import Experiment, Way, experiments, figures
 from terrace.rehearse.names import Owner, leftovers, of_owner, owner_of, start_of, this_process
 from terrace.rehearse.tools import available_bytes, check_memory, check_rights
 from tests.support.toys import cluster_of
@@ -286,7 +286,7 @@ def test_experiments_of_the_lab() -> None:
     assert all(one.num_bytes % 8 == 0 for one in made)
 
 
-def test_findings_compare_like_with_like() -> None:
+def test_figures_compare_like_with_like() -> None:
     made = experiments(LAB)
     links, shares = (1e9, 1e8, 12.5e6), (1e9, 5e7, 3.125e6)
 
@@ -295,8 +295,8 @@ def test_findings_compare_like_with_like() -> None:
             return 40 * 1e-4
         return one.num_bytes * max(len(one.routes), 1) / (links if one.routes else shares)[one.index]
 
-    found = findings(LAB, [exact_s(one) for one in made])
-    assert [finding.measured for finding in found if finding.way == Way.LATENCY] == pytest.approx([1e-4] * 3)
-    limited = [finding for finding in found if finding.configured is not None]
+    found = figures(LAB, [exact_s(one) for one in made])
+    assert [figure.measured for figure in found if figure.way == Way.LATENCY] == pytest.approx([1e-4] * 3)
+    limited = [figure for figure in found if figure.configured is not None]
     assert len(limited) == 6
-    assert [finding.deviation for finding in limited] == pytest.approx([0.0] * 6, abs=1e-6)
+    assert [figure.deviation for figure in limited] == pytest.approx([0.0] * 6, abs=1e-6)
