@@ -38,9 +38,9 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="lengths")
     lengths = actions.add_parser(
         "lengths",
-        help="how long documents are, and what policies of balance would cost",
-        description="Print a histogram of the lengths of documents, and what each policy of balance would cost a batch "
-        "of them on a cluster whose ranks all attend together. PATH is whatever data.path takes: text, JSONL, Parquet, "
+        help="lengths of documents, and costs of balance policies",
+        description="Print a histogram of the lengths of documents, and the cost of each balance policy for a batch of "
+        "them on a cluster whose ranks all attend together. PATH is any source for data.path: text, JSONL, Parquet, "
         "a folder of them, a token file.",
         usage="terrace data lengths [PATH] [options]",
         epilog="How the corpus is read can be set as for a run, e.g. --data.tokenizer FILE or --data.column NAME, and "
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
     num_cut = sum(length > options.sequence for length in lengths)
     cut = f"; {num_cut:,} documents are longer than a sequence and were cut" * bool(num_cut)
-    print(f"bytes are those of all ranks{cut}")
+    print(f"bytes are sums over all ranks{cut}")
     if options.picture is not None:
         print(f"wrote {options.picture}")
     return 0
@@ -126,7 +126,7 @@ def _described(
     if options.distribution is not None and "data" in overrides:
         raise ConfigError("--data has no effect on --distribution: leave it out, or give a PATH")
     if "path" in overrides.get("data", {}):
-        raise ConfigError("--data.path has no effect beside PATH: leave it out")
+        raise ConfigError("--data.path has no effect with PATH: leave it out")
     data = merge({"path": path}, dict(overrides.get("data", {}))) if path is not None else {}
     return parse_model(table["model"]), parse_cluster(table["cluster"]), data
 

@@ -33,8 +33,8 @@ def add_parser(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine has, what will be used, and what is missing",
-        description="Look at this machine, and with a model, a cluster or a plan at the run that they make.",
+        help="check this machine: the parts that will be used, and fixes for missing ones",
+        description="Check this machine and, with a model, a cluster or a plan, a run on it.",
         epilog=f"The exit code is 1 if something blocks. {OVERRIDES_HELP}",
     )
     add_run_options(parser)
@@ -128,7 +128,7 @@ def _link_finding(link: "Link") -> Finding:
     words, about = f"{reached}; the cluster's file says {told}", f"tier {link.tier}"
     if link.share >= _SLOW:
         return Finding(level="fine", about=about, words=words)
-    fix = "predictions are off: terrace probe writes a cluster file of what is reached"
+    fix = "predictions are off: terrace probe writes a cluster file with the measured rates"
     return Finding(level="note", about=about, words=words, fix=fix)
 
 

@@ -70,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("fp32", "bf16", "fp64"),
         default="fp32",
-        help="what weights and activations are kept in (default: %(default)s)",
+        help="dtype of weights and activations (default: %(default)s)",
     )
     parser.add_argument("--device", metavar="NAME", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
 

@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("terrace: interrupted; what was saved is complete", file=sys.stderr)
+        print("terrace: interrupted; saved checkpoints are complete", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Terminated as ended:
-        print(f"terrace: ended by {str(ended) or 'SIGTERM'}; what was saved is complete", file=sys.stderr)
+        print(f"terrace: ended by {str(ended) or 'SIGTERM'}; saved checkpoints are complete", file=sys.stderr)
         return EXIT_TERMINATED
     return code
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="terrace",
         description="Train large language models on clusters whose links are unequal.",
-        epilog="terrace COMMAND --help tells the options of a command.",
+        epilog="terrace COMMAND --help lists the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"terrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -93,7 +93,7 @@ def _to_resume(run_folder: Path, config: RunConfig, sources: Sequence[Source], f
     checkpoint, wrong = newest_whole(run_folder)
     folder = checkpoint.folder
     if wrong:
-        print(f"going on from {folder}, since {'; '.join(wrong)}", flush=True)
+        print(f"resuming from {folder}, since {'; '.join(wrong)}", flush=True)
     check_model(folder, checkpoint.layout, config.blocks(), config.optimizer)
     # Every fact that decides the sequence of batches or the model must be the same.
     stored = dict(checkpoint.facts.get("model", {}))
@@ -162,7 +162,7 @@ def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
                 raise ConfigError(f"--folder {folder} is a file: name a new folder") from None
         except OSError as error:
             raise _unusable(candidate, error) from error
-    raise ConfigError(f"--folder {folder} is not empty: name a new folder, or go on with --resume {folder}")
+    raise ConfigError(f"--folder {folder} is not empty: name a new folder, or resume with --resume {folder}")
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "probe",
         help="measure this machine or job and write a cluster file",
-        description="Measure what this machine reaches, or the ranks of torchrun, srun or mpirun, and write it down.",
+        description="Measure this machine, or the ranks of torchrun, srun or mpirun, and write a cluster file.",
         epilog=CLUSTER_EPILOG,
     )
     parser.add_argument(

@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
     check = actions.add_parser("check", help="build the network and measure every tier of it", epilog=CLUSTER_EPILOG)
     _add_cluster(check)
     check.set_defaults(run=_check)
-    clean = actions.add_parser("clean", help="remove what killed rehearsals left behind")
+    clean = actions.add_parser("clean", help="remove leftovers of killed rehearsals")
     clean.set_defaults(run=_clean)
 
 

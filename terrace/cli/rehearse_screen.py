@@ -31,7 +31,7 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
 
 def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
     """Configured and measured figures of `terrace rehearse check`."""
-    title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured beside measured"
+    title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured and measured"
     table = _table(title, "tier", "measured is", "configured", "measured", "deviation")
     table.columns[1].justify = "left"
     for figure in found:

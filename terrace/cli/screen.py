@@ -137,7 +137,7 @@ class Screen:
     def finished(self, outcome: Outcome) -> None:
         folder = self._job.folder
         print()
-        self._console.print("predicted beside measured", style="bold underline")
+        self._console.print("predicted and measured", style="bold underline")
         if outcome.stages:
             print("rank 0, of stage 0\n")
         for table in comparison_tables(outcome.predicted, outcome.measured):

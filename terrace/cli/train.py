@@ -31,9 +31,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN|auto",
-        help="go on with this run folder from its newest whole checkpoint, under its own or another --cluster and "
-        "--plan; auto: go on with --folder if it has a checkpoint, else begin there (default: auto with --folder when "
-        "torchrun or Slurm starts the command again, else begin)",
+        help="resume this run folder from its newest whole checkpoint, under its own or another --cluster and --plan; "
+        "auto: resume --folder if it has a checkpoint, else start there (default: auto with --folder when torchrun or "
+        "Slurm restarts the command, else a new run)",
     )
     parser.set_defaults(run=run)
 
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = parse_run(table)
     going_on = options.resume == AUTO
     if going_on and options.folder is None:
-        raise ConfigError("--resume auto goes on with a folder: give --folder FOLDER")
+        raise ConfigError("--resume auto needs a folder: give --folder FOLDER")
     try:
         # The first import of torch: everything above works without it.
         from terrace.cli import worker
@@ -67,10 +67,10 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     given = [f"--{name}" for name in ("config", "model", "data") if getattr(options, name) is not None]
     given += ["--folder"] if options.folder is not None else []
     if given:
-        raise ConfigError(f"--resume takes these from the run it goes on with: leave out {', '.join(given)}")
+        raise ConfigError(f"--resume takes these from the run folder: leave out {', '.join(given)}")
     overrides = parse_overrides(rest)
     if "weights" in overrides.get("train", {}):
-        raise ConfigError("--resume goes on with the weights of a checkpoint: leave out --train.weights")
+        raise ConfigError("--resume takes the weights from the checkpoint: leave out --train.weights")
     path = Path(options.resume) / "config.toml"
     if not path.is_file():
         raise CheckpointError(f"{options.resume} is not a run folder: it has no config.toml")

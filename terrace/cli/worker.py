@@ -95,7 +95,7 @@ def run_rank(world: World, job: Job) -> str | None:
     except BrokenPipeError as error:
         drop_stdout()
         raise TrainingError(
-            "nobody reads the output any more, so the run ended; send it to a file, and go on with --resume "
+            "the output's reader is gone, so the run ended; send output to a file, and resume with --resume "
             f"{job.folder} if it has a checkpoint"
         ) from error
 
@@ -177,6 +177,6 @@ def _sources_here(job: Job) -> tuple[Source, ...]:
     for mine, of_rank_0 in zip(sources, job.sources, strict=True):
         if mine.tokens.digest != of_rank_0.tokens.digest:
             raise DataError(
-                f"{mine.name} on {socket.gethostname()} differs from that of rank 0: give every machine the same data"
+                f"{mine.name} on {socket.gethostname()} differs from rank 0's: give every machine the same data"
             )
     return sources

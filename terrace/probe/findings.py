@@ -93,7 +93,7 @@ def _backend(machine: Machine) -> Iterator[Finding]:
         why = "" if machine.gpus or machine.has_nvidia else ": this machine has no usable CUDA device"
         yield Finding(level="fine", about="backend", words=f"gloo on the CPU{why}")
     else:
-        words = "this torch has neither usable nccl nor gloo, so ranks cannot talk"
+        words = "this torch has neither usable nccl nor gloo, so ranks cannot communicate"
         yield Finding(level="blocks", about="backend", words=words, fix="install a build of torch with gloo")
 
 
@@ -120,7 +120,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     if outside:
         yield Finding(level="fine", about="network", words=", ".join((*outside, *machine.fabrics)))
     else:
-        words = "only the loopback: ranks of this machine can talk, those of several cannot"
+        words = "only the loopback: ranks of this machine can communicate, ranks of several machines cannot"
         yield Finding(level="note", about="network", words=words)
 
 
@@ -139,7 +139,9 @@ def _launcher(machine: Machine) -> Iterator[Finding]:
         words = f"{launcher}: this is rank {given[rank]} of {given[size]}"
         if absent:
             fix = f"set {' and '.join(absent)} to where rank 0 is, or unset {size}"
-            yield Finding(level="blocks", about="launcher", words=f"{words}, and nobody says where they meet", fix=fix)
+            yield Finding(
+                level="blocks", about="launcher", words=f"{words}, but the rendezvous address is missing", fix=fix
+            )
         else:
             meeting = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
             yield Finding(level="fine", about="launcher", words=f"{words}, which meet at {meeting}")

@@ -21,7 +21,7 @@ PACKAGES = {
     "safetensors": ("'terrace[train]'", "checkpoints"),
     "triton": ("triton", "block codecs as kernels on CUDA"),
     "tokenizers": ("'terrace[hf]'", "a tokenizer.json"),
-    "transformers": ("transformers", "comparing models with those of Hugging Face"),
+    "transformers": ("transformers", "comparing models with Hugging Face's"),
     "jinja2": ("jinja2", "chat templates"),
     "pyarrow": ("pyarrow", "Parquet files"),
     "tensorboard": ("tensorboard", 'train.metrics = ["tensorboard"]'),

@@ -113,7 +113,7 @@ def _links(
     tiers: list[TierSamples] = []
     for index in crossed:
         links = TierLinks(cluster, index, world.rank, stopwatch.device, timeout, pacer)
-        say(f"messages on tier {links.name}, alone and beside computation")
+        say(f"messages on tier {links.name}, alone and during computation")
         tiers.append(measure_tier(stopwatch, links, compute, *(budget / len(crossed) for budget in budgets)))
         links.close()
     return tuple(tiers)

@@ -111,7 +111,7 @@ def _read(folder: Path, missing: list[str]) -> _Left:
         prediction = {}
         missing.append(f"predictions: {PREDICTION} is damaged")
     if not (folder / "events.jsonl").is_file():
-        missing.append("what happened and when: there is no events.jsonl")
+        missing.append("events: there is no events.jsonl")
     # Events from a damaged file may lack their time, and cannot be shown.
     events = [event for event in read_events(folder) if isinstance(event.get("time"), (int, float))]
     return _Left(folder=folder, run=run, records=records, events=events, prediction=prediction, cluster=cluster)
@@ -134,7 +134,7 @@ def _status(left: _Left) -> str:
     if last == "finished":
         return f"Finished after {done} steps, with a loss of {left.events[-1].get('final_loss', math.nan):.4g}."
     if last == "stopped":
-        return f"Stopped after step {done}{wanted}: {left.events[-1].get('why', 'nobody knows why')}."
+        return f"Stopped after step {done}{wanted}: {left.events[-1].get('why', 'no reason recorded')}."
     when = f" at {_when(left.records[-1].time)} UTC" if left.records and left.records[-1].time else ""
     if done:
         return f"Not finished: step {done}{wanted} is the last{when}. It still runs, or it was killed."

@@ -315,14 +315,14 @@ def test_a_run_goes_on_by_itself_only_when_it_is_told_to(
 ) -> None:
     words = ("train", "--config", resumable / "config.toml", "--train.steps", "4")
     again = (*words, "--folder", resumable)
-    assert "is not empty: name a new folder, or go on with --resume" in here.refused(*again)
-    assert "--resume auto goes on with a folder: give --folder" in here.refused(*words, "--resume", "auto")
+    assert "is not empty: name a new folder, or resume with --resume" in here.refused(*again)
+    assert "--resume auto needs a folder: give --folder" in here.refused(*words, "--resume", "auto")
     damaged = resumable / "checkpoints" / "step-00000003"
     damaged.mkdir()
     said = here.say(*again, "--resume", "auto")
     assert (said.code, here.started) == (0, 1), said.error
     newest = resumable / "checkpoints" / "step-00000002"
-    assert f"going on from {newest}, since cannot read {damaged / 'manifest.json'}" in said.out
+    assert f"resuming from {newest}, since cannot read {damaged / 'manifest.json'}" in said.out
     for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.setenv(name, "1")
         assert here.say(*again).code == 0

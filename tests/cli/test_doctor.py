@@ -76,7 +76,7 @@ def _of(found: list[Finding], about: str) -> Finding:
         ({"has_nvidia": True, "torch_cuda": "12.8"}, "backend", "note", "sees no device", "nvidia-smi"),
         ({"gpus": (H100,) * 8}, "backend", "note", "without nccl", "nccl"),
         ({"gpus": (H100,) * 8, "has_nccl": True}, "backend", "fine", "nccl on CUDA: 8 x H100", ""),
-        ({"has_gloo": False}, "backend", "blocks", "ranks cannot talk", "gloo"),
+        ({"has_gloo": False}, "backend", "blocks", "ranks cannot communicate", "gloo"),
         ({"free_memory_bytes": 10**8}, "memory", "note", "less than one rank", "end other"),
         ({"free_disk_bytes": 10**8}, "disk", "note", "0.1 GB", "--folder"),
         ({"open_files": 256}, "open files", "note", "256", "ulimit -n"),

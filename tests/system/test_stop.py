@@ -158,7 +158,7 @@ def test_torchrun_starts_a_struck_run_again_and_its_sigterm_saves(tmp_path: Path
     assert process.returncode != 0
     assert said.count("resuming after step ") == 1
     assert said.count("2 ranks in place of 4: node 2 -> 1") == 2
-    assert errors.count("terrace: ended by SIGTERM; what was saved is complete") == 1
+    assert errors.count("terrace: ended by SIGTERM; saved checkpoints are complete") == 1
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     newest = latest(run)

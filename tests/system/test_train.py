@@ -51,7 +51,7 @@ def test_a_run_says_what_it_does(trained: tuple[Path, str]) -> None:
         "bytes one rank sends in a step",
         "measured on this machine",
         "predicted step: ",
-        "predicted beside measured",
+        "predicted and measured",
         "the model continues the prompt",
         "final loss ",
         ", below the target 5.4",
@@ -173,7 +173,7 @@ def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> 
     done = torchrun(tmp_path, 4)
     assert done.returncode == 0, done.stderr
     assert "4 ranks under torchrun, backend " in done.stdout
-    assert done.stdout.count("final loss") == done.stdout.count("predicted beside measured") == 1
+    assert done.stdout.count("final loss") == done.stdout.count("predicted and measured") == 1
     if "backend gloo" in done.stdout:
         assert losses(tmp_path / "run") == losses(trained[0])
 
@@ -331,7 +331,7 @@ def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said:
             os.kill(pid, signal.Signals[how.split()[0]])
         _, errors = process.communicate(timeout=120)
         assert process.returncode == code
-        assert errors == f"terrace: {said}; what was saved is complete\n"
+        assert errors == f"terrace: {said}; saved checkpoints are complete\n"
         assert all_gone(family)
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1].step
     assert last >= 5
@@ -348,7 +348,7 @@ def test_an_output_that_nobody_reads_ends_a_run_in_one_line(tmp_path: Path) -> N
         wait_for_step(tmp_path / "run", 1)
         family |= descendants(process.pid)
         process.stdout.close()
-        assert "nobody reads the output any more" in one_line(process.stderr.read())
+        assert "reader is gone" in one_line(process.stderr.read())
         assert process.wait(30) == 1
         assert all_gone(family)
 
