@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from rich import box
-from rich.table import Table
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump
@@ -21,7 +19,7 @@ from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal
 from terrace.probe.assemble import Constant, Probed, assemble
-from terrace.report.tables import quantity, seconds
+from terrace.report.tables import new_table, quantity, seconds
 
 _HEADER = """\
 # Written by `terrace probe`. Figures marked "measured" or "fitted" are what {ranks} ranks reached here, all at work at
@@ -91,7 +89,7 @@ def check_out(path: Path, force: bool) -> None:
 
 def _show(probed: Probed, path: Path) -> None:
     title = f"cluster {probed.cluster.name}, probed with {probed.cluster.world_size} ranks at once"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = new_table(title)
     table.add_column("constant", no_wrap=True)
     for heading in ("before", "now"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,13 +1,12 @@
 """Tables and notes that `terrace rehearse` prints."""
 
-from rich import box
 from rich.table import Table
 
 from terrace.rehearse import Wiring
 from terrace.rehearse.counters import Counts
 from terrace.rehearse.measure import Figure, Way
 from terrace.rehearse.wiring import SHORTEST_DELAY_S
-from terrace.report.tables import quantity, seconds
+from terrace.report.tables import new_table, quantity, seconds
 
 _WAYS = {
     Way.LATENCY: "small message, one way",
@@ -70,14 +69,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _table(title: str, *headings: str, last_left: bool = False) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        min_width=len(title) + 2,  # a narrower table would break its title into lines
-    )
+    table = new_table(title)
     for place, heading in enumerate(headings):
         left = place == 0 or (last_left and place == len(headings) - 1)
         table.add_column(heading, justify="left" if left else "right")

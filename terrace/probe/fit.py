@@ -141,8 +141,7 @@ def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, fl
         tried = _with(device, memory=share)
         return [memory_s(tried, sample.num_bytes) for sample in samples]
 
-    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
-    return share, mean_error(priced(share), measured)
+    return _fit_share(priced, measured)
 
 
 def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
@@ -153,8 +152,7 @@ def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, flo
     def priced(share: float) -> list[float]:
         return [fresh_s(_with(device, fresh=share), sample.num_bytes) for sample in samples]
 
-    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
-    return share, mean_error(priced(share), measured)
+    return _fit_share(priced, measured)
 
 
 def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float]:
@@ -178,8 +176,7 @@ def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[f
             )
         ]
 
-    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
-    return share, mean_error(priced(share), measured)
+    return _fit_share(priced, measured)
 
 
 def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:
@@ -294,6 +291,11 @@ def _with(device: Device, **constants: float) -> Device:
 
 def _layered(device: Device, share: float, launches: float) -> Device:
     return _with(device, memory=share, launch_s=device.kernels.launch_s * math.exp(launches))
+
+
+def _fit_share(priced: Callable[[float], list[float]], measured: Sequence[float]) -> tuple[float, float]:
+    share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
+    return share, mean_error(priced(share), measured)
 
 
 def _depth(spread: float, deepest: float) -> float:

@@ -39,6 +39,7 @@ device, so the block's scale becomes NaN and all of it decodes to NaN.
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -81,12 +82,7 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     _check(out, wire, messages)
     if not out.numel():
         return
-    if out.device.type == "cpu":
-        cpu.decode(messages, wire, out)
-    elif not _has_triton():
-        reference.decode(messages, wire, out)
-    else:
-        import_module("terrace.comm.codecs.cuda").decode(messages, wire, out)
+    _implementation(out.device).decode(messages, wire, out)
 
 
 @torch.no_grad()
@@ -97,12 +93,7 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
     _check(out.expand(messages.shape[0], -1), wire, messages)
     if not out.numel() or not messages.shape[0]:
         return
-    if out.device.type == "cpu":
-        cpu.decode_add(messages, wire, out)
-    elif not _has_triton():
-        reference.decode_add(messages, wire, out)
-    else:
-        import_module("terrace.comm.codecs.cuda").decode_add(messages, wire, out)
+    _implementation(out.device).decode_add(messages, wire, out)
 
 
 @torch.no_grad()
@@ -134,12 +125,16 @@ def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: 
     if not values.numel():
         return
     if values.device.type == "cpu":
-        cpu.encode(values, wire, out, name, residual)
-    elif not _has_triton():
-        reference.encode(values, wire, out, residual)
+        cpu.encode(values, wire, out, name, residual)  # the only one that raises, so the only one that takes a name
     else:
-        # Imported only here: the module needs Triton at import time.
-        import_module("terrace.comm.codecs.cuda").encode(values, wire, out, residual)
+        _implementation(values.device).encode(values, wire, out, residual)
+
+
+def _implementation(device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        return cpu
+    # The CUDA module needs Triton at import time.
+    return import_module("terrace.comm.codecs.cuda") if _has_triton() else reference
 
 
 def _check(values: Tensor, wire: WireFormat, messages: Tensor) -> None:
