@@ -28,6 +28,7 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
     except TerraceError as error:
         return [Finding(level="blocks", about="plan", words=str(error))]
     ranks = run.cluster.world_size
+    # The programs were built and verified: no rule is broken.
     words = f"plan {run.plan.name} suits cluster {run.cluster.name} with {ranks} ranks and this model"
     return [
         Finding(level="fine", about="plan", words=words),
@@ -62,6 +63,7 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
         )
         return
     job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    # Local ranks share this machine's memory.
     together = ranks * sum(fullest_stage(job, run.model, run.train.sequence)[1].values())
     words = f"{ranks} local ranks on {machine.num_cores} cores need about {quantity(together, 'B')} together"
     if together > machine.free_memory_bytes:
@@ -97,6 +99,7 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
         slow = bottleneck(task, run.plan)
         if not slow.is_most:
             return None
+        # Large worlds and slow machines get a pointer to the doctor instead of a search.
         if cluster.world_size > _SMALL_WORLD or time.perf_counter() - begin_s > limit_s:
             return f"{_slow_words(slow)}; terrace doctor with the same options says whether another plan is faster"
         better = better_plan(task, slow.step_s, _FEW)

@@ -10,6 +10,7 @@ def data_words(job: Job) -> str:
     uses = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout).uses(train.steps)
     count = f"{sum(source.tokens.num_tokens for source in job.sources) / 1e6:.1f} M tokens"
     whole = [words for use in uses for words in _packed_words(use, train.sequence)]
+    # A single source needs no shares and epochs.
     if len(uses) == 1:
         held = f"; {uses[0].num_holdout_samples} sequences held out" if uses[0].num_holdout_samples else ""
         return "\n".join([f"{count} of {job.sources[0].name}{held}", *whole])
@@ -28,6 +29,7 @@ def _source_words(source: Source, use: SourceUse, total: float) -> str:
 
 def _packed_words(use: SourceUse, sequence: int) -> list[str]:
     tally = use.tally
+    # Only packed sources have a tally.
     if tally is None:
         return []
     fates = []

@@ -52,6 +52,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
     found = [*findings(machine), *_attention(machine)]
+    # Under a launcher all ranks measure, one prints.
     is_first = machine.variables.get("RANK", machine.variables.get("SLURM_PROCID", "0")) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data")]
     # Without options of a run the doctor looks at the machine only.
@@ -126,6 +127,7 @@ def _link_finding(link: "Link") -> Finding:
     reached = f"{quantity(link.bandwidth_bytes_per_s, 'B/s')} after {seconds(link.latency_s)}"
     told = f"{quantity(link.told_bandwidth_bytes_per_s, 'B/s')} after {seconds(link.told_latency_s)}"
     words, about = f"{reached}; the cluster's file says {told}", f"tier {link.tier}"
+    # Well below the file's rate its predictions are not to be trusted.
     if link.share >= _SLOW:
         return Finding(level="fine", about=about, words=words)
     fix = "predictions are off: terrace probe writes a cluster file with the measured rates"

@@ -20,6 +20,7 @@ from terrace.train.config import RunConfig, parse_run, parse_sections
 def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
     """`cluster` with its tiers resized to `num_ranks` ranks; unchanged where no tier can be resized to fit."""
     sizes = [tier.size for tier in cluster.tiers]
+    # Resizing an outer tier keeps the inner ones, and so the fast groups of the plan.
     for index in reversed(range(len(sizes))):
         inside = math.prod(sizes[:index])
         if num_ranks % inside == 0:
@@ -44,6 +45,7 @@ def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str
         if old.size != new.size
     ]
     try:
+        # The micro-batch depends on the data ranks of the fitted cluster, so sections are parsed twice.
         sections = {**table, "cluster": dump(cluster)}
         sections["plan"] = {**table["plan"], "micro_batch": _micro_batch(parse_sections(sections))}
         fitted = parse_run(sections)

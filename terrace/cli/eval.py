@@ -63,6 +63,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.data.files import find_documents
     from terrace.train.evaluate import evaluate
 
+    # Fails early for a path without documents.
     find_documents(options.data, options.split)  # before the weights, which may take a while
     model = load_model_of(options)
     texts = islice(read_documents(options.data, options.column, options.split), options.documents)

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         source if source.is_dir() else None,
         _end_of_text(config, source),
     )
+    # A run on bytes has no tokenizer file; say so, since generating elsewhere needs one.
     if "tokenizer.json" not in written:
         print(f"no tokenizer: the run was trained on {config.data.tokenizer}")
     print(f"wrote {options.path}, the model after step {checkpoint.step} in {dtype}: {', '.join(written)}")

@@ -32,6 +32,7 @@ def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) ->
     for name, given in inputs.items():
         if given is None:
             continue
+        # A model may be given as its folder: the file read is then its config.json.
         for read in (Path(given), Path(given, "config.json")):
             if os.path.isfile(read) and os.path.isfile(path) and os.path.samefile(read, path):
                 raise ConfigError(f"{option} {path} is the file that is read as the {name}: name another file")

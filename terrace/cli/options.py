@@ -63,6 +63,7 @@ def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
         return
     given = parse_overrides(rest)
     missing = [f"--{name}" for name in ("model", "cluster") if getattr(options, name) is None and name not in given]
+    # Dotted keys count as given.
     missing += [f"--train.{name}" for name in ("batch", "sequence") if name not in given.get("train", {})]
     if missing and read_planned(options.plan) is None:
         raise ConfigError(

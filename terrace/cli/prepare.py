@@ -127,6 +127,7 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
         FORMATS[config.plan.compute].element_bytes,
     )
     num_saves = -(-train.steps // train.checkpoint_every) if train.checkpoint_every else 1
+    # The new checkpoint is complete before an old one is removed.
     num_at_once = min(num_saves + 1, train.keep_checkpoints + 1)  # an old one stays until the new one is complete
     existing = next((path for path in (folder, *folder.parents) if path.is_dir()), Path())
     try:
@@ -147,6 +148,7 @@ def _new_folder(folder: Path | None, going_on: bool = False) -> Path:
     if going_on and folder is not None and (folder / "config.toml").is_file():
         return folder
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    # Two runs of the same second get different folders.
     candidates = [folder] if folder is not None else (_RUNS / f"{stamp}{f'-{n}' * bool(n)}" for n in count())
     for candidate in candidates:
         try:

@@ -225,6 +225,7 @@ def _ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         raise Terminated
 
+    # SIGHUP arrives when the terminal closes.
     before = signal.getsignal(signal.SIGHUP)
     if before != signal.SIG_IGN:  # ignored under nohup: keep it so
         signal.signal(signal.SIGHUP, end)

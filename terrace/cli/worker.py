@@ -47,6 +47,7 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
     going_on = going_on or (folder is not None and resume is None and is_restarted())
     num_ranks = world_size()
     if num_ranks is not None:
+        # A fresh run must match the launcher's ranks exactly; only a resumed one is fitted.
         changes = ""
         if going_on or resume is not None:
             config, changes = fit(num_ranks)
@@ -124,6 +125,7 @@ def _run_joined(make: Callable[[], Job], cluster: Cluster, going_on: bool, chang
     if world.rank == 0:
         print(changes, end="\n" * bool(changes))
         show_plan(job)
+    # Token caches may be local to a machine: its first rank opens or builds them.
     here = f"tokens/{socket.gethostname()}"
     sources = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _sources_here(job))
     signal_name = run_rank(world, replace(job, sources=sources))
@@ -174,6 +176,7 @@ def _sources_here(job: Job) -> tuple[Source, ...]:
         )
     data = job.run.data
     sources = prepare_sources(data, load_tokenizer(data.tokenizer), job.run.train.sequence)
+    # Paths may be local to machines: contents must be the same.
     for mine, of_rank_0 in zip(sources, job.sources, strict=True):
         if mine.tokens.digest != of_rank_0.tokens.digest:
             raise DataError(

@@ -61,6 +61,7 @@ def bars_by_lane(
     `max_bars`, unless there are more lanes.
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
+    # Lanes without a span still get their row.
     lanes: dict[int, list[Piece]] = {lane: [] for lane in recording.lanes}
     for number, span in recording.visible():
         start_s, end_s = max(first_s, span.start_s), min(last_s, span.end_s)
@@ -125,5 +126,6 @@ def _joined(row: int, group: Sequence[Piece], words: Callable[[int, int], str]) 
         spent[piece.category] += piece.end_s - piece.start_s
     length_s = last.end_s - first.start_s
     shares = tuple((category, seconds / length_s) for category, seconds in sorted(spent.items()))
+    # Shares are of the bar's length, so idle time is the missing rest.
     named = ", ".join(f"{category} {round(100 * share)} %" for category, share in shares)
     return Bar(first.start_s, last.end_s, shares, f"{len(group)} together: {named}")

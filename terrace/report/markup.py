@@ -9,6 +9,7 @@ from terrace.report.palette import colour_variables
 from terrace.report.tables import quantity, seconds
 from terrace.simulate.changes import Change
 
+# Ink on light and on dark paper: text, soft text, rules, faint areas.
 _INK = {False: "--ink:#191b20;--soft:#555b66;--line:#d9dce2;--faint:#f2f3f6"}
 _INK[True] = "--ink:#eceef2;--soft:#a4abb8;--line:#343a45;--faint:#1e222a"
 _WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secondary": "secondary copy"}
@@ -20,9 +21,11 @@ class Markup(str):
 
 def document(title: str, body: str, data: Mapping[str, object]) -> str:
     """The whole page; `data` is read by the page's script."""
+    # Style and script are inlined: a page is one file that works without a network.
     files = resources.files(__package__)
     style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     light, dark = (f":root{{{_INK[is_dark]};{colour_variables(is_dark)}}}" for is_dark in (False, True))
+    # Dark colours apply on screens only: paper is light.
     themes = f":root{{color-scheme:light dark}}@media not print{{@media (prefers-color-scheme:dark){{{dark}}}}}"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
@@ -65,6 +68,7 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
     """A table; columns with a heading in `left` are text, `last` is the foot."""
 
     def cells(row: Sequence[str], tag: str) -> str:
+        # Numbers are right-aligned, words are not.
         kinds = (" class=words" if heading in left else "" for heading in headings)
         texts = (cell if isinstance(cell, Markup) else escape(cell) for cell in row)
         return "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))

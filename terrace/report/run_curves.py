@@ -37,6 +37,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     """At most `_MOST_POINTS` points: the lowest and the highest of each stretch of steps, in order."""
     if len(points) <= _MOST_POINTS:
         return list(points)
+    # Two points per stretch keep every spike that a plain stride would drop.
     size = math.ceil(len(points) / (_MOST_POINTS // 2))
     found = []
     for start in range(0, len(points), size):
@@ -50,6 +51,7 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
     lines = {name: finite(points) for name, points in curve.lines.items()}
     points = [point for line in lines.values() for point in line]
     values = [value for _, value in points] + ([curve.level[1]] if curve.level else [])
+    # The level belongs to the scale, so that its line is always visible.
     low, high = (0.0 if curve.from_zero else min(values)), max(values)
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (low if curve.from_zero else low - margin), high + margin
@@ -67,6 +69,7 @@ def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
         y = place(first, tick)[1]
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
+    # Steps are whole numbers: ticks between them would repeat after rounding.
     for tick in dict.fromkeys(round(tick) for tick in round_ticks(first, last)):
         if first <= tick <= last:
             x = place(tick, low)[0]

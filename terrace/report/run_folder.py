@@ -142,6 +142,7 @@ def _status(left: _Left) -> str:
 
 
 def _notes(left: _Left) -> list[str]:
+    # Means over steady steps, as the prediction is for a steady step.
     steady, predicted = _steady(left.records), _amounts(_table(left.prediction, "predicted"), "time_s")
     if not steady or not predicted:
         return []
@@ -185,6 +186,7 @@ def _curves(left: _Left) -> list[Curve]:
         found = ((record.step, value(record)) for record in left.records)
         return [(step, y) for step, y in found if y is not None]
 
+    # A record may lack its utilisation.
     def percent(value: float | None) -> float | None:
         return None if value is None else 100 * value
 
@@ -253,6 +255,7 @@ def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
             continue
         if found is not None:
             return found, words
+    # Without a trace the page still has the prediction, above the mean seconds.
     missing.append('the measured timeline: no step was traced; --train.profile "10-12" traces three')
     if left.run is None or not left.prediction:
         return None, ""
@@ -308,6 +311,7 @@ def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]
     found = []
     for path in sorted((folder / "checkpoints").glob("*")):
         if path.is_dir():
+            # The manifest is written last: without it the checkpoint is incomplete.
             whole = (path / "manifest.json").is_file()
             size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
             found.append((path.name, size, "complete" if whole else "incomplete"))

@@ -54,6 +54,7 @@ def run_page(view: RunView) -> str:
     """The page as HTML."""
     # A curve without a finite point has no scale.
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
+    # Empty sections return "" and leave no heading behind.
     sections = [
         f"<h1>{escape(view.title)}</h1><p class=quiet>{escape(view.subtitle)}</p>",
         f"<div class=lead><p>{prose(view.status)}</p>{''.join(f'<p>{prose(note)}</p>' for note in view.notes)}</div>",
@@ -120,6 +121,7 @@ def _time_table(view: RunView) -> str:
     predicted, measured = view.predicted_time_s, view.measured_time_s
     if not predicted and not measured:
         return ""
+    # One scale for all bars of the table.
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
     rows: list[list[str]] = []
     # Categories of either side, so that one missing in the prediction is still shown.
@@ -135,6 +137,7 @@ def _amounts_table(predicted: Amounts, measured: Amounts, heading: str) -> str:
     if not predicted and not measured:
         return ""
 
+    # Small amounts are exact bytes, so that equality can be seen.
     def size(value: float) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
 
@@ -152,6 +155,7 @@ def _three(predicted: Amounts, measured: Amounts, name: str, words: object) -> l
 
 
 def _error(expected: float | None, found: float | None) -> str:
+    # No relative error without a measured amount.
     if expected is None or not found:
         return ""
     return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"

@@ -72,6 +72,7 @@ def step_picture(events: Sequence[Event], headings: Mapping[int, str]) -> StepPi
 
 def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]:
     # The compute stream first. Appends the description of each piece to `words`.
+    # Lane names are metadata events of the trace.
     names = {
         event["tid"]: str(event["args"]["name"])
         for event in events
@@ -84,6 +85,7 @@ def _rows(events: Sequence[Event], process: int, words: list[str]) -> list[_Row]
             start_s = event["ts"] / _US
             pieces[event["tid"]].append(Piece(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
             instruction = str(event["args"].get("instruction", ""))
+            # A wait is named with its instruction; other spans are the instruction.
             is_wait = str(event["name"]).startswith("wait ")
             words.append(f"{event['name']}: {instruction}" if is_wait or not instruction else instruction)
     return [

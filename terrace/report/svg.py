@@ -85,6 +85,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     parts.append(open_plot(bottom))
     times_s, columns = memory_columns(curve, step_s)
     base = sum(curve.constant_bytes.values())
+    # Bands are stacked by painting the highest first, each covered by the next lower one.
     layers: list[tuple[str, list[float]]] = []
     for name, values in columns.items():
         lower = layers[-1][1] if layers else [float(base)] * len(values)
@@ -163,6 +164,7 @@ def time_axis(window: Window, height: float) -> str:
 
 def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
     """Round moments of a window and their labels: one unit for all, with just enough decimals to tell them apart."""
+    # The largest unit in which the window's end is at least 1.
     factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if last_s * f >= 1), (1e6, "us"))
     ticks = round_ticks(first_s * factor, last_s * factor)
     step = min((after - before for before, after in pairwise(ticks)), default=1.0)
@@ -172,6 +174,7 @@ def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
 
 def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[tuple[int, tuple[float, float]]]:
     # Pieces of the critical path on one lane less than `gap_s` apart are drawn as one.
+    # Thousands of pieces would give as many SVG elements: neighbours are merged.
     newest: dict[int, list[float]] = {}
     found: list[tuple[int, list[float]]] = []
     for piece in path.pieces:

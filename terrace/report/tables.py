@@ -57,6 +57,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     layout = Layout.of(cluster, plan)
     mesh = Mesh.of(cluster, plan)
     axes = [axis for axis in AXES if axis == "data" or mesh.total(axis) > 1]
+    # The secondary copy has a row only in plans that keep one.
     placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
     rows = []
     for index in range(layout.outermost, -1, -1):
@@ -66,6 +67,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
         link += ", shared" if tier.shared else ""
         cells = (_degree_words(mesh, index, axis) for axis in axes)
         rows.append([tier.name, str(tier.size), *cells, link, ", ".join(states)])
+    # A placement below the innermost tier is the device: every rank holds the whole state.
     whole = ", ".join(state for state, where in placed.items() if where < 0)
     rows.append(["device", "1", *("1" for _ in axes), "", f"{whole} (replicated)" if whole else ""])
     return ["tier", "joins", *axes, "link", "states placed here"], rows
@@ -157,6 +159,7 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
     left_out = ", messages in attention left out," if parts else ""
     for name, band, size in ((f"step time{left_out}", STEP_BAND, _step_s), ("model state", MEMORY_BAND, _state_bytes)):
         sizes = [(size(predicted), size(found)) for predicted, found in told]
+        # Relative to the measured value: a band says how far a prediction may miss reality.
         errors = [(expected - found) / found if expected > 0 and found > 0 else 0.0 for expected, found in sizes]
         worst = max(range(len(stages)), key=lambda stage: abs(errors[stage]))
         if sizes[worst][0] > 0 and sizes[worst][1] > 0:
