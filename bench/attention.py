@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from bench.common import alternate, print_table, ratio, spread
+from bench.pair_attention import attend_pairs
 from terrace.comm.collectives import DTYPES
 from terrace.model.attention import AttentionPlans, attend
-from terrace.model.blockwise import DensePair, attend_pairs, dense_mask
+from terrace.model.blockwise import DensePair, dense_mask
 from terrace.model.pair_kernels import describe
 from terrace.sequence.pairs import Stretch, pairs_within
 from terrace.sequence.token_layout import Pair

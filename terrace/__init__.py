@@ -6,12 +6,12 @@ Everything is placed on a tier, and a training step is a program that can be rea
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from terrace.model.adapter import blocks_of as blocks_of
+    from terrace.model.hf.blocks import blocks_of as blocks_of
     from terrace.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-_LAZY = {"Trainer": "terrace.train.trainer", "blocks_of": "terrace.model.adapter"}
+_LAZY = {"Trainer": "terrace.train.trainer", "blocks_of": "terrace.model.hf.blocks"}
 
 
 def __getattr__(name: str) -> Any:

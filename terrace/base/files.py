@@ -3,24 +3,24 @@
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` through a temporary file in the same folder and a rename.
+@contextmanager
+def open_atomic(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a temporary file in the folder of `path`, which replaces `path` when the body succeeds.
 
-    A reader sees the old file or the new one, never a part. A link stays: the file it names is replaced. `OSError` (a
-    full disk, no permission, an existing path that is not a regular file) leaves everything as it was.
+    A reader sees the old file or the new one, never a part. After an error, also an `OSError` of a full disk, the old
+    file is untouched.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file")
-    raw = content.encode("utf-8") if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
+        with os.fdopen(handle, "wb", buffering=1 << 20) as file:
+            yield file
+            # Without this a rename could reach the disk before the contents.
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -30,8 +30,23 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         raise
 
 
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes `content` to `path` as `open_atomic` does, and creates the folder.
+
+    The target of a link is replaced, not the link. Raises `OSError`, also for a path that exists and is not a regular
+    file, such as a device.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
+    raw = content.encode("utf-8") if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_atomic(path) as file:
+        file.write(raw)
+
+
 def sync_folder(path: Path) -> None:
-    """Make a rename inside `path` survive a power cut."""
+    """Makes a rename inside `path` survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,1 +1,1 @@
-"""Data: text to tokens once, then the batch of any step on any number of ranks."""
+"""Data: text tokenised once, then the batch of any step on any number of ranks."""

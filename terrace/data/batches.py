@@ -1,15 +1,15 @@
-"""Which tokens each rank sees at each step.
+"""The tokens of each rank at each step.
 
-Shapes: batch = samples of a global step, micro_batch = samples of one micro-batch of one data rank,
-sequence = tokens of a sample.
+Shapes: batch = samples of a global step, micro_batch = samples of one micro-batch of one data rank, sequence = tokens
+of a sample.
 
-A sample is a row of `sequence` tokens, made from the documents of one source (terrace.data.samples). The
-sources give samples at a steady rate by weight (terrace.data.mixture); each is shuffled by its own
-`SampleOrder`, so it has its own epochs, and those of a small source with a large weight are short.
+A sample is a row of `sequence` tokens, made from the documents of one source (terrace.data.samples). Sources contribute
+samples at a steady rate by weight (terrace.data.mixture). Each source is shuffled by its own `SampleOrder` and so has
+its own epochs; a small source with a large weight has short ones.
 
-Step s takes the global positions s*batch ... (s+1)*batch - 1. Micro-batch m of data rank r holds, of these,
-`micro_batch` in a row from (m*num_data_ranks + r)*micro_batch. So the micro-batches of all ranks together are the
-global batch, whatever the world size, every rank has the same number of them, and any step can be had at once.
+Step s takes the global positions s*batch ... (s+1)*batch - 1. Micro-batch m of data rank r holds `micro_batch`
+consecutive ones from (m*num_data_ranks + r)*micro_batch. The micro-batches of all ranks together are therefore the
+global batch, whatever the world size; every rank has equally many, and any step can be made without the steps before.
 """
 
 import math
@@ -35,7 +35,7 @@ Arrays = tuple[Ids, ...]  # inputs, labels and, where documents are kept apart, 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A prepared corpus and its part in a run."""
+    """A prepared corpus and its share in a run."""
 
     tokens: TokenFile
     name: str = ""
@@ -44,12 +44,12 @@ class Source:
     too_long: TooLong = "refuse"
 
     def packing(self, sequence: int) -> Packing:
-        """Return how the whole documents stand in sequences; made on the first call, then kept in a file."""
+        """Packing of whole documents into sequences; computed on the first call, then kept in a file."""
         assert self.documents == "whole", "only whole documents are packed"
         return packed(self._opened(), sequence, self.too_long, self.tokens.path)
 
     def samples(self, sequence: int) -> Windows | Packed:
-        """Return the samples of this source. Raises `DataError` where there is none."""
+        """Samples of this source. Raises `DataError` if it has none."""
         if self.documents == "whole":
             return Packed(self._opened(), sequence, self.packing(sequence))
         return Windows(self._opened(), sequence, separate=self.documents == "separate")
@@ -58,14 +58,14 @@ class Source:
         return open_documents(self.tokens, self.name)
 
     def facts(self) -> dict[str, Any]:
-        """Return what of this source decides which tokens a step sees, as a checkpoint keeps it."""
+        """Facts that decide which tokens of this source a step sees; stored in checkpoints."""
         too_long = {"too_long": self.too_long} if self.documents == "whole" else {}
         return {"digest": self.tokens.digest, "weight": self.weight, "documents": self.documents, **too_long}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceUse:
-    """What a run takes from a source."""
+    """A source's share in a run."""
 
     name: str
     num_samples: int  # that are trained on, in an epoch
@@ -75,17 +75,16 @@ class SourceUse:
 
     @property
     def epochs(self) -> float:
-        """How often the run goes through the source."""
         return self.num_taken / self.num_samples
 
 
 class Batches:
-    """Training batches of a token file or of weighted sources, and the samples held out, never trained on.
+    """Training batches of a token file or of weighted sources, and the held-out samples, which are never trained on.
 
-    `holdout` is a share of each source's samples below 1, or else how many of each; they are its last ones. Where text
-    is cut into windows, the first that is held out shares one token with training: it is the last label there, only an
-    input here. Raises `DataError` for sizes below one, a source without a whole sample, and a holdout that leaves
-    nothing to train on.
+    `holdout` is a share of each source's samples if below 1, else their number; they are its last ones. Where text is
+    cut into windows, the first held-out window shares one token with training: the last label there, only an input
+    here. Raises `DataError` for sizes below one, a source without a whole sample, and a holdout that leaves nothing to
+    train on.
     """
 
     def __init__(
@@ -107,6 +106,7 @@ class Batches:
             _num_held(source, samples.num_samples, holdout)
             for source, samples in zip(self.sources, self._samples, strict=True)
         ]
+        # Held-out samples are the last ones of each source; the training order permutes only those before.
         self._orders = [
             SampleOrder(samples.num_samples - held, seed)
             for samples, held in zip(self._samples, self._held, strict=True)
@@ -117,7 +117,7 @@ class Batches:
         self.num_holdout_samples = sum(self._held)
 
     def uses(self, num_steps: int) -> list[SourceUse]:
-        """Return what the first `num_steps` steps take from each source."""
+        """Use of each source by the first `num_steps` steps."""
         taken = self._blend.counts(num_steps * self.batch)
         return [
             SourceUse(
@@ -130,15 +130,11 @@ class Batches:
             for source, order, held, count in zip(self.sources, self._orders, self._held, taken, strict=True)
         ]
 
-    def global_batch(self, step: int) -> Arrays:
-        """Return inputs, labels and, if `has_positions`, positions of `step`, each int64 of shape (batch, sequence)."""
-        return self._at(step * self.batch, self.batch)
-
     def micro_batch(self, step: int, micro: int, data_rank: int, num_data_ranks: int, micro_batch: int) -> Arrays:
-        """Return one micro-batch, its arrays each int64 of shape (micro_batch, sequence).
+        """Arrays of one micro-batch, each int64 of shape (micro_batch, sequence).
 
-        `micro` counts from 0 to batch / (num_data_ranks * micro_batch). Raises `DataError` when that is
-        not a whole number.
+        `micro` counts from 0 to batch / (num_data_ranks * micro_batch). Raises `DataError` when that is not a whole
+        number.
         """
         if micro_batch < 1 or num_data_ranks < 1 or self.batch % (num_data_ranks * micro_batch):
             raise DataError(
@@ -146,17 +142,20 @@ class Batches:
                 f"micro_batch = {micro_batch}; change one of them"
             )
         num_micros = self.batch // (num_data_ranks * micro_batch)
+        assert step >= 0, f"step {step}"
         assert 0 <= data_rank < num_data_ranks, f"data_rank {data_rank} of {num_data_ranks}"
         assert 0 <= micro < num_micros, f"micro {micro} of {num_micros}"
-        first = step * self.batch + (micro * num_data_ranks + data_rank) * micro_batch
-        return self._at(first, micro_batch)
+        first = (micro * num_data_ranks + data_rank) * micro_batch
+        return self.rows(step, np.arange(first, first + micro_batch, dtype=np.int64))
 
     def rows(self, step: int, rows: Ids) -> Arrays:
-        """Return `rows`, shape (n,), of the global batch of `step`, the arrays each int64 of shape (n, sequence)."""
+        """Rows `rows`, shape (n,), of the global batch of `step`: inputs, labels and, if `has_positions`, positions,
+        each int64 of shape (n, sequence).
+        """
         return self._gather(*self._placed(step * self.batch + rows))
 
     def parts(self, step: int) -> list[Parts]:
-        """Return, for every row of the global batch of `step`, its documents that have a label. Reads no tokens."""
+        """For every row of the global batch of `step`, its documents that have a label. Reads no tokens."""
         sources, samples = self._placed(np.arange(step * self.batch, (step + 1) * self.batch, dtype=np.int64))
         of_rows: list[Parts] = [()] * self.batch
         for source in np.unique(sources):
@@ -166,9 +165,9 @@ class Batches:
         return of_rows
 
     def holdout(self, indices: npt.ArrayLike) -> Arrays:
-        """Return samples held out, the arrays each int64 of shape (num_indices, sequence), source by source.
+        """Held-out samples, source by source; the arrays are int64 of shape (num_indices, sequence).
 
-        `indices`, shape (num_indices,), lie in 0 ... num_holdout_samples - 1. Raises `DataError` else.
+        `indices`, shape (num_indices,), lie in 0 ... num_holdout_samples - 1; raises `DataError` otherwise.
         """
         chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         outside = chosen[(chosen < 0) | (chosen >= self.num_holdout_samples)]
@@ -176,18 +175,15 @@ class Batches:
             raise DataError(
                 f"holdout sample {outside[0]} does not exist: {self.num_holdout_samples} are held out; raise holdout"
             )
+        # Indices count through the held-out samples of all sources; each source's lie at the end of its samples.
         ends = np.cumsum(self._held)
         sources = np.searchsorted(ends, chosen, side="right")
         sizes: Ids = np.array([order.num_samples for order in self._orders], dtype=np.int64)
         firsts: Ids = sizes - ends + np.asarray(self._held, dtype=np.int64)
         return self._gather(sources, chosen + firsts[sources])
 
-    def _at(self, first: int, count: int) -> Arrays:
-        assert first >= 0, f"position {first} is negative"
-        return self._gather(*self._placed(np.arange(first, first + count, dtype=np.int64)))
-
     def _placed(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return the source and its sample at each of the global `positions`, shape (n,)."""
+        # A position gives a source and an index within it; the source's own order turns the index into a sample.
         sources, indices = self._blend.place(positions)
         for source in np.unique(sources):
             chosen = sources == source
@@ -195,7 +191,6 @@ class Batches:
         return sources, indices
 
     def _gather(self, sources: Ids, samples: Ids) -> Arrays:
-        """Return the rows of `samples`, each of its source; both shape (n,)."""
         if len(self._samples) == 1:
             return self._arrays(self._samples[0].rows(samples))
         whole = tuple(np.empty((len(samples), self.sequence), dtype=np.int64) for _ in range(2 + self.has_positions))
@@ -215,7 +210,6 @@ class Batches:
 
 
 def _num_held(source: Source, num_samples: int, holdout: float) -> int:
-    """Return how many samples of a source are held out. Raises `DataError` unless some are left."""
     if holdout >= 1 and holdout != int(holdout):
         raise DataError(f"holdout = {holdout} is neither a share below 1 nor a whole number of samples; round it")
     held = int(holdout) if holdout >= 1 else math.ceil(holdout * num_samples)

@@ -1,12 +1,12 @@
-"""Chat data: from a line of JSON to tokens, and which of them are trained on.
+"""Chat data: from a line of JSON to tokens and a mask of the tokens that are trained on.
 
-A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, perhaps with `"tools"`, or `{"prompt": text,
-"completion": text}`; other keys are left alone. Messages go through the tokenizer's chat template, and what the
-assistant said is trained on. A prompt and its completion are plain text, one after the other and closed by the end of
-text; the completion and that end are trained on.
+A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, optionally with `"tools"`, or `{"prompt": text,
+"completion": text}`; other keys are ignored. Messages go through the tokenizer's chat template, and the assistant's
+text is trained on. Prompt and completion are plain text, concatenated and closed by the end of text; the completion and
+that end are trained on.
 
-The whole text of a conversation is tokenised at once, special tokens of the template as such and none added, so that
-the ids are those a model meets when the same template is used to talk to it. A token is trained on if any of its
+The whole text of a conversation is tokenised at once. Special tokens of the template count as such and none are added,
+so the ids are those that a model sees when the same template is used to talk to it. A token is trained on if any of its
 characters is the assistant's.
 """
 
@@ -36,58 +36,55 @@ Mask = npt.NDArray[np.uint8]
 
 
 class ChatEncoder(Protocol):
-    """Text to ids and the characters that each id stands for."""
+    """Maps text to ids and to the characters that each id stands for."""
 
     end_of_text: int | None
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        """Return ids and, of each, its first character and one past its last; each shape (num_tokens,)."""
+        """Ids with the first character of each and one past its last; each array of shape (num_tokens,)."""
 
     def forged(self, text: str) -> str | None:
-        """Return a special token that is spelt out in `text`, None where there is none."""
+        """A special token that is spelled out in `text`; None if there is none."""
 
 
 class ByteEncoder:
-    """The bytes of the text; there are no special tokens."""
+    """Encodes text as UTF-8 bytes; there are no special tokens."""
 
     end_of_text: int | None = 256
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        """Return the bytes; a character may be several."""
         ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
         characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # all but continuation bytes begin one
         return ids, characters, characters + 1
 
     def forged(self, text: str) -> str | None:
-        """Return None."""
         return None
 
 
 class SpecialEncoder:
-    """A Hugging Face tokenizer that takes special tokens in the text for what they are."""
+    """A Hugging Face tokenizer that reads special tokens in the text as such."""
 
     def __init__(self, encoder: "FileEncoder", end_of_text: int | None) -> None:
         encoder.no_truncation()
         encoder.no_padding()
         self._encoder = encoder
         self.end_of_text = end_of_text
+        # One regular expression for all special tokens; "(?!)" matches nothing.
         special = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
         self._special = re.compile("|".join(map(re.escape, sorted(special))) or "(?!)")
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
-        """Return the ids, none added at either end."""
         encoding = self._encoder.encode(text, add_special_tokens=False)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.array(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]
 
     def forged(self, text: str) -> str | None:
-        """Return a special token that is spelt out in `text`."""
         found = self._special.search(text)
         return None if found is None else found.group()
 
 
 def load_encoder(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate) -> ChatEncoder:
-    """Return the encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
+    """Encoder for chats of the tokenizer at `path`, which `tokenizer` has read without error."""
     if str(path) == BYTES:
         return ByteEncoder()
     from tokenizers import Tokenizer as FileEncoder
@@ -95,22 +92,23 @@ def load_encoder(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate)
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     encoder = FileEncoder.from_str(file.read_text(encoding="utf-8"))
     eos = template.tokens.get("eos_token")
+    # The template's end of sequence closes a completion as it closes an assistant turn.
     end = tokenizer.end_of_text if eos is None else encoder.token_to_id(eos)
     return SpecialEncoder(encoder, end)
 
 
 @dataclass(frozen=True)
 class ChatReader:
-    """Turns records into tokens. Use `tokens`."""
+    """Turns records into tokens."""
 
     template: ChatTemplate
     encoder: ChatEncoder
 
     def tokens(self, line: str, where: str) -> tuple[Ids, Mask]:
-        """Return the ids of the conversation in `line`, and 1 where they are trained on.
+        """Ids of the conversation in `line`, and a mask that is 1 for trained tokens.
 
-        Raises `DataError` naming `where` for what is no conversation, has nothing that the assistant said, or is
-        refused by the template.
+        Raises `DataError` naming `where` for a line that is not a conversation, has no assistant text, or is refused by
+        the template.
         """
         record = _record(line, where)
         if "messages" not in record:
@@ -119,6 +117,7 @@ class ChatReader:
         tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise DataError(f"{where}: 'tools' must be a list, not {_kind(tools)}; write it as one")
+        # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
         for text in _texts([messages, tools]):
             self._check(text, where)
         try:
@@ -151,13 +150,13 @@ class ChatReader:
         ids, firsts, ends = self.encoder.encode(text)
         mask = np.zeros(len(ids), dtype=np.uint8)
         for first, end in spans:
+            # Any overlap counts: a token may begin before the assistant's first character.
             inside = np.flatnonzero((ends > first) & (firsts < end))
             if inside.size:
                 mask[inside[0] : inside[-1] + 1] = 1
         return ids, mask
 
     def _check(self, text: str, where: str) -> None:
-        """Raise `DataError` for text that would be taken for something else than text."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -189,7 +188,6 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
-    """Return the messages, checked: roles that are known or that the template names, and something said in each."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: 'messages' must be a list, not {_kind(messages)}; write one message an entry")
     if not messages:
@@ -226,7 +224,6 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every string inside a value of JSON, but no key."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

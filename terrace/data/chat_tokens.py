@@ -1,27 +1,33 @@
-"""Chat data tokenised once: the same files as those of a text (terrace.data.tokens), with a mask.
+"""Chat data tokenised once: the files of a text corpus (terrace.data.tokens) plus a mask.
 
-A conversation is a document. The key is a hash of the tokenizer, the chat template and of path, size and modification
+A conversation is a document. The key is a hash of the tokenizer, the chat template, and the path, size and modification
 time of every source file.
 """
 
-import errno
 import hashlib
-import json
 import os
-import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from terrace.base.errors import ConfigError, DataError
-from terrace.base.files import sync_folder, write_atomic
-from terrace.base.schema import load, read_table
+from terrace.base.errors import DataError
+from terrace.base.files import open_atomic
+from terrace.data.cache import (
+    CorpusDescription,
+    cache_file,
+    file_status,
+    file_stem,
+    id_dtype,
+    read_description,
+    token_file,
+    write_description,
+    writing,
+)
 from terrace.data.chat import ChatReader, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
 from terrace.data.sources import STDLIB
@@ -33,18 +39,8 @@ _FORMAT = "terrace-chat-1"  # part of the key: raise it when the same data would
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Description:
-    """The `.json` beside the files; `corpus` is there for people."""
-
-    format: str
-    corpus: str
-    tokenizer: str
+class _Description(CorpusDescription):
     template: str
-    dtype: Literal["uint16", "uint32"]
-    num_tokens: int
-    max_token: int
-    digest: str
-    num_documents: int
     num_trained: int
 
 
@@ -55,23 +51,23 @@ def prepare_chat(
     template_path: str | Path,
     cache_dir: str | Path,
 ) -> TokenFile:
-    """Return the token file of the conversations in `path`, a `.jsonl` file or a folder of them, made unless it exists.
+    """The token file of the conversations in `path`, a `.jsonl` file or a folder of them; made if it is not in the
+    cache.
 
-    Prompts and completions alone need no template. Raises `DataError` naming file and line for what is no conversation,
-    has nothing to train on or is refused by the template; also for a missing template, a damaged cache, and a folder
-    that cannot be written. An error leaves no file behind.
+    Prompts and completions need no template. Raises `DataError`, naming file and line, for a line that is not a
+    conversation, has nothing to train on or is refused by the template; also for a missing template, a damaged cache,
+    and a folder that cannot be written. An error leaves no file behind.
     """
     files = _files(path)
     template = load_template(tokenizer_path, template_path, needed=_has_messages(files))
     fingerprint = template.fingerprint
     identity = (_FORMAT, tokenizer.fingerprint, fingerprint, [_identity(file) for file in files])
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).stem)[:40].strip("-") or "chat"
-    target = Path(cache_dir) / f"{name}-{key}.tokens"
+    target = cache_file(cache_dir, file_stem(path, "chat"), identity)
+    mask = target.with_suffix(".mask")
     if target.with_suffix(".json").exists():
-        return _token_file(target, _read_description(target))
+        return token_file(target, read_description(_Description, target), mask)
     reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer, template))
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         tally = _write(target, files, reader, tokenizer.vocab_size)
         if identity[-1] != [_identity(file) for file in files]:
@@ -79,18 +75,12 @@ def prepare_chat(
         description = _Description(
             format=_FORMAT, corpus=os.fspath(path), tokenizer=tokenizer.fingerprint, template=fingerprint, **tally
         )
-        write_atomic(target.with_suffix(".json"), json.dumps(asdict(description), indent=2) + "\n")
-        sync_folder(target.parent)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        fix = "free some space or choose another data.cache" if full else "choose a data.cache that you may write to"
-        raise DataError(f"cannot write the token file {target}: {error.strerror}; {fix}") from error
-    return _token_file(target, description)
+        write_description(target, description)
+    return token_file(target, description, mask)
 
 
 def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int) -> dict[str, Any]:
-    """Write ids, starts and mask beside `target`; return what the description says of them."""
-    dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype = id_dtype(vocab_size)
     stored = np.dtype(dtype).newbyteorder("<")
     digest = hashlib.blake2b(digest_size=16)
     starts: list[int] = []
@@ -98,7 +88,7 @@ def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int)
     max_token = -1
     with ExitStack() as made:
         tokens_file, mask_file, starts_file = (
-            made.enter_context(_Renamed(target.with_suffix(suffix))) for suffix in (".tokens", ".mask", ".starts")
+            made.enter_context(open_atomic(target.with_suffix(suffix))) for suffix in (".tokens", ".mask", ".starts")
         )
         for ids, mask in _conversations(files, reader, vocab_size):
             raw, raw_mask = ids.astype(stored).tobytes(), mask.tobytes()
@@ -138,7 +128,6 @@ def _conversations(
 
 
 def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
-    """Yield each line that is not empty, and where it stands."""
     for file in files:
         try:
             with file.open("rb") as stream:
@@ -168,58 +157,10 @@ def _files(path: str | Path) -> list[Path]:
 
 
 def _has_messages(files: list[Path]) -> bool:
-    """Whether some line holds messages, as far as a look at its text can tell: then a template is needed."""
+    # A look at the text is enough to decide whether a template is needed; parsing comes later.
     return any('"messages"' in line for line, _ in _lines(files))
 
 
 def _identity(file: Path) -> tuple[str, int, int]:
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise DataError(f"cannot read data {file}: {error.strerror}; keep it in place") from error
+    status = file_status(file)
     return str(file.resolve()), status.st_size, status.st_mtime_ns
-
-
-def _read_description(target: Path) -> _Description:
-    described = target.with_suffix(".json")
-    try:
-        return load(_Description, read_table(described), "tokens")
-    except ConfigError as error:
-        raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
-
-
-def _token_file(target: Path, description: _Description) -> TokenFile:
-    file = TokenFile(
-        path=target,
-        dtype=description.dtype,
-        num_tokens=description.num_tokens,
-        max_token=description.max_token,
-        digest=description.digest,
-        num_documents=description.num_documents,
-        starts=target.with_suffix(".starts"),
-        mask=target.with_suffix(".mask"),
-    )
-    for check in (file.open, file.open_starts, file.open_mask):
-        check()  # the size
-    return file
-
-
-class _Renamed:
-    """A file under a temporary name, which gets its own when everything is in it, and is removed else."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> IO[bytes]:
-        handle, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-        self._file = os.fdopen(handle, "wb", buffering=1 << 20)
-        return self._file
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            self._file.close()
-            if error is None:
-                os.chmod(self._temporary, 0o644)
-                os.replace(self._temporary, self._path)
-        finally:
-            Path(self._temporary).unlink(missing_ok=True)

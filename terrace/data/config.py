@@ -20,7 +20,7 @@ PATHS = {"path": "stdlib", "tokenizer": "bytes", "cache": "", "chat_template": "
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text is, and how it becomes tokens."""
+    """Source text and how it becomes tokens."""
 
     path: str = "stdlib"
     tokenizer: str = "bytes"
@@ -41,11 +41,11 @@ class DataConfig:
             raise ConfigError('data.chat_template has no effect on text: leave it out, or set data.format = "chat"')
 
     def sources(self) -> tuple[SourceSpec, ...]:
-        """Return the sources with everything decided. Raises `ConfigError` for what does not go together."""
+        """Sources with defaults resolved. Raises `ConfigError` for contradicting keys."""
         return sources_of(self.path, self.mixture, self.format, self.documents, self.too_long, self.column, self.split)
 
     def absolute(self) -> "DataConfig":
-        """Return the same places under names that hold in any working directory."""
+        """The same configuration with absolute paths."""
         named = {name: getattr(self, name) for name in PATHS}
         kept = {name: os.path.abspath(at) for name, at in named.items() if at != PATHS[name]}
         return replace(self, mixture=tuple(source.absolute() for source in self.mixture), **kept)

@@ -1,8 +1,7 @@
 """From a path to the text of its documents.
 
-A text file is one document, a line of a `.jsonl` file and a row of a table another. Which files there are says
-terrace.data.files. Nothing of a corpus is skipped for being unreadable or malformed: that is an error that names
-the place.
+A text file is one document; each line of a `.jsonl` file and each row of a table is one. terrace.data.files finds the
+files. Unreadable or malformed parts of a corpus are never skipped: they are errors that name file and line.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from terrace.data.text import UNIT_BYTES, line_units, read_lines, read_text, tex
 
 
 def read_documents(path: str | Path, column: str = "text", split: str = "") -> Iterator[str]:
-    """Yield each document of the corpus `path` whole, in order, but not those that are empty.
+    """Yields each non-empty document of the corpus `path` whole, in order.
 
     Raises `DataError` as `find_documents` and `read_pieces` do.
     """
@@ -31,11 +30,12 @@ def read_documents(path: str | Path, column: str = "text", split: str = "") -> I
 
 
 def read_pieces(path: str | Path, column: str = "text", split: str = "") -> Iterator[Piece]:
-    """Yield the documents of the corpus `path` in pieces of bounded size; an empty document has one piece without text.
+    """Yields the documents of the corpus `path` in pieces of bounded size; an empty document has one piece without
+    text.
 
-    `column` is the key, or the column, of the text in a record. Only a line of a `.jsonl` file, and a thousand rows of
-    a table, are ever whole in memory. Raises `DataError` for text that is not UTF-8 (file and byte), a bad line of JSON
-    (file and line), a row without text (file and row), and a corpus of nothing but white space.
+    `column` is the key, or the column, of the text in a record. At most a line of a `.jsonl` file, or a thousand rows
+    of a table, are whole in memory. Raises `DataError` for text that is not UTF-8 (file and byte), a bad line of JSON
+    (file and line), a row without text (file and row), and a corpus of white space only.
     """
     has_text = False
     for unit in corpus_units(path, column, split):
@@ -47,7 +47,7 @@ def read_pieces(path: str | Path, column: str = "text", split: str = "") -> Iter
 
 
 def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Iterator[Unit]:
-    """Yield the parts of a corpus that are read on their own, in order.
+    """Yields the parts of a corpus that are read independently, in order.
 
     Raises `DataError` for a damaged table, one without the column, and a line that is too long.
     """
@@ -60,7 +60,6 @@ def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Ite
 
 
 def read_unit(unit: Unit) -> Iterator[Piece]:
-    """Yield the pieces of a part of a corpus."""
     readers = {"text": read_text, "lines": read_lines, "parquet": read_table_unit, "arrow": read_table_unit}
     return readers[unit.kind](unit)
 

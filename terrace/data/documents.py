@@ -1,4 +1,4 @@
-"""The arrays of a token file, opened: ids, where documents begin, and what is trained on."""
+"""The opened arrays of a token file: ids, document starts, training mask."""
 
 from dataclasses import dataclass
 
@@ -21,12 +21,11 @@ class Documents:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
         return len(self.starts)
 
 
 def open_documents(tokens: TokenFile, name: str = "") -> Documents:
-    """Open the arrays of `tokens`, of the source `name`. Raises `DataError` for a file that is missing or damaged."""
+    """Opens the arrays of `tokens` for the source `name`. Raises `DataError` for a missing or damaged file."""
     # Plain views: indexing a memmap object costs Python time for its subclass on every call.
     mask = tokens.open_mask()
     return Documents(

@@ -1,8 +1,8 @@
 """A thread that makes the batches of the next steps while the current one runs.
 
-A step's micro-batches are made in the order of the steps, at most `depth` steps ahead, so memory is bounded. What goes
-wrong while they are made is raised by `next`, in the step that would have used them. The thread is a daemon: it never
-keeps a process alive, and `close` ends it at once. It touches no device but to pin host memory.
+Steps are made in order and at most `depth` ahead, so memory is bounded. An error in the thread is raised by `next`, in
+the step that would have used the batch. The thread is a daemon: it never keeps a process alive, and `close` ends it at
+once. It touches no device except to pin host memory.
 """
 
 import queue
@@ -17,7 +17,7 @@ _POLL_S = 0.1  # how long a closed feeder's thread may linger when its queue is 
 
 
 class Feeder(Generic[T]):
-    """Yields `make(step)` for every step from `first` to before `end`, made ahead in a thread."""
+    """Makes `make(step)` for every step from `first` up to `end` ahead of time, in a thread."""
 
     def __init__(self, make: Callable[[int], T], first: int, end: int, depth: int = 2) -> None:
         assert depth >= 1, f"depth {depth}"
@@ -29,7 +29,7 @@ class Feeder(Generic[T]):
         self._thread.start()
 
     def next(self) -> T:
-        """Return the batches of the next step, waiting for them if they are not ready. Raises what making them did."""
+        """The batches of the next step, waiting if necessary. Raises the error that making them raised."""
         assert self._left > 0, "no step is left to feed"
         value, error = self._made.get()
         if error is not None:
@@ -39,7 +39,7 @@ class Feeder(Generic[T]):
         return value  # type: ignore[return-value]  # it is there unless there is an error
 
     def close(self) -> None:
-        """End the thread; steps made ahead are dropped. May be called twice. A read that hangs is not waited for."""
+        """Ends the thread and drops prepared steps. May be called twice. Does not wait for a read that hangs."""
         self._closed.set()
         self._thread.join(_LEAVE_S)
 
@@ -53,7 +53,7 @@ class Feeder(Generic[T]):
                 return
 
     def _put(self, made: tuple[T | None, BaseException | None]) -> bool:
-        """Hand on what is made; False when nobody wants it any more."""
+        # Polling lets `close` end the thread while the queue is full.
         while not self._closed.is_set():
             try:
                 self._made.put(made, timeout=_POLL_S)

@@ -1,10 +1,10 @@
-"""Which files a corpus has.
+"""The files of a corpus.
 
-A corpus is a text file, a `.jsonl`, `.parquet` or `.arrow` file, a folder of them, a folder that the `datasets` library
-has saved, or the special name `stdlib`: the source of the Python standard library of this machine, real text that is
-always at hand. `stdlib` differs between Python versions and serves trials, not results.
+A corpus is a text file, a `.jsonl`, `.parquet` or `.arrow` file, a folder of them, a folder saved by the `datasets`
+library, or the special name `stdlib`: the source of this machine's Python standard library, real text that is always
+available. `stdlib` differs between Python versions and serves for trials, not results.
 
-A folder leaves out hidden files, unknown suffixes and empty files, and refuses packed text.
+In a folder, hidden files, unknown suffixes and empty files are skipped, and compressed text is refused.
 """
 
 import os
@@ -31,11 +31,11 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 
 def find_documents(path: str | Path, split: str = "") -> list[Path]:
-    """Return the files of the corpus `path`, those of a folder sorted by relative path.
+    """Files of the corpus `path`; those of a folder sorted by relative path.
 
-    The string "stdlib" is the special name; a folder of that name is `./stdlib`. `split` chooses a part of a data set;
-    if empty, "train" where there are several. Raises `DataError` for a path that is missing, unreadable, packed, empty
-    or without any file of a known suffix, and for a split that is not there.
+    The string "stdlib" is the special name; a folder of that name is `./stdlib`. `split` chooses a split of a data set;
+    if empty, "train" where there are several. Raises `DataError` for a path that is missing, unreadable, compressed,
+    empty or without any file of a known suffix, and for a missing split.
     """
     if path == STDLIB:
         return _find_stdlib()
@@ -94,8 +94,6 @@ def _find_in_folder(root: Path, split: str) -> list[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files below `root` that are not hidden. Links to folders are followed, each folder once."""
-
     def refuse(error: OSError) -> None:
         raise unreadable(Path(error.filename), error)
 
@@ -112,7 +110,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_packed_text(file: Path) -> bool:
-    """Whether leaving `file` out would lose text: `part.jsonl.gz`, but not `logo.gz`."""
+    """Whether skipping `file` would lose text: `part.jsonl.gz`, but not `logo.gz`."""
     return file.suffix.lower() in PACKED_SUFFIXES and Path(file.stem).suffix.lower() in KNOWN_SUFFIXES
 
 

@@ -1,55 +1,45 @@
-"""Megatron's indexed data sets, `NAME.bin` with `NAME.idx`: used where they are, without a copy.
+"""Megatron's indexed data sets, `NAME.bin` with `NAME.idx`: used in place, without a copy.
 
-The ids of all documents follow one another in `.bin`. `.idx` is, little-endian,
+`.bin` holds the ids of all documents, concatenated. `.idx` is, little-endian,
 
     9 bytes "MMIDIDX", 0, 0     u64 version, 1     u8 code of the dtype     u64 sequences S     u64 documents D + 1
     i32 x S tokens of a sequence     i64 x S where it begins in .bin, in bytes     i64 x (D + 1) first sequence of each
 
-The first time, the ids are gone through once, for their largest and their digest. What is found, and where documents
-begin, is kept in the cache under the sizes and times of both files.
+The first use scans the ids once for their maximum and their digest. Both, and the document starts, are kept in the
+cache under the sizes and times of the two files.
 """
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from terrace.base.errors import ConfigError, DataError
+from terrace.base.errors import DataError
 from terrace.base.files import write_atomic
-from terrace.base.schema import load, read_table
+from terrace.data.cache import Description, cache_file, read_description, write_description
 from terrace.data.token_file import Stored, TokenFile
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
 _DTYPES: dict[int, Stored] = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _SUFFIXES = (".bin", ".idx")
-_CHUNK = 1 << 24  # ids that are gone through at a time
+_CHUNK = 1 << 24  # ids scanned at a time
 _FORMAT = "terrace-indexed-1"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Description:
-    format: str
-    max_token: int
-    digest: str
-    num_documents: int
-
-
 def is_indexed(path: str | Path) -> bool:
-    """Whether `path` names an indexed data set: by either of its files, or by what their names have in common."""
+    """Whether `path` names an indexed data set: either of its files, or their common prefix."""
     prefix = _prefix(path)
     return prefix.with_name(prefix.name + ".idx").is_file() and not Path(path).is_dir()
 
 
 def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
-    """Return the token file of an indexed data set.
+    """The token file of an indexed data set.
 
-    Its ids are taken for those of the run's tokenizer. Raises `DataError` for a file that is
-    missing, damaged, of another version, of ids that are no integers, or with more than text in it.
+    Its ids are taken to be those of the run's tokenizer. Raises `DataError` for a file that is missing, damaged, of
+    another version, of ids that are not integers, or with more than text in it.
     """
     prefix = _prefix(path)
     ids_file, index_file = (prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES)
@@ -59,10 +49,9 @@ def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
     except OSError as error:
         raise DataError(f"cannot read data {error.filename}: {error.strerror}; keep .bin and .idx together") from error
     num_tokens = status[0][0] // np.dtype(dtype).itemsize
-    key = hashlib.sha256(json.dumps([_FORMAT, str(prefix.resolve()), status]).encode()).hexdigest()[:16]
-    target = Path(cache_dir) / f"{prefix.name}-{key}.starts"
+    target = cache_file(cache_dir, prefix.name, [_FORMAT, str(prefix.resolve()), status], ".starts")
     try:
-        description = _ready(target) or _gone_through(target, ids_file, dtype, num_tokens, starts)
+        description = _ready(target) or _scan(target, ids_file, dtype, num_tokens, starts)
     except OSError as error:
         raise DataError(f"cannot write {target}: {error.strerror}; choose another cache folder") from error
     return TokenFile(
@@ -83,7 +72,6 @@ def _prefix(path: str | Path) -> Path:
 
 
 def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Stored, npt.NDArray[np.int64]]:
-    """Return the dtype of the ids, and where documents that have any begin, in tokens."""
     raw = index_file.read_bytes()
 
     def damaged(reason: str) -> DataError:
@@ -103,6 +91,7 @@ def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Store
         raise DataError(f"{index_file} holds modes of sequences, as of images beside text: only text is implemented")
     if len(raw) != expected:
         raise damaged(f"{num_sequences} sequences and {num_bounds} bounds take {expected} bytes, and it has {len(raw)}")
+    # Three arrays follow the header: tokens of a sequence, its byte offset, and the first sequence of each document.
     at = _HEADER_BYTES
     sizes = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
     pointers = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)
@@ -136,9 +125,7 @@ def _header(raw: bytes, damaged: Any) -> tuple[int, int, int, int]:
     return version, code, num_sequences, num_bounds
 
 
-def _gone_through(
-    target: Path, ids_file: Path, dtype: Stored, num_tokens: int, starts: npt.NDArray[np.int64]
-) -> _Description:
+def _scan(target: Path, ids_file: Path, dtype: Stored, num_tokens: int, starts: npt.NDArray[np.int64]) -> Description:
     ids = np.memmap(ids_file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", shape=(num_tokens,))
     digest, largest = hashlib.blake2b(f"{dtype}".encode(), digest_size=16), -1
     for first in range(0, num_tokens, _CHUNK):
@@ -148,18 +135,13 @@ def _gone_through(
         largest = max(largest, int(part.max()))
         digest.update(part.tobytes())
     digest.update(starts.astype("<i8").tobytes())
-    found = _Description(format=_FORMAT, max_token=largest, digest=digest.hexdigest(), num_documents=len(starts))
+    found = Description(format=_FORMAT, max_token=largest, digest=digest.hexdigest(), num_documents=len(starts))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, starts.astype("<i8").tobytes())
-    write_atomic(target.with_suffix(".json"), json.dumps(asdict(found), indent=2) + "\n")
+    write_description(target, found)
     return found
 
 
-def _ready(target: Path) -> _Description | None:
-    described = target.with_suffix(".json")
-    if not (described.is_file() and target.is_file()):
-        return None
-    try:
-        return load(_Description, read_table(described), "tokens")
-    except ConfigError as error:
-        raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
+def _ready(target: Path) -> Description | None:
+    exists = target.with_suffix(".json").is_file() and target.is_file()
+    return read_description(Description, target) if exists else None

@@ -1,13 +1,13 @@
-"""Which source each sample of a run comes from: several sources with weights, blended evenly.
+"""The source of each sample of a run: several sources with weights, blended evenly.
 
-A weight is a share of the samples. Weights are exact: written as integers without a common divisor, c_0, c_1, ...,
-they sum to the **period** M, and every M samples in a row from a multiple of M hold exactly c_i of source i. Inside a
-period each source keeps its pace: after n samples it has given more than n w_i - 1 and fewer than n w_i + 1, where
-w_i = c_i / M. Such an order always exists, and serving the earliest deadline first finds it: sample j of source i
-may not come before place floor(j / w_i), else the source would be a whole sample ahead, nor after place
-ceil((j + 1) / w_i) - 1, else a whole sample behind.
+A weight is a share of the samples. Weights are exact: written as integers without a common divisor, c_0, c_1, ..., they
+sum to the **period** M, and every M consecutive samples from a multiple of M hold exactly c_i of source i. Inside a
+period each source keeps its pace: after n samples it has given more than n w_i - 1 and fewer than n w_i + 1, where w_i
+= c_i / M. Such an order always exists, and earliest deadline first finds it: sample j of source i may not come before
+index floor(j / w_i), else the source would be a whole sample ahead, nor after index ceil((j + 1) / w_i) - 1, else a
+whole sample behind.
 
-One period is computed once and kept as two arrays, so a position anywhere in a run costs O(1).
+One period is computed once and kept as two arrays, so any position of a run costs O(1).
 
 Source: Baruah, Cohen, Plaxton and Varvel 1996 (proportionate progress: the windows, and that they can always be kept).
 """
@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the weights as the smallest integers in the same proportion.
+    """The weights as the smallest integers in the same proportion.
 
     Each weight counts as the decimal that is written. Raises `DataError` for a weight that is not positive and finite,
     and for weights whose period is longer than `MAX_PERIOD`.
@@ -36,6 +36,7 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
     for weight in weights:
         if not 0 < weight < math.inf:
             raise DataError(f"a weight of {weight:g} in data.mixture must be a positive number; leave that source out")
+    # The shortest decimal that gives the float is what the user wrote.
     exact = [Fraction(repr(float(weight))) for weight in weights]
     common = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * common) for each in exact]
@@ -52,7 +53,7 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class Blend:
-    """The source of every position of a run, and how many samples that source gave before it."""
+    """The source of every position of a run, and the number of samples that the source gave before it."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.parts = parts_of(weights)
@@ -60,7 +61,7 @@ class Blend:
         self._source, self._before = _period(self.parts)
 
     def place(self, positions: Ids) -> tuple[Ids, Ids]:
-        """Return for each of the global `positions`, shape (n,), its source and its index among that source's samples.
+        """Source of each of the global `positions`, shape (n,), and its index among that source's samples.
 
         The indices of a source count from 0 without a gap.
         """
@@ -69,19 +70,19 @@ class Blend:
         return sources, periods * self._of_source[sources] + self._before[offsets]
 
     def counts(self, num_samples: int) -> list[int]:
-        """Return how many of the first `num_samples` samples each source gives."""
+        """Number of samples that each source gives among the first `num_samples`."""
         periods, rest = divmod(num_samples, len(self._source))
         inside = np.bincount(self._source[:rest], minlength=len(self.parts))
         return [periods * part + int(count) for part, count in zip(self.parts, inside, strict=True)]
 
 
 def _period(parts: Sequence[int]) -> tuple[Ids, Ids]:
-    """Return the source at each place of a period, and how many of that source came before; each shape (period,)."""
     period = sum(parts)
     source, before = np.empty(period, dtype=np.int64), np.empty(period, dtype=np.int64)
     waiting = [(0, index, 0) for index in range(len(parts))]  # (first place allowed, source, its sample)
     ready: list[tuple[int, int, int]] = []  # (last place allowed, source, its sample)
     for place in range(period):
+        # Samples whose window has opened compete; the one with the earliest deadline is served.
         while waiting and waiting[0][0] <= place:
             _, index, sample = heapq.heappop(waiting)
             heapq.heappush(ready, (-(-(sample + 1) * period // parts[index]) - 1, index, sample))

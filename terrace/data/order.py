@@ -1,22 +1,21 @@
-"""The order in which samples are seen: a pseudorandom permutation per epoch, computed, never stored.
+"""The order of samples: a pseudorandom permutation per epoch, computed, never stored.
 
-Position p of the run lies in epoch p // num_samples, and the epoch's permutation maps p % num_samples to
-a sample. The permutation is a Feistel network with cycle walking:
+Position p of the run lies in epoch p // num_samples, and the epoch's permutation maps p % num_samples to a sample. The
+permutation is a Feistel network with cycle walking:
 
 - Write n = num_samples and 2^b for the least power of two that is at least n. A value below 2^b is split
   into a high and a low part of b - b//2 and b//2 bits. Round i replaces one part, alternately, by
-  `part ^ (mix(other ^ key[i]) & mask)`. The other part is untouched, so each round can be undone, so the
+  `part ^ (mix(other ^ key[i]) & mask)`. The other part is untouched, so each round can be undone, and the
   rounds together permute 0 ... 2^b - 1, whatever `mix` is.
 - A result that is not below n is encrypted again until it is. Following a cycle of a permutation to its
   next member below n is a permutation of 0 ... n - 1, and as n > 2^(b-1) fewer than two
   encryptions are needed on average.
 
-Keys come from a hash of (seed, epoch). A position costs O(1) and nothing is remembered between calls, so
-a run resumes at any step at once, and the order cannot depend on how many ranks there are. The shuffle is
-for statistics, not secrecy.
+Keys come from a hash of (seed, epoch). A position costs O(1) and no state is kept between calls, so a run resumes at
+any step at once, and the order cannot depend on the number of ranks. The shuffle is for statistics, not secrecy.
 
-Sources: Luby and Rackoff 1988 (Feistel permutations), Black and Rogaway 2002 (cycle walking), the 64-bit
-finaliser of MurmurHash3 (constants of `_mix`).
+Sources: Luby and Rackoff 1988 (Feistel permutations), Black and Rogaway 2002 (cycle walking), the 64-bit finaliser of
+MurmurHash3 (constants of `_mix`).
 """
 
 import hashlib
@@ -48,10 +47,10 @@ class SampleOrder:
             raise DataError(f"num_samples = {self.num_samples} must be at least 1; give more data")
 
     def sample(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the sample, in 0 ... num_samples - 1, at each of the global `positions`.
+        """The sample, in 0 ... num_samples - 1, at each of the global `positions`.
 
-        Any shape, int64 and at least 0; the result has the same shape. Over each epoch every sample
-        appears exactly once.
+        `positions` has any shape, int64 and at least 0; the result has the same shape. Each epoch contains every sample
+        exactly once.
         """
         positions = np.asarray(positions, dtype=np.int64)
         assert positions.size == 0 or positions.min() >= 0, "a position is negative"
@@ -76,7 +75,6 @@ class SampleOrder:
 
 
 def _encrypt(values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], num_bits: int) -> npt.NDArray[np.uint64]:
-    """Permute 0 ... 2^num_bits - 1; shape (n,) to (n,)."""
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
@@ -90,7 +88,7 @@ def _encrypt(values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], num_b
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread every input bit over the 64 output bits; products wrap modulo 2^64 on purpose."""
+    """Spreads every input bit over the 64 output bits; products wrap modulo 2^64 on purpose."""
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return values ^ (values >> np.uint64(33))

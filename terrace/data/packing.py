@@ -1,20 +1,18 @@
-"""Whole documents into sequences: which documents stand together in one, so that little of it is padding.
+"""Packs whole documents into sequences with as little padding as possible.
 
-Best fit, longest first: documents go by falling length, each into the fullest sequence that still has room for it, else
-into a new one. Documents of one length are interchangeable, so a whole run of them is placed at once: the work
-grows with the number of different lengths, which is at most `sequence`, and not with that of documents.
+Best fit decreasing: documents go by falling length, each into the fullest sequence that still has room for it, else
+into a new one. Documents of one length are interchangeable, so a whole run of them is placed at once: the work grows
+with the number of different lengths, at most `sequence`, not with the number of documents.
 
-A document of L tokens takes L - 1 places: its last token is a label only. The result depends on the documents and
-`sequence` alone. It is computed once and kept beside the token file.
+A document of L tokens takes L - 1 positions: its last token is only a label. The result depends only on the documents
+and `sequence`. It is computed once and kept with the token file.
 
-Source: Johnson 1974 (best fit decreasing needs at most 11/9 of the fewest sequences, and a few); Ding et al.
-2404.10830 (its use for training text, and the grouping by length).
+Source: Johnson 1974 (best fit decreasing needs at most 11/9 of the fewest sequences, and a few); Ding et al. 2404.10830
+(its use for training text, and the grouping by length).
 """
 
 import errno
 import math
-import os
-import tempfile
 from bisect import bisect_left, insort
 from dataclasses import astuple, dataclass
 from itertools import pairwise
@@ -24,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
+from terrace.base.files import open_atomic
 from terrace.data.documents import Documents
 from terrace.data.order import SampleOrder
 from terrace.data.sources import TooLong
@@ -35,7 +34,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What became of the documents. A segment is a document, or the part of one that is kept."""
+    """Counts of documents by outcome. A segment is a document, or the part of one that is kept."""
 
     num_documents: int
     num_too_long: int  # longer than a sequence: cut, split or dropped
@@ -45,13 +44,15 @@ class Tally:
     num_places: int  # of all sequences that are filled
 
     def waste(self, sequence: int) -> float:
-        """Return the share of all places that is padding."""
+        """Share of all positions that is padding."""
         return 1 - self.num_places / max(1, self.num_sequences * sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Sequence i holds segments `offsets[i]` ... `offsets[i + 1] - 1`, each `lengths` places from token `starts` on."""
+    """Sequence i holds segments `offsets[i]` ... `offsets[i + 1] - 1`, each of `lengths` positions from token `starts`
+    on.
+    """
 
     offsets: Ids  # (num_sequences + 1,)
     starts: Ids  # (num_segments,)
@@ -60,13 +61,14 @@ class Packing:
 
 
 def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
-    """Pack `documents` into sequences of `sequence` places.
+    """Packs `documents` into sequences of `sequence` positions.
 
     Raises `DataError` for a document that is too long under "refuse", and when nothing is left to train on.
     """
     starts, places, num_too_long = _segments(documents, sequence, too_long)
     trained = _is_trained(documents, starts, places)
     num_untrained = int(np.count_nonzero(~trained))
+    # A segment without a label would only cost attention.
     starts, places = starts[trained], places[trained]
     if not starts.size:
         raise DataError(
@@ -87,7 +89,7 @@ def pack(documents: Documents, sequence: int, too_long: TooLong) -> Packing:
 
 
 def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path) -> Packing:
-    """Return the packing kept beside the token file `beside`, made if it is not there.
+    """The packing kept with the token file `beside`; made if there is none.
 
     Raises `DataError` as `pack` does, for a damaged file, and for a folder that cannot be written.
     """
@@ -96,16 +98,9 @@ def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path)
         return _load(path)
     packing = pack(documents, sequence, too_long)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                head = np.array([_MAGIC, *astuple(packing.tally)], dtype="<i8")
-                np.save(file, np.concatenate([head, packing.offsets, packing.starts, packing.lengths]))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with open_atomic(path) as file:
+            head = np.array([_MAGIC, *astuple(packing.tally)], dtype="<i8")
+            np.save(file, np.concatenate([head, packing.offsets, packing.starts, packing.lengths]))
     except OSError as error:
         fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
         raise DataError(f"cannot write {path}: {error.strerror}; {fix} or choose another data.cache") from error
@@ -113,17 +108,17 @@ def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path)
 
 
 def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
-    """Return the items of `lengths`, shape (n,), sequence by sequence, and where each sequence begins among them.
+    """Indices of `lengths`, shape (n,), ordered by sequence, and the offset of each sequence among them.
 
-    Lengths lie in 1 ... capacity. Sequences come in a shuffled order that depends on nothing but their number, so that
-    the last ones are like the first; so do items of the same length.
+    Lengths lie in 1 ... capacity. Sequences come in a shuffled order that depends only on their number, so that the
+    last ones are like the first; so do items of equal length.
     """
     shuffled = SampleOrder(len(lengths), 0).sample(np.arange(len(lengths)))
     items = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     falling = lengths[items]
     bounds = [0, *(np.flatnonzero(np.diff(falling)) + 1).tolist(), len(items)]
     of_item = np.empty(len(items), dtype=np.int64)
-    free: list[int] = []  # the rooms that some sequence has left, rising
+    free: list[int] = []  # ascending free lengths; the sequences that have each are in `with_room`
     with_room: dict[int, Ids] = {}
     num_sequences = 0
 
@@ -135,9 +130,12 @@ def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
             else:
                 with_room[room] = np.concatenate([with_room[room], sequences])
 
+    # One pass for each run of equal lengths, longest first.
     for begin, end in pairwise(bounds):
         length, here = int(falling[begin]), begin
         while here < end:
+            # The fullest sequences with enough room take as many documents of the run as fit; without any, new ones are
+            # opened.
             at = bisect_left(free, length)
             if at < len(free):
                 room = free.pop(at)
@@ -150,10 +148,12 @@ def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
             count = min(len(sequences) * each, end - here)
             num_used = math.ceil(count / each)
             of_item[here : here + count] = np.repeat(sequences[:num_used], each)[:count]
+            # Three kinds of sequences remain: filled up, the last one partly, and untouched.
             put_back(room - each * length, sequences[: num_used - 1])
             put_back(room - (count - (num_used - 1) * each) * length, sequences[num_used - 1 : num_used])
             put_back(room, sequences[num_used:])
             here += count
+    # Sequences were opened by falling length; shuffling makes a holdout at the end representative.
     of_item = SampleOrder(num_sequences, 1).sample(np.arange(num_sequences))[of_item]
     by_sequence = np.argsort(of_item, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(of_item, minlength=num_sequences))])
@@ -161,8 +161,8 @@ def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
 
 
 def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[Ids, Ids, int]:
-    """Return the first token and the places of every segment, and how many documents are too long."""
     starts = np.asarray(documents.starts, dtype=np.int64)
+    # A document's last token is only a label.
     places = np.diff(starts, append=len(documents.ids)) - 1
     longer = places > sequence
     num_longer = int(np.count_nonzero(longer))
@@ -188,7 +188,6 @@ def _segments(documents: Documents, sequence: int, too_long: TooLong) -> tuple[I
 
 
 def _is_trained(documents: Documents, starts: Ids, places: Ids) -> npt.NDArray[np.bool_]:
-    """Return for each segment whether any of its labels is trained on."""
     trained = places > 0
     if documents.mask is not None and trained.any():
         # Sums over the runs between the bounds, of which every other one is a segment; the last may run to the end.
@@ -202,6 +201,7 @@ def _load(path: Path) -> Packing:
     try:
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         num_head = 1 + len(Tally.__dataclass_fields__)
+        # One int64 array: magic number, tally, offsets, starts, lengths.
         magic, *counts = whole[:num_head].tolist()
         tally = Tally(**dict(zip(Tally.__dataclass_fields__, counts, strict=True)))
         body = np.asarray(whole[num_head:])

@@ -1,8 +1,8 @@
-"""A token file while it is made: what is written goes on after a kill, from the last note of how far it was.
+"""A token file while it is written; after a kill, writing continues from the last journal entry.
 
-Beside the file to be made stand hidden ones: `.NAME.tokens.partial` and `.NAME.starts.partial`, which only grow, and
-`.NAME.journal.json`, the note: how much of both is sound, and what is known of it. Whoever goes on cuts off what lies
-beyond, and reads the ids once for their checksum and digest. A lock on `.NAME.lock` keeps others waiting meanwhile.
+Hidden files lie next to the target: `.NAME.tokens.partial` and `.NAME.starts.partial`, which only grow, and
+`.NAME.journal.json`, which says how much of both is sound. The process that continues truncates the rest and reads the
+ids once for their checksum and digest. A lock on `.NAME.lock` keeps other processes waiting.
 """
 
 import fcntl
@@ -28,9 +28,9 @@ _READ_BYTES = 1 << 24
 
 @dataclass(kw_only=True)
 class Noted:
-    """How far a token file is, and what is known of its ids."""
+    """Progress of a token file, and running facts of its ids."""
 
-    num_units: int = 0  # of the corpus that are done
+    num_units: int = 0  # finished units of the corpus
     num_bytes: int = 0
     num_tokens: int = 0
     num_documents: int = 0
@@ -42,7 +42,7 @@ class Noted:
 
 
 class Partial:
-    """The ids and the starts of documents of `target`, as they are written; under its lock."""
+    """The ids and document starts of `target` while they are written; use it under the lock of `alone`."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -50,6 +50,7 @@ class Partial:
         self.digest = hashlib.blake2b(digest_size=16)
         self._journal = target.with_name(f".{target.stem}.journal.json")
         self._paths = [target.with_name(f".{target.stem}.{kind}.partial") for kind in ("tokens", "starts")]
+        # Anything unsound is discarded and written anew.
         if not self._goes_on():
             self.noted, self.digest = Noted(), hashlib.blake2b(digest_size=16)
             self._journal.unlink(missing_ok=True)
@@ -58,7 +59,7 @@ class Partial:
         self._files: list[IO[bytes]] = [path.open("ab", buffering=1 << 20) for path in self._paths]
 
     def add(self, ids: npt.NDArray[np.int64], raw: bytes, ends_document: bool) -> None:
-        """Append the ids of a piece, and `raw`, the same as they are stored."""
+        """Appends the ids of a piece; `raw` holds the same ids as stored."""
         noted = self.noted
         if ids.size:
             self._files[0].write(raw)
@@ -73,13 +74,14 @@ class Partial:
         noted.begins = ends_document or (noted.begins and not ids.size)
 
     def note(self, num_units: int) -> None:
-        """Make sure of what is written: whoever goes on begins after `num_units` units of the corpus."""
+        """Makes the written data durable: the next process continues after `num_units` units of the corpus."""
         self.noted.num_units = num_units
         self._sync()
+        # The journal may only count bytes that are on the disk.
         write_atomic(self._journal, json.dumps(asdict(self.noted)) + "\n")
 
     def finish(self) -> None:
-        """Put both files in their places."""
+        """Renames both files to their final names."""
         self._sync()
         self.close()
         for path, suffix in zip(self._paths, (".tokens", ".starts"), strict=True):
@@ -88,15 +90,14 @@ class Partial:
         self._journal.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the files; what is noted stays for who goes on."""
+        """Closes the files; the journal stays for the process that continues."""
         for file in self._files:
             try:
                 file.close()
-            except OSError:  # a full disk refuses what was not written yet; it is not noted
+            except OSError:  # a full disk refuses buffered bytes, which the journal does not count
                 continue
 
     def remove(self) -> None:
-        """Leave nothing behind."""
         self.close()
         for path in (*self._paths, self._journal):
             path.unlink(missing_ok=True)
@@ -107,7 +108,6 @@ class Partial:
             os.fsync(file.fileno())
 
     def _goes_on(self) -> bool:
-        """Whether there is something sound to go on from; then both files end with it."""
         if not self._journal.exists():
             return False
         try:
@@ -118,8 +118,10 @@ class Partial:
         for path, size in zip(self._paths, sizes, strict=True):
             if not path.exists() or path.stat().st_size < size:
                 return False
+            # Bytes after the journal entry may be torn.
             os.truncate(path, size)
         crc = 0
+        # The checksum finds bytes that the disk lost; the digest needs them all in any case.
         with self._paths[0].open("rb") as file:
             while block := file.read(_READ_BYTES):
                 crc = zlib.crc32(block, crc)
@@ -129,14 +131,14 @@ class Partial:
 
 @contextmanager
 def alone(target: Path) -> Iterator[None]:
-    """Wait until no other process makes `target`, and keep others waiting."""
+    """Waits until no other process makes `target`, and keeps others waiting."""
     path = target.with_name(f".{target.stem}.lock")
     while True:
         with path.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 if os.stat(path).st_ino != os.fstat(lock.fileno()).st_ino:
-                    continue  # whoever had it has removed it meanwhile
+                    continue  # the previous holder removed the file: lock the new one
             except FileNotFoundError:
                 continue
             try:

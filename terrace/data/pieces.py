@@ -1,7 +1,7 @@
-"""Documents in pieces of bounded size, and the parts of a source that are read on their own.
+"""Documents in pieces of bounded size, and the parts of a corpus that are read independently.
 
-A `Unit` is a part of one file. What the units of a corpus are depends on its files alone, never on who
-reads them, so that the same corpus gives the same pieces to any number of processes.
+A `Unit` is a part of one file. The units of a corpus depend only on its files, never on the reader, so any number of
+processes gets the same pieces.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ class Unit:
 
 
 def check_text(text: object, column: str, where: str) -> str:
-    """Return `text`. Raises `DataError` when it is no string, or cannot be written as UTF-8."""
+    """Passes `text` through. Raises `DataError` when it is not a string, or cannot be written as UTF-8."""
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         raise DataError(f"{where}: {column!r} must be a string, not {kind}; convert it or drop the record")
@@ -50,7 +50,7 @@ def check_text(text: object, column: str, where: str) -> str:
 
 
 def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:
-    """Return the error of a record, or a file of records, without `column`."""
+    """Error for a record, or a file of records, without `column`."""
     keys = list(there)
     shown = ", ".join(repr(key) for key in keys[:_NAMED_KEYS]) + ", ..." * (len(keys) > _NAMED_KEYS)
     return DataError(
@@ -60,16 +60,15 @@ def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error of a file that cannot be read."""
     return DataError(f"cannot read data {path}: {error.strerror}; check the path and its permissions")
 
 
 def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Piece]:
-    """Cut one document after a line end where there is one, else before a space, else anywhere.
+    """Cuts one document after a line end if there is one, else before a space, else anywhere.
 
-    Most tokenizers cut at a line end too, so that few ids, if any, differ from those of the uncut
-    document. Where the cuts fall depends on the text alone. A document without text has one piece
-    without text, unless it is only a part of one (`ends_document` False).
+    Most tokenizers also split at line ends, so few ids, if any, differ from those of the uncut document. The cuts
+    depend only on the text. A document without text has one piece without text, unless it is only a part of one
+    (`ends_document` False).
     """
     held, any_text = "", False
     for block in blocks:

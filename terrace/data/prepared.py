@@ -1,4 +1,4 @@
-"""The data of a run, prepared: its sources with their token files, and what a checkpoint keeps of them."""
+"""The prepared data of a run: its sources with their token files, and the facts that a checkpoint keeps of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,16 +11,16 @@ from terrace.data.tokenizer import Tokenizer
 from terrace.data.tokens import prepare_tokens
 
 _OF_A_SOURCE = ("digest", "weight", "documents", "too_long")
-# What checkpoints that name no sources were made with: one text, joined.
+# Checkpoints that name no sources were made from one text, joined.
 _BEFORE_SOURCES: Mapping[str, Any] = {"weight": 1.0, "documents": "join"}
 
 
 def prepare_sources(
     data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[Source, ...]:
-    """Tokenise and pack every source of `data` that is not in the cache already; `progress` is told how far it is.
+    """Tokenises and packs every source of `data` that is not in the cache; `progress` receives messages.
 
-    Raises `DataError` for what cannot be read, tokenised, packed or written.
+    Raises `DataError` for data that cannot be read, tokenised, packed or written.
     """
     sources = []
     for spec in data.sources():
@@ -38,12 +38,12 @@ def prepare_sources(
 
 
 def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:
-    """Return what decides which tokens a step sees, besides seed, batch and sequence, for a checkpoint to keep."""
+    """Facts that, with seed, batch and sequence, decide which tokens a step sees; stored in checkpoints."""
     return {"data": [source.facts() for source in sources], "holdout": holdout}
 
 
 def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: float) -> dict[str, tuple[Any, Any]]:
-    """Return what of the data differs from the facts `there` of a checkpoint: name -> (there, here)."""
+    """Differences from the facts `there` of a checkpoint: name -> (there, here)."""
     stored = there.get("data")
     if isinstance(stored, str):
         stored = [{"digest": stored, **_BEFORE_SOURCES}]

@@ -1,19 +1,19 @@
 """From a sample's number to its row: inputs, labels and, where documents are kept apart, positions.
 
-Three ways to make sequences of documents, by the key `data.documents`:
+Three ways to make sequences of documents, chosen by `data.documents`:
 
-join        windows of the token stream that run across document ends; attention does, too. No positions.
-separate    the same windows; attention stays within a document, and the last token of a document has no label.
-whole       whole documents, packed (terrace.data.packing); attention stays within a document.
+join        windows of the token stream that run across document ends, and so does attention. No positions. separate
+the same windows; attention stays within a document, and the last token of a document has no label. whole       whole
+documents, packed (terrace.data.packing); attention stays within a document.
 
-A **position** is a token's place within its own document as far as it stands in the row, so 0 begins one: also at the
-begin of a window that cuts a document, since what came before is not there to be attended to. Padding is a document of
-its own without labels.
+A **position** is a token's index within the part of its document that is in the row, so 0 starts a document, also at
+the start of a window that cuts one: the tokens before it are not there to attend to. Padding is a document of its own
+without labels.
 
-Where the data have a mask (1: trained on), a label whose token is masked out is ignored.
+Where the data have a mask (1: trained on), labels of masked tokens are ignored.
 
-The *trained parts* of a row are its documents that have a label: half-open ranges of places, rising. They can be had
-without reading a token.
+The *trained parts* of a row are its documents that have a label: half-open ranges of columns, ascending, known without
+reading a token.
 """
 
 from itertools import pairwise
@@ -35,7 +35,7 @@ Parts = tuple[tuple[int, int], ...]  # of a row
 class Windows:
     """Sample i is the window of tokens i*sequence ... (i+1)*sequence, both included.
 
-    Its first `sequence` tokens are the input, its last `sequence` the labels, so that every token but the first of the
+    Its first `sequence` tokens are the input, its last `sequence` the labels, so every token except the first of the
     file is a label of exactly one window. A tail shorter than a window is not used.
     """
 
@@ -54,7 +54,7 @@ class Windows:
         self._mask = None if documents.mask is None else _windows(documents.mask, sequence)
 
     def rows(self, samples: Ids) -> Rows:
-        """Return the rows of `samples`, shape (n,)."""
+        """Rows of `samples`, shape (n,)."""
         whole = self._windows[samples]  # (n, sequence + 1), a copy in the stored dtype
         inputs, labels = whole[:, :-1].astype(np.int64), whole[:, 1:].astype(np.int64)
         if self._mask is not None:
@@ -62,17 +62,20 @@ class Windows:
         if not self.has_positions:
             return inputs, labels, None
         firsts = samples * self._sequence
+        # All document starts inside the windows of all samples at once: their row and their column.
         low = np.searchsorted(self._starts, firsts, side="right")
         row, which = _runs(low, np.searchsorted(self._starts, firsts + self._sequence, side="right"))
-        columns = self._starts[which] - firsts[row]  # where documents begin: 1 ... sequence
+        columns = self._starts[which] - firsts[row]  # starts of documents: 1 ... sequence
+        # The last token of a document would predict the first of the next.
         labels[row, columns - 1] = IGNORED
+        # The running maximum of the start columns gives each token the start of its own document.
         begins = np.zeros_like(inputs)
         inside = columns < self._sequence
         begins[row[inside], columns[inside]] = columns[inside]
         return inputs, labels, np.arange(self._sequence) - np.maximum.accumulate(begins, axis=1)
 
     def parts(self, samples: Ids) -> list[Parts]:
-        """Return the trained parts of each row of `samples`, shape (n,)."""
+        """Trained parts of each row of `samples`, shape (n,)."""
         return [self._parts(int(sample)) for sample in samples]
 
     def _parts(self, sample: int) -> Parts:
@@ -80,8 +83,9 @@ class Windows:
         ends = np.zeros(0, dtype=np.int64)
         if self.has_positions:
             low, high = np.searchsorted(self._starts, (first, first + size), side="right")
-            ends = self._starts[low:high] - first  # where documents begin, 1 ... size: those before end there
+            ends = self._starts[low:high] - first  # starts of documents, 1 ... size; the documents before end there
         has_label = np.ones(size, dtype=bool) if self._mask is None else self._mask[sample, 1:] != 0
+        # As in `rows`: the last token of a document has no label.
         has_label[ends - 1] = False
         bounds = [0, *ends[ends < size].tolist(), size]
         return tuple((begin, end) for begin, end in pairwise(bounds) if has_label[begin:end].any())
@@ -100,7 +104,7 @@ class Packed:
         self._count = np.arange(sequence)
 
     def rows(self, samples: Ids) -> Rows:
-        """Return the rows of `samples`, shape (n,)."""
+        """Rows of `samples`, shape (n,)."""
         packing, ids, mask = self._packing, self._documents.ids, self._documents.mask
         shape = len(samples), self._sequence
         inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -118,11 +122,12 @@ class Packed:
                 positions[row, place] = self._count[:length]
                 if mask is not None:
                     labels[row, place][mask[start + 1 : start + length + 1] == 0] = IGNORED
+            # Padding is a document of its own: no token of a real one can see it.
             positions[row, end:] = self._count[: self._sequence - end]
         return inputs, labels, positions
 
     def parts(self, samples: Ids) -> list[Parts]:
-        """Return the trained parts of each row of `samples`, shape (n,): all documents, since others are not packed."""
+        """Trained parts of each row of `samples`, shape (n,): all documents, since others are not packed."""
         packing = self._packing
         bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)
         return [tuple(pairwise([0, *np.cumsum(packing.lengths[low:high]).tolist()])) for low, high in bounds]
@@ -133,7 +138,7 @@ def _windows(values: npt.NDArray[np.unsignedinteger], sequence: int) -> npt.NDAr
 
 
 def _runs(low: Ids, high: Ids) -> tuple[Ids, Ids]:
-    """Return, for all i, the numbers low[i] ... high[i] - 1 one after the other, and to which i each belongs."""
+    """The numbers low[i] ... high[i] - 1 for all i, concatenated, and the i of each."""
     counts = high - low
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts - low)[owner]

@@ -1,4 +1,4 @@
-"""The `[data]` table as a list of sources, whether it names one path or a mixture. Pure: imports no torch, no numpy."""
+"""The `[data]` table as a list of sources, for one path or a mixture. Pure: imports no torch, no numpy."""
 
 import math
 import os
@@ -20,7 +20,7 @@ _DEFAULT_DOCUMENTS: Mapping[str, Documented] = {"text": "join", "chat": "whole"}
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """An entry of `data.mixture`. What is left out is that of `[data]`; weights are in any unit."""
+    """An entry of `data.mixture`. Missing keys default to those of `[data]`; weights are in any unit."""
 
     path: str
     weight: float = 1.0
@@ -32,14 +32,14 @@ class SourceConfig:
     split: str | None = None
 
     def absolute(self) -> "SourceConfig":
-        """Return the same source under a path that holds in any working directory, and its name as it is."""
+        """The same source with an absolute path; its name is kept."""
         path = self.path if self.path == STDLIB else os.path.abspath(self.path)
         return replace(self, path=path, name=self.name or self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpec:
-    """A source with everything decided."""
+    """A source with defaults resolved."""
 
     path: str
     name: str
@@ -60,9 +60,9 @@ def sources_of(
     column: str = "text",
     split: str = "",
 ) -> tuple[SourceSpec, ...]:
-    """Return the sources of a `[data]` table: its mixture, or else its path alone.
+    """Sources of a `[data]` table: its mixture, or else its single path.
 
-    Raises `ConfigError` for a path beside a mixture, an entry that is there twice, a weight that is not positive, and a
+    Raises `ConfigError` for a path together with a mixture, a duplicate entry, a weight that is not positive, and a
     `too_long` where documents are not kept whole.
     """
     if mixture and path != STDLIB:
@@ -110,7 +110,7 @@ def sources_of(
 
 
 def check_holdout(holdout: float) -> None:
-    """Raise `ConfigError` unless `holdout` is a share below 1 or a whole number."""
+    """Raises `ConfigError` unless `holdout` is a share below 1 or a whole number."""
     if not 0 <= holdout < math.inf or (holdout >= 1 and holdout != int(holdout)):
         raise ConfigError(
             f"data.holdout = {holdout} must be a share of the samples, from 0 to below 1, or a whole number of them"
@@ -118,7 +118,7 @@ def check_holdout(holdout: float) -> None:
 
 
 def beside(folder: Path, mixture: Any) -> Any:
-    """Return the mixture of a file with its relative paths made to start from the file's folder."""
+    """The mixture of a file, with relative paths resolved against the file's folder."""
     if not isinstance(mixture, list):
         return mixture  # not a mixture: the check of types says so
     return [_entry_beside(folder, entry) if isinstance(entry, Mapping) else entry for entry in mixture]

@@ -1,6 +1,6 @@
-"""Folders of the `datasets` library: what it saves, and what the hub keeps of it.
+"""Folders of the `datasets` library: as saved to disk, and as kept on the hub.
 
-`save_to_disk` writes a folder a split with a `state.json` that names its Arrow files, and, of several splits, a
+`save_to_disk` writes one folder a split with a `state.json` that names its Arrow files and, for several splits, a
 `dataset_dict.json` above them. On the hub a split's files are called `train-00000-of-00002.parquet`.
 """
 
@@ -17,9 +17,9 @@ _SHARD = re.compile(r"(\w[\w.-]*?)-\d+-of-\d+(-[0-9a-f]+)?\.(parquet|arrow|jsonl
 
 
 def dataset_files(root: Path, split: str) -> list[Path] | None:
-    """Return the Arrow files of a folder that `save_to_disk` has written, None for any other folder.
+    """Arrow files of a folder written by `save_to_disk`; None for any other folder.
 
-    Raises `DataError` for a split that is not there and for files that are missing or damaged.
+    Raises `DataError` for a missing split and for files that are missing or damaged.
     """
     if (root / _SPLITS).is_file():
         there = _strings(root / _SPLITS, _read(root / _SPLITS).get("splits"))
@@ -32,7 +32,7 @@ def dataset_files(root: Path, split: str) -> list[Path] | None:
 
 
 def of_split(root: Path, files: list[Path], split: str) -> list[Path]:
-    """Return the files of one split, where names of files say of which they are; else all of them."""
+    """Files of one split if file names name their split; else all files."""
     splits = {file: found[1] for file in files if (found := _SHARD.fullmatch(file.name))}
     there = sorted(set(splits.values()))
     if not there or (len(there) == 1 and not split):

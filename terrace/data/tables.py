@@ -1,6 +1,6 @@
 """Parquet and Arrow files, read a column at a time with pyarrow.
 
-An Arrow file is a stream, as the `datasets` library keeps it, or of the random-access layout.
+An Arrow file is a stream, as the `datasets` library writes it, or has the random-access layout.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit]:
-    """Return the units of a Parquet or Arrow file: some of its row groups or record batches each.
+    """Units of a Parquet or Arrow file: each a run of its row groups or record batches.
 
     Raises `DataError` for a damaged file and one without `column`, or where that holds no strings.
     """
@@ -39,7 +39,7 @@ def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Uni
 
 
 def read_table_unit(unit: Unit) -> Iterator[Piece]:
-    """Yield the pieces of the rows of `unit`; a row without text yields a piece without text.
+    """Yields the pieces of the rows of `unit`; a row without text yields a piece without text.
 
     Raises `DataError` naming the file and the row, counted from 0.
     """
@@ -71,7 +71,6 @@ def _pieces(unit: Unit, batches: Iterable[Any], row: int) -> Iterator[Piece]:
 
 
 def _joined(sizes: list[int], unit_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the parts (first, end, bytes of the file) of at least `unit_bytes`, save the last."""
     first, held, total = 0, 0, max(1, sum(sizes))
     for end, each in enumerate(sizes, start=1):
         held += each
@@ -107,7 +106,6 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 @contextmanager
 def _batches(file: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Give the schema and the record batches of an Arrow file."""
     arrow = _pyarrow(file)
     with arrow.memory_map(str(file)) as mapped:
         if mapped.read(len(_FILE_MAGIC)) == _FILE_MAGIC:

@@ -1,16 +1,16 @@
-"""The chat template of a tokenizer: from messages to text, and which of its characters are the assistant's.
+"""A tokenizer's chat template: renders messages to text and marks the characters of the assistant.
 
 A Hugging Face folder has the template in `chat_template.jinja` or, older, under `chat_template` of
-`tokenizer_config.json`, which also names the special tokens that it may use. It is a Jinja program by somebody else, so
-it runs in Jinja's sandbox, and sees the messages, the tools, the special tokens, and what templates expect there:
-`raise_exception`, `strftime_now`, a `tojson` that leaves characters as they are, loop controls.
+`tokenizer_config.json`, which also names the special tokens that it may use. It is somebody else's Jinja program, so it
+runs in Jinja's sandbox, with the messages, the tools, the special tokens, and the helpers that templates expect:
+`raise_exception`, `strftime_now`, a `tojson` that keeps characters as they are, loop controls.
 
-What an assistant said is found in one of two ways:
+The assistant's text is found in one of two ways:
 
-- A template with `{% generation %}` ... `{% endgeneration %}` says so itself. Marks are put around each such part, and
-  taken out of the text after it is rendered.
-- Else by prefixes: the conversation before a turn of the assistant, with the generation prompt, must be a prefix of the
-  one that ends with the turn, and that of the whole conversation; what lies between the two ends is the turn. A
+- A template with `{% generation %}` ... `{% endgeneration %}` marks it. Marks are put around each such part, and
+  removed from the text after rendering.
+- Otherwise by prefixes: the conversation before an assistant turn, with the generation prompt, must be a prefix of the
+  one that ends with the turn, and that a prefix of the whole conversation; the text between the two ends is the turn. A
   template that renders earlier turns anew, such as one that drops old reasoning, has no such prefixes and is refused.
 """
 
@@ -41,7 +41,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing under t
 
 
 class TemplateRefusalError(Exception):
-    """What a template, or its use on one conversation, objects to; the caller knows the line of the data."""
+    """An objection of a template, or of its use on one conversation; the caller adds the line of the data."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class ChatTemplate:
         return _compile(self.source, self.name)
 
     def check(self) -> None:
-        """Raise `DataError` when this is no template, or Jinja is not installed."""
+        """Raises `DataError` when this is not a template, or Jinja is not installed."""
         assert self._compiled is not None, "compiled"
 
     def render(
         self, messages: Messages, tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
     ) -> tuple[str, Spans | None]:
-        """Return the text of `messages`, and the spans between generation tags, None where the template has no tags.
+        """Text of `messages`, and the spans between generation tags; None where the template has no tags.
 
-        Raises `TemplateRefusalError` with what the template says.
+        Raises `TemplateRefusalError` with the template's message.
         """
         from jinja2 import TemplateError
 
@@ -91,16 +91,15 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_tags(self) -> bool:
-        """Whether the template says itself what an assistant said."""
         from jinja2 import nodes
 
         calls = self._compiled.environment.parse(self.source).find_all(nodes.CallBlock)
         return any(isinstance(call.call.node, nodes.ExtensionAttribute) for call in calls)
 
     def assistant_spans(self, messages: Messages, tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
-        """Return the text of a conversation and which of its characters the assistant said.
+        """Text of a conversation and the character spans of the assistant.
 
-        Raises `TemplateRefusalError` with what the template says, or when its prefixes do not agree.
+        Raises `TemplateRefusalError` with the template's message, or when its prefixes do not agree.
         """
         whole, spans = self.render(messages, tools)
         if spans is not None:
@@ -109,8 +108,10 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            # The turn is the text between the prompt that leads to it and the conversation that ends with it.
             before, _ = self.render(messages[:index], tools, add_generation_prompt=True)
             after = whole if index == len(messages) - 1 else self.render(messages[: index + 1], tools)[0]
+            # Otherwise the model would be trained on text in a form that it never sees as a prompt.
             if not (whole.startswith(after) and after.startswith(before) and len(before) < len(after)):
                 raise TemplateRefusalError(
                     f"{self.name} renders turn {index + 1} in another way as a prompt or once more turns follow, so "
@@ -122,10 +123,10 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: str | Path, path: str | Path = "", *, needed: bool = True) -> ChatTemplate:
-    """Return the template in the file `path`, or else that of the folder of `tokenizer`, with its special tokens.
+    """The template in the file `path`, or else the one in the folder of `tokenizer`, with its special tokens.
 
-    One that is not `needed` is empty. Raises `DataError` when there is none, or it is no template, or Jinja is not
-    installed.
+    If not `needed`, a missing one is empty. Raises `DataError` when there is none, it is not a template, or Jinja is
+    not installed.
     """
     folder = None
     if str(tokenizer) != BYTES:
@@ -170,7 +171,6 @@ def _config(folder: Path | None) -> dict[str, Any]:
 
 
 def _text(token: Any) -> Any:
-    """Return the text of a special token, which may be a table that describes it."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -194,8 +194,6 @@ def _compile(source: str, name: str) -> "Template":
         raise DataError("chat templates need the package 'jinja2': pip install 'terrace[hf]'") from error
 
     class Generation(Extension):
-        """Puts marks around what stands between the tags."""
-
         tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
         def parse(self, parser: Parser) -> nodes.Node:
@@ -225,17 +223,12 @@ def _compile(source: str, name: str) -> "Template":
 
 
 def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without keys that are null, and with reasoning under every name that templates read.
-
-    Data often say `"tool_calls": null`, which templates take for a call; reasoning has had three names.
-    """
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 def _without_marks(marked: str) -> tuple[str, Spans]:
-    """Return the text without marks, and the spans between them. Raises `TemplateRefusalError` for tags inside tags."""
     text, spans = [], []
     place = 0
     head, *parts = marked.split(_BEGIN)

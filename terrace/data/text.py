@@ -1,7 +1,7 @@
 """Text and JSONL files, read in parts: where a file may be cut, and the pieces of a part.
 
-A text file is one document; its parts are cut after a line end, else before a space, else between two
-characters, near every `UNIT_BYTES`. A JSONL file is cut between lines.
+A text file is one document; its parts are cut after a line end, else before a space, else between two characters, near
+every `UNIT_BYTES`. A JSONL file is cut between lines.
 """
 
 import codecs
@@ -20,7 +20,7 @@ _WINDOW_BYTES = 1 << 16  # searched for a place to cut a text
 
 
 def text_units(file: Path, size: int, unit_bytes: int) -> list[Unit]:
-    """Return the units of a text file of `size` bytes."""
+    """Units of a text file of `size` bytes."""
     places = [0]
     with file.open("rb") as stream:
         for nominal in range(unit_bytes, size, unit_bytes):
@@ -32,7 +32,7 @@ def text_units(file: Path, size: int, unit_bytes: int) -> list[Unit]:
 
 
 def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit]:
-    """Return the units of a JSONL file of `size` bytes. Raises `DataError` for a line that is too long."""
+    """Units of a JSONL file of `size` bytes. Raises `DataError` for a line that is too long."""
     places = [0]
     with file.open("rb") as stream:
         for nominal in range(unit_bytes, size, unit_bytes):
@@ -46,14 +46,14 @@ def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit
 
 
 def read_text(unit: Unit) -> Iterator[Piece]:
-    """Yield the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
+    """Yields the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
     yield from cut(_blocks(unit), ends_document=unit.ends_document)
 
 
 def read_lines(unit: Unit) -> Iterator[Piece]:
-    """Yield the pieces of the lines of a part of a JSONL file; one without text yields a piece without text.
+    """Yields the pieces of the lines of a part of a JSONL file; a line without text yields a piece without text.
 
-    Only a line is ever whole in memory. Raises `DataError` for a bad line, naming the file and the line.
+    At most one line is whole in memory. Raises `DataError` for a bad line, naming the file and the line.
     """
     offset = unit.first
     try:
@@ -78,9 +78,10 @@ def read_lines(unit: Unit) -> Iterator[Piece]:
 
 
 def not_utf8(file: Path, offset: int, error: UnicodeDecodeError, where: str = "") -> DataError:
-    """Return the error of a file whose byte at `offset` is not UTF-8."""
+    """Error for a file whose byte at `offset` is not UTF-8."""
     value = error.object[error.start]
     with file.open("rb") as stream:
+        # A byte order mark tells UTF-16, the most common mistake, from Latin-1.
         marked = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     return DataError(
         f"data {where or file} is not UTF-8: byte 0x{value:02x} at offset {offset}; convert it, for example "
@@ -104,16 +105,16 @@ def _text_of(line: str, unit: Unit, number: int) -> str:
     try:
         return check_text(text, unit.column, "line")
     except DataError:
-        return check_text(text, unit.column, where())  # its number takes reading the file
+        return check_text(text, unit.column, where())  # counting lines means reading the file, so only on an error
 
 
 def _blocks(unit: Unit) -> Iterator[str]:
-    """Yield the text of `unit` in blocks, line ends as they are, without a byte order mark."""
     offset, held = unit.first, b""
     try:
         with unit.file.open("rb") as stream:
             stream.seek(offset)
             while block := stream.read(min(_BLOCK_BYTES, unit.end - offset - len(held))):
+                # A block may end inside a character; its bytes wait for the next block.
                 raw = held + block
                 text, used = codecs.utf_8_decode(raw, "strict", False)
                 yield text.removeprefix("\ufeff") if offset == 0 else text
@@ -126,6 +127,7 @@ def _blocks(unit: Unit) -> Iterator[str]:
 
 
 def _text_place(stream: IO[bytes], nominal: int) -> int:
+    # Only a small window after the nominal cut is searched for a good place.
     stream.seek(nominal)
     window = stream.read(_WINDOW_BYTES)
     at = window.find(b"\n") + 1
@@ -141,7 +143,7 @@ def _text_place(stream: IO[bytes], nominal: int) -> int:
 
 
 def _line_place(stream: IO[bytes], nominal: int, file: Path) -> int:
-    """Return where the first line begins that begins at `nominal` or later."""
+    # One byte earlier, so that a line that begins exactly at `nominal` counts.
     stream.seek(nominal - 1)
     offset = nominal - 1
     while block := stream.read(_BLOCK_BYTES):
@@ -162,7 +164,6 @@ def _too_long(file: Path, offset: int) -> DataError:
 
 
 def _line_number(file: Path, offset: int) -> int:
-    """Return the number, from 1, of the line that holds the byte at `offset`."""
     number, left = 1, offset
     with file.open("rb") as stream:
         while left > 0 and (block := stream.read(min(_BLOCK_BYTES, left))):

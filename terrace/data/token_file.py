@@ -1,4 +1,4 @@
-"""Token ids in a file that is mapped into memory, and what is known of them."""
+"""Token ids in a memory-mapped file, and their description."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,33 +13,34 @@ Stored = Literal["uint8", "int16", "uint16", "int32", "uint32", "int64"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A prepared corpus. `digest` is a hash of what it holds, equal on every machine that has the same data."""
+    """A prepared corpus. `digest` is a hash of its contents, equal on every machine that has the same data."""
 
     path: Path
     dtype: Stored
     num_tokens: int
     max_token: int
     digest: str
-    num_documents: int  # those with at least one token
+    num_documents: int  # with at least one token
     starts: Path
     mask: Path | None  # None: every token is trained on
 
     def open(self) -> "np.memmap[tuple[int], np.dtype[np.unsignedinteger]]":
-        """Map the ids read-only, shape (num_tokens,), dtype `dtype`.
+        """Maps the ids read-only, shape (num_tokens,), dtype `dtype`.
 
-        Raises `DataError` when the file is missing, unreadable or not of the size it should have.
+        Raises `DataError` when the file is missing, unreadable or of the wrong size.
         """
         return _map(self.path, np.dtype(self.dtype), self.num_tokens, f"tokens of {self.dtype}")
 
     def open_starts(self) -> "np.memmap[tuple[int], np.dtype[np.int64]]":
-        """Map the places where documents begin read-only, int64 of shape (num_documents,), rising from 0.
+        """Maps the document starts read-only, int64 of shape (num_documents,), ascending from 0.
 
         Raises `DataError` as `open` does.
         """
         return _map(self.starts, np.dtype(np.int64), self.num_documents, "starts of documents")
 
     def open_mask(self) -> "np.memmap[tuple[int], np.dtype[np.uint8]] | None":
-        """Map the mask read-only, uint8 of shape (num_tokens,), 1: is trained on; `None`: every token is.
+        """Maps the mask read-only, uint8 of shape (num_tokens,), 1 for trained tokens; None if every token is trained
+        on.
 
         Raises `DataError` as `open` does.
         """
@@ -48,7 +49,7 @@ class TokenFile:
         return _map(self.mask, np.dtype(np.uint8), self.num_tokens, "tokens of a mask")
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise `DataError` when an id of this file has no row in a vocabulary of `vocab_size`."""
+        """Raises `DataError` when an id of this file has no row in a vocabulary of `vocab_size`."""
         if self.max_token >= vocab_size:
             raise DataError(
                 f"{self.path} holds token id {self.max_token}, but the model's vocab_size is {vocab_size}; "

@@ -1,9 +1,8 @@
 """From text to token ids and back.
 
-Two tokenizers: raw UTF-8 bytes, which need nothing, and any Hugging Face `tokenizer.json`, through the
-`tokenizers` package. Only plain text is encoded: a special token that happens to be spelled out in the
-data ("<|endoftext|>") is text there, so that data cannot forge the end of a document, and no token is
-added at either end of a text.
+Two tokenizers: raw UTF-8 bytes, which need nothing, and any Hugging Face `tokenizer.json`, through the `tokenizers`
+package. Only plain text is encoded: a special token that happens to be spelled out in the data ("<|endoftext|>") is
+text there, so that data cannot forge the end of a document, and no token is added at either end of a text.
 """
 
 import hashlib
@@ -28,7 +27,7 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What preparing data asks of a tokenizer."""
+    """Interface that preparing data needs of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -43,13 +42,13 @@ class Tokenizer(Protocol):
         """Equal for two tokenizers only if they encode alike."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids of `text`, shape (num_tokens,), without any special token."""
+        """Ids of `text`, shape (num_tokens,), without any special token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the ids of every text, as `encode` does."""
+        """Ids of every text, as `encode` gives them."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; special tokens are left out, broken UTF-8 becomes U+FFFD."""
+        """Text of `ids`; special tokens are left out, broken UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
@@ -60,15 +59,12 @@ class ByteTokenizer:
     fingerprint: str = "bytes-1"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the UTF-8 bytes of `text` as ids, shape (num_bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the ids of every text, as `encode` does."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; ids that are no byte are left out, broken UTF-8 becomes U+FFFD."""
         return bytes(token for token in ids if 0 <= token < 256).decode("utf-8", errors="replace")
 
 
@@ -92,13 +88,13 @@ class FileTokenizer:
         self.fingerprint: str = fingerprint
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Return the ids of `text`, shape (num_tokens,), without any special token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the ids of every text, as `encode` does; the package works on as many cores as there are.
+        """Ids of every text; the package uses all cores.
 
-        Raises `DataError` for a text that the tokenizer cannot write in its words, as one without an unknown word.
+        Raises `DataError` for a text that the tokenizer cannot express in its vocabulary, such as one without an
+        unknown word.
         """
         try:
             encoded = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -111,15 +107,14 @@ class FileTokenizer:
         return [np.array(each.ids, dtype=np.int64) for each in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens left out; ids of no token are left out too."""
         return str(self._encoder.decode([int(token) for token in ids], skip_special_tokens=True))
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """Return the tokenizer "bytes", or that of a `tokenizer.json` or of a folder that holds one.
+    """The tokenizer "bytes", or the one in a `tokenizer.json` or in a folder that holds one.
 
-    Raises `DataError` for a path that is missing, unreadable or no tokenizer, and when the
-    `tokenizers` package is not installed.
+    Raises `DataError` for a path that is missing, unreadable or not a tokenizer, and when the `tokenizers` package is
+    not installed.
     """
     if name_or_path == BYTES:
         return ByteTokenizer()

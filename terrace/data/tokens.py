@@ -1,35 +1,40 @@
-"""A corpus tokenised once, into a file that is mapped into memory.
+"""A corpus tokenised once, into a memory-mapped file.
 
-`<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document followed by the tokenizer's
-end of text. Beside it, `.starts` holds where each document begins (little-endian int64, in tokens, rising
-from 0), and `.json` describes them. The key is a hash of the tokenizer and of the path, size and modification time of
-every source file, so another source or tokenizer is another file and one that somebody has mapped never changes. Old
-ones are not removed: nobody here knows who still reads them. They may be deleted by hand at any time no run uses them.
+`<name>-<key>.tokens` holds little-endian uint16 or uint32 ids, each document followed by the tokenizer's end of text.
+`.starts` holds the document starts (little-endian int64, in tokens, ascending from 0), and `.json` describes both. The
+key is a hash of the tokenizer and of the path, size and modification time of every source file, so another source or
+tokenizer is another file, and a file that is mapped never changes. Old files are not removed, since other runs may
+still read them; delete them by hand when no run uses them.
 
-While it is made it has other names (terrace.data.partial), and the description comes last: a description means a
+While it is written it has other names (terrace.data.partial). The description is written last: a description means a
 complete cache.
 """
 
-import errno
 import hashlib
-import json
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from terrace.base.errors import ConfigError, DataError
-from terrace.base.files import sync_folder, write_atomic
-from terrace.base.schema import load, read_table
+from terrace.base.errors import DataError
+from terrace.data.cache import (
+    CorpusDescription,
+    cache_file,
+    file_status,
+    file_stem,
+    id_dtype,
+    read_description,
+    token_file,
+    write_description,
+    writing,
+)
 from terrace.data.corpus import corpus_units, read_unit
 from terrace.data.files import find_documents
 from terrace.data.indexed import is_indexed, open_indexed
@@ -41,25 +46,15 @@ from terrace.data.tokenizer import Tokenizer
 _FORMAT = "terrace-tokens-3"  # part of the key: raise it when the same corpus would give other bytes
 
 _TELL_S = 1.0
-_NOTE_BYTES = 16 << 20  # of a corpus, between two notes of how far it is
-_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 21, 1 << 14  # a tokenizer needs some hundred bytes a character
+_NOTE_BYTES = 16 << 20  # bytes of the corpus between two journal entries
+_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 21, 1 << 14  # a tokenizer needs some hundred bytes of memory a character
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Description:
-    """The `.json` beside a token file; `corpus` is there for people."""
-
-    format: str
-    corpus: str
-    tokenizer: str
+class _Description(CorpusDescription):
     source: str
-    dtype: Literal["uint16", "uint32"]
-    num_tokens: int
-    max_token: int
-    digest: str
-    num_documents: int
 
 
 def prepare_tokens(
@@ -70,12 +65,11 @@ def prepare_tokens(
     split: str = "",
     progress: Progress = lambda text: None,
 ) -> TokenFile:
-    """Return the token file of the corpus `path`, made in `cache_dir` unless it is there already.
+    """The token file of the corpus `path`, made in `cache_dir` if it is not there yet.
 
-    `progress` is told in words how far it is, about once a second. What another process makes is waited for, and what a
-    process that was killed has left is gone on with. Raises `DataError` for a corpus that cannot be read (see
-    `corpus`), one that changes meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no
-    file behind.
+    `progress` receives messages about once a second. If another process is making the file, waits for it; continues
+    where a killed process stopped. Raises `DataError` for a corpus that cannot be read (see `corpus`), one that changes
+    meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no file behind.
     """
     if is_indexed(path):
         for key, value, plain in (("column", column, "text"), ("split", split, "")):
@@ -84,14 +78,11 @@ def prepare_tokens(
         return open_indexed(path, cache_dir)
     source = _source_fingerprint(path, split)
     identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text, column, source)
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).stem)[:40].strip("-") or "corpus"
-    target = Path(cache_dir) / f"{name}-{key}.tokens"
+    target = cache_file(cache_dir, file_stem(path, "corpus"), identity)
     ready = _load_ready(target)
     if ready is not None:
         return ready
-    num_bytes = 0
-    try:
+    with writing(target) as written:
         target.parent.mkdir(parents=True, exist_ok=True)
         with alone(target):
             ready = _load_ready(target)
@@ -105,10 +96,11 @@ def prepare_tokens(
                 _check_text(partial.noted, path)
                 partial.finish()
             except Exception:
-                num_bytes = partial.noted.num_bytes
+                written["num_bytes"] = partial.noted.num_bytes
                 partial.remove()
                 raise
-            except BaseException:  # killed or interrupted: the next one goes on
+            except BaseException:
+                # Killed or interrupted: the next process continues from the journal.
                 partial.close()
                 raise
             description = _Description(
@@ -116,22 +108,19 @@ def prepare_tokens(
                 corpus=os.fspath(path),
                 tokenizer=tokenizer.fingerprint,
                 source=source,
-                dtype=_stored(tokenizer),
+                dtype=id_dtype(tokenizer.vocab_size),
                 num_tokens=partial.noted.num_tokens,
                 max_token=partial.noted.max_token,
                 digest=_digest(partial, tokenizer),
                 num_documents=partial.noted.num_documents,
             )
             _describe(target, description)
-    except OSError as error:
-        raise _unwritable(target, num_bytes, error) from error
-    return _token_file(target, description)
+    return token_file(target, description)
 
 
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Append the ids of all units but those that are done, noting from time to time how far it is."""
     noted = partial.noted
-    stored = np.dtype(_stored(tokenizer)).newbyteorder("<")
+    stored = np.dtype(id_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
     began, first = time.monotonic(), noted.num_tokens
     told = began
@@ -165,7 +154,6 @@ def _check_text(noted: Noted, path: str | Path) -> None:
 
 
 def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:
-    """Yield units of some megabytes together, after the first `num_done`, with how many are done after them."""
     held: list[Unit] = []
     for number, unit in enumerate(units, start=1):
         if number <= num_done:
@@ -181,7 +169,7 @@ def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Un
 def _encoded(
     pieces: Iterable[Piece], tokenizer: Tokenizer, noted: Noted
 ) -> Iterator[tuple[Piece, npt.NDArray[np.int64]]]:
-    """Yield pieces with their ids; the next batch is encoded while the caller works on this one."""
+    # The next batch is encoded while the caller works on this one.
     with ThreadPoolExecutor(1) as ahead:
         waiting: deque[tuple[list[Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
         for batch in _batched(pieces, noted):
@@ -194,7 +182,6 @@ def _encoded(
 
 
 def _batched(pieces: Iterable[Piece], noted: Noted) -> Iterator[list[Piece]]:
-    """Yield the pieces in lists of some million characters, without documents that are empty."""
     held: list[Piece] = []
     size, begins = 0, noted.begins
     for piece in pieces:
@@ -213,12 +200,8 @@ def _batched(pieces: Iterable[Piece], noted: Noted) -> Iterator[list[Piece]]:
         yield held
 
 
-def _stored(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
-    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-
-
 def _digest(partial: Partial, tokenizer: Tokenizer) -> str:
-    """Return the digest of the ids and, where no id ends a document, of where documents begin."""
+    # Without an id that ends documents, the starts are part of the contents.
     if tokenizer.end_of_text is None:
         partial.digest.update(partial.target.with_suffix(".starts").read_bytes())
     return partial.digest.hexdigest()
@@ -226,9 +209,9 @@ def _digest(partial: Partial, tokenizer: Tokenizer) -> str:
 
 def _describe(target: Path, description: _Description) -> None:
     try:
-        write_atomic(target.with_suffix(".json"), json.dumps(asdict(description), indent=2) + "\n")
-        sync_folder(target.parent)
+        write_description(target, description)
     except BaseException:
+        # Files without a description would never be used nor removed.
         if not target.with_suffix(".json").exists():
             for suffix in (".tokens", ".starts"):
                 target.with_suffix(suffix).unlink(missing_ok=True)
@@ -236,56 +219,19 @@ def _describe(target: Path, description: _Description) -> None:
 
 
 def _load_ready(target: Path) -> TokenFile | None:
-    """Return the token file that `target` and its description make up, `None` when one is missing."""
-    described = target.with_suffix(".json")
-    try:
-        described.stat()
-        target.stat()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _unwritable(target, 0, error) from error
-    try:
-        description = load(_Description, read_table(described), "tokens")
-    except ConfigError as error:
-        raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
-    ready = _token_file(target, description)
-    if not ready.starts.exists():
-        return None
-    for check in (ready.open, ready.open_starts):
-        check()  # the size
-    return ready
-
-
-def _token_file(target: Path, description: _Description) -> TokenFile:
-    return TokenFile(
-        path=target,
-        dtype=description.dtype,
-        num_tokens=description.num_tokens,
-        max_token=description.max_token,
-        digest=description.digest,
-        num_documents=description.num_documents,
-        starts=target.with_suffix(".starts"),
-        mask=None,
-    )
+    with writing(target):
+        try:
+            for suffix in (".json", ".tokens", ".starts"):
+                target.with_suffix(suffix).stat()
+        except FileNotFoundError:
+            return None
+    return token_file(target, read_description(_Description, target))
 
 
 def _source_fingerprint(path: str | Path, split: str) -> str:
-    """Hash the full path, size and modification time of every file of the corpus."""
     digest = hashlib.sha256()
     for file in find_documents(path, split):
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise DataError(f"cannot read data {file}: {error.strerror}; keep it in place") from error
+        status = file_status(file)
         digest.update(os.fsencode(file.resolve()))
         digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return digest.hexdigest()
-
-
-def _unwritable(target: Path, num_bytes: int, error: OSError) -> DataError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        fix = f"stopped after {num_bytes} bytes; free some space or choose another cache folder"
-    else:
-        fix = "choose a cache folder that you may write to"
-    return DataError(f"cannot write the token file {target}: {error.strerror}; {fix}")

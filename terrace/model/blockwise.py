@@ -26,11 +26,9 @@ head_dim, S rows, L queries of a pair, M its keys. What is made of shape (B, N, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from terrace.model.attention import additive_mask
 from terrace.model.pair_kernels import KINDS, PLAIN, Kernel, kernel_for, precise, side_by_side
@@ -173,51 +171,6 @@ def rows(part: Tensor, run: Run) -> Tensor:
     """A view of the rows of part (B, N, S, ...)."""
     start, stop = run
     return part.narrow(2, start, stop - start)
-
-
-def attend_pairs(query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
-    """softmax(Q K^T / sqrt(D)) V, (B, N, S, D), over the keys that the pairs of a query cover; 0 for a query without
-    pairs.
-
-    key and value (B, K, S', D). Keeps its inputs, its output and an lse (B, N, S) for the backward, no scores.
-    """
-    attended: Tensor = _AttendPairs.apply(query, key, value, pairs)  # type: ignore[no-untyped-call]
-    return attended
-
-
-class _AttendPairs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
-        attended = Attended(query, [pair.queries for pair in pairs])
-        for pair in pairs:
-            own = (rows(query, pair.queries), rows(key, pair.keys), rows(value, pair.keys))
-            attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
-        out, lse = attended.result()
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.pairs = pairs
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, lse = ctx.saved_tensors
-        of_queries, of_keys = ([getattr(pair, name) for pair in ctx.pairs] for name in ("queries", "keys"))
-        sums = (Sums(query, of_queries), Sums(key, of_keys), Sums(value, of_keys))
-        for pair in ctx.pairs:
-            grads = pair_backward(
-                rows(grad_out, pair.queries),
-                rows(query, pair.queries),
-                rows(key, pair.keys),
-                rows(value, pair.keys),
-                rows(out, pair.queries),
-                rows(lse, pair.queries),
-                pair.kind,
-                pair.mask,
-            )
-            for total, run, grad in zip(sums, (pair.queries, pair.keys, pair.keys), grads, strict=True):
-                total.add(run, grad)
-        grad_query, grad_key, grad_value = (total.result() for total in sums)
-        return grad_query, grad_key, grad_value, None
 
 
 def _kernel(query: Tensor, key: Tensor, kind: str, mask: Tensor | None) -> Kernel:

@@ -8,7 +8,6 @@ several documents, every block takes the position of each token in its own: see 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,14 +106,6 @@ def build_blocks(
     return [embedding, *layers, head]
 
 
-def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Run all blocks on tokens (B, S), and `positions` (B, S) if they are given; return the logits (B, S, V)."""
-    x = tokens
-    for block in blocks:
-        x = block(x) if positions is None else block(x, positions)
-    return x
-
-
 def check_positions(tokens: Tensor, positions: Tensor | None, limit: int) -> None:
     """Raise `ModelError` when tokens (B, S) stand, at `positions` (B, S) or 0 .. S-1, beyond the `limit` learned."""
     longest = tokens.shape[-1]
@@ -137,8 +128,3 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}"
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-def count_tokens(labels: Tensor) -> Tensor:
-    """Number of labels (B, S) with a target, an int64 scalar on their device."""
-    return (labels != IGNORE_INDEX).sum()

@@ -1,1 +1,1 @@
-"""How the tokens of a micro-batch are spread over the ranks that attend to them together. Pure: no torch, no numpy."""
+"""Token layouts of the context axis: which rank holds and attends to which tokens. Pure: no torch, no numpy."""

@@ -1,17 +1,17 @@
-"""Which places attend to which sequence: `balance = "cost"`. Pure, deterministic, the same on every rank.
+"""Assigns documents to ring ranks for `balance = "cost"`. Pure, deterministic, the same on every rank.
 
-Longest first, under a limit on the seconds of a place (Zeppelin, 2509.21841, section 4, has two levels of buckets; here
-there are as many as tiers that join places):
+Longest first, under a limit on the seconds of a ring rank (Zeppelin, 2509.21841, section 4, has two levels of buckets;
+here every tier that joins ring ranks is a level). A document goes to
 
-    one place     the least full one whose seconds stay below the limit, else the one with the least seconds
-    a ring        of as few places of one unit as stay below the limit, the least full ones, in the least full unit
-    whole units   as few as stay below the limit, the least full ones, of the innermost tier where some do
+    one ring rank   the least full one that stays below the limit, else the one with the least seconds
+    a ring          of as few ring ranks of one unit as stay below the limit, least full ones of the least full unit
+    whole units     as few as stay below the limit, least full ones of the innermost tier with such units
 
-and where nothing stays below it, the group that ends first, and that is the limit from then on. A place is as full as
-its part of the limit, or of an even share of the tokens, whichever is more; and the limit leaves room for the shortest
-sequences. So long ones even out the seconds, and short ones, which take next to none, fill up places with few tokens:
-then little has to be moved for the linear layers. Limits begin a little above what a perfect cut would take, and more
-are tried while the outcome is beyond it.
+If nothing stays below the limit, it goes to the group that finishes first, whose time is the limit from then on. A rank
+is as full as its share of the limit or of an even share of the tokens, whichever is larger, and the limit reserves room
+for the shortest documents. Long documents thereby balance seconds, while short ones, which take almost none, fill ranks
+that have few tokens: fewer tokens then move for the linear layers. Limits start slightly above a perfect split; further
+ones are tried while the result is worse than that.
 """
 
 import heapq
@@ -27,11 +27,10 @@ from terrace.sequence.segments import Segment
 
 
 class _Try(NamedTuple):
-    """A limit, and for what it leaves room at first."""
-
-    slack: float  # the limit over what a perfect cut takes
-    reserved: float  # part of the work, in the shortest sequences; the more, the wider are the rings of others
-    longest: float  # of these, in limits
+    # One attempt: a limit, and the work for which it reserves room at first.
+    slack: float  # the limit over the time of a perfect split
+    reserved: float  # share of the work, in the shortest documents; a larger share makes the other rings wider
+    longest: float  # longest of these documents, as a share of the limit
 
 
 _TRIES = (
@@ -44,31 +43,31 @@ _TRIES = (
         for reserved in (0.03, 0.0, 0.1, 0.2, 0.4)
     ),
 )
-_ENOUGH = 1.02  # of the perfect cut: no further limit is tried
-_EFFORT, _LEAST_TRIES = 6000, 3  # sequences and places of all tries together, which is what they cost
-_GROWTH, _HALVINGS = 1.2, 5  # the perfect cut is found to 1.2 / 2^5, half a percent
-_NEIGHBOURS = 3  # units of a tier that are looked at for a ring, the least full ones
+_ENOUGH = 1.02  # times the perfect split: good enough to stop trying
+_EFFORT, _LEAST_TRIES = 6000, 3  # budget of all tries, in documents + ring ranks, which is their cost
+_GROWTH, _HALVINGS = 1.2, 5  # the perfect split is found to 1.2 / 2^5, half a percent
+_NEIGHBOURS = 3  # the least full units of a tier, which are tried for a ring
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Segments in the order of the lengths, whose tokens are numbered one sequence after the other."""
+    """Segments in the order of the lengths; tokens are numbered through all documents, one after the other."""
 
     segments: tuple[Segment, ...]
-    seconds: tuple[float, ...]  # of attention of each place, one layer, forward and backward
-    tokens: tuple[int, ...]  # that each place attends to, at most
+    seconds: tuple[float, ...]  # attention of each ring rank, one layer, forward and backward
+    tokens: tuple[int, ...]  # most tokens that each ring rank attends to
 
     @property
     def makespan_s(self) -> float:
-        """Seconds until the last place is done."""
+        """Seconds until the last ring rank finishes."""
         return max(self.seconds)
 
 
 def assign(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> Assignment:
-    """Return which of the places attend to the sequences, none to more than `capacity` tokens.
+    """Assigns documents of these lengths to ring ranks, none of which attends to more than `capacity` tokens.
 
-    `ring_degrees` is how many places each tier joins, innermost first. Raises `PlanError` when the tokens do not fit,
-    which they do with the `sure_capacity`.
+    `ring_degrees` is the number of ring ranks that each tier joins, innermost first. Raises `PlanError` when the tokens
+    do not fit; with `sure_capacity` they always do.
     """
     assert all(length > 0 for length in lengths)
     rings = CandidateRings(tuple(ring_degrees), cost, capacity)
@@ -86,8 +85,8 @@ def assign(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, 
     best = best or _spread_out(lengths, whole_s, order, rings)
     if best is None:
         raise PlanError(
-            f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {rings.num_ring_ranks} places of "
-            f"{capacity} tokens: lower the tokens of a micro-batch or give a place more"
+            f"{len(lengths)} documents of up to {max(lengths)} tokens do not fit on {rings.num_ring_ranks} ring ranks "
+            f"of {capacity} tokens: lower the tokens of a micro-batch or give a ring rank more"
         )
     starts = accumulate(lengths, initial=0)
     segments = tuple(
@@ -98,11 +97,11 @@ def assign(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, 
 
 
 def sure_capacity(lengths: Sequence[int], num_ring_ranks: int) -> int:
-    """Return a capacity with which these sequences fit on so many places, about two even shares of the tokens.
+    """A capacity with which these documents certainly fit, about two even shares of the tokens.
 
-    With s tokens an even share, let the n sequences longer than s be rings over all places, which brings a place no
-    more than their length over the places and 2 each; and let every other one go to the place with the fewest tokens,
-    which has at most s + 2n before and s more then.
+    Let s be an even share and n the number of documents longer than s. Those become rings over all ranks, which gives a
+    rank at most their length over the ranks plus 2 each. Every other document goes to the rank with the fewest tokens,
+    which has at most s + 2n before and s more after.
     """
     share = -(-sum(lengths) // num_ring_ranks)
     return 2 * share + 2 * sum(length > share for length in lengths)
@@ -113,13 +112,14 @@ def _check_room(lengths: Sequence[int], rings: CandidateRings) -> None:
     needed = min(ring_tokens(longest, shape.num_ring_ranks) for shape in rings.shapes)
     if needed > rings.capacity or sum(lengths) > rings.capacity * rings.num_ring_ranks:
         raise PlanError(
-            f"{sum(lengths)} tokens, the longest document {longest}, do not fit on {rings.num_ring_ranks} places of "
-            f"{rings.capacity} tokens: shorten documents, add ranks to the context axis or give a place more tokens"
+            f"{sum(lengths)} tokens, the longest document {longest}, do not fit on {rings.num_ring_ranks} ring ranks "
+            f"of {rings.capacity} tokens: shorten documents, add context ranks or give a ring rank more tokens"
         )
 
 
 def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], rings: CandidateRings) -> float:
-    """Return about the least makespan that seconds of all places allow: what takes longer alone is on narrow rings."""
+    # About the least makespan that the seconds of all ranks together allow: documents that take longer than an even
+    # share run on the narrowest rings that meet the limit, the rest divides freely.
     total = sum(whole_s)
     low = total / rings.num_ring_ranks
     alone = [
@@ -146,7 +146,7 @@ def _perfect_s(lengths: Sequence[int], whole_s: Sequence[float], order: Sequence
 
 
 def _narrowest(length: int, alone_s: float, rings: CandidateRings, limit: float) -> int:
-    """Return the index of the first group on which a sequence ends before the limit, or -1."""
+    # The first ring, from the narrowest, that finishes within the limit; the tolerance keeps rounding from skipping it.
     for _, indices in rings.wide(max(alone_s / limit * (1 - 1e-9), length / rings.capacity)):
         for index in indices:
             if rings.fits(length, index) and rings.seconds(length, index) <= limit:
@@ -155,7 +155,8 @@ def _narrowest(length: int, alone_s: float, rings: CandidateRings, limit: float)
 
 
 def _last(whole_s: Sequence[float], order: Sequence[int], part: float, short_s: float) -> tuple[int, float]:
-    """Return where the last sequences begin, all short, that are no more than `part` of the work, and their seconds."""
+    # The longest tail of short documents that is at most `part` of the work: where it begins in `order`, and its
+    # seconds.
     at, most, seconds = len(order), part * sum(whole_s), 0.0
     while at and whole_s[order[at - 1]] <= min(short_s, most - seconds):
         at -= 1
@@ -163,19 +164,17 @@ def _last(whole_s: Sequence[float], order: Sequence[int], part: float, short_s: 
     return at, seconds
 
 
-_Group = tuple[tuple[int, ...], tuple[int, ...]]  # places, and the degrees of their ring
+_Group = tuple[tuple[int, ...], tuple[int, ...]]  # ring ranks, and the degrees of their ring
 
 
 class _Dealt(NamedTuple):
-    """The group of every sequence; seconds and tokens of every place."""
-
+    # The ring of every document; seconds and tokens of every ring rank.
     rings: list[_Group]
     seconds: list[float]
     tokens: list[int]
 
 
 def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], rings: CandidateRings) -> _Dealt | None:
-    """Return the sequences dealt out to one place after the other; None where a place has no room for its own."""
     seconds, tokens = [0.0] * rings.num_ring_ranks, [0] * rings.num_ring_ranks
     for index, length in enumerate(lengths):
         ring_rank = index % rings.num_ring_ranks
@@ -188,7 +187,7 @@ def _round_robin(lengths: Sequence[int], whole_s: Sequence[float], rings: Candid
 def _spread_out(
     lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], rings: CandidateRings
 ) -> _Dealt | None:
-    """Return what `sure_capacity` says; None where that does not fit either."""
+    # The assignment that `sure_capacity` proves to fit; None where that does not fit either.
     num_ring_ranks, widest = rings.num_ring_ranks, len(rings.shapes) - 1
     share = -(-sum(lengths) // num_ring_ranks)
     chosen: list[_Group] = [((), ())] * len(lengths)
@@ -208,7 +207,7 @@ def _spread_out(
 
 @dataclass
 class _Units:
-    """The units of a tier: sums of how full their places are, most seconds and most tokens of a place."""
+    """The units of one tier: summed fullness, most seconds and most tokens of their ring ranks."""
 
     size: int
     full: list[float]
@@ -222,9 +221,8 @@ class _Units:
 
 
 class _Filling:
-    """Places as they fill up under a limit."""
-
     def __init__(self, rings: CandidateRings, num_tokens: int, limit: float) -> None:
+        # State of the ring ranks while they fill up under one limit.
         self.rings, self.limit, self.capacity = rings, limit, rings.capacity
         num_ring_ranks = rings.num_ring_ranks
         self.units = [_Units.empty(size, num_ring_ranks) for size in (1, *rings.sizes)]  # children of tier i: units[i]
@@ -240,7 +238,6 @@ class _Filling:
     def fill(
         self, lengths: Sequence[int], whole_s: Sequence[float], order: Sequence[int], attempt: _Try
     ) -> _Dealt | None:
-        """Return the sequences dealt out in this order; None when one has no room left."""
         chosen: list[_Group] = [((), ())] * len(lengths)
         last, reserved_s = _last(whole_s, order, attempt.reserved, self.limit * attempt.longest)
         reserved_s /= self.rings.num_ring_ranks
@@ -265,7 +262,6 @@ class _Filling:
         return _Dealt(chosen, self.seconds, self.tokens)
 
     def _one_place(self, length: int, alone_s: float) -> int:
-        """Return the place for a sequence that fits on one below the limit, or -1."""
         room_s, room = self.limit - alone_s, self.capacity - length
         if room_s < 0 or room < 0:
             return -1
@@ -294,7 +290,7 @@ class _Filling:
         heapq.heappush(self.by_seconds, (seconds, ring_rank))
 
     def _several(self, length: int, alone_s: float) -> tuple[int, tuple[int, ...]] | None:
-        """Return the shape and the places of the first group below the limit, else of the one that ends first."""
+        # The first ring that stays below the limit, else the one that finishes first.
         least = max(alone_s / self.limit if self.limit else 1.0, length / self.capacity)
         best: _Found | None = None
         for tier, indices in self.rings.wide(least):
@@ -310,7 +306,6 @@ class _Filling:
         return best[1:]
 
     def _in_unit(self, length: int, indices: Sequence[int], tier: int, unit: int) -> "_Found | None":
-        """Return the end, the shape and the places of the same among the children of one unit, least seconds first."""
         children, number = self.units[tier], self.rings.ring_degrees[tier]
         order = sorted(range(unit * number, (unit + 1) * number), key=children.seconds.__getitem__)
         most = max(children.tokens[unit * number : (unit + 1) * number])
@@ -332,7 +327,7 @@ class _Filling:
         return best[0], best[1], tuple(ring_rank for run in ring_ranks for ring_rank in run)
 
 
-_Found = tuple[float, int, tuple[int, ...]]  # when a sequence ends, the index of its shape, its places
+_Found = tuple[float, int, tuple[int, ...]]  # end of the document, index of its shape, its ring ranks
 
 
 def _smallest(values: Sequence[float], number: int) -> list[int]:

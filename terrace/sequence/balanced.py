@@ -1,6 +1,6 @@
-"""The spread of `balance = "cost"`: documents go where attention to them costs least, tokens are held evenly.
+"""The group layout of `balance = "cost"`: attention runs where it costs least, and local tokens are equal everywhere.
 
-Pure and deterministic: every rank computes the same from the lengths of the documents of a micro-step, on the host,
+Pure and deterministic: every rank computes the same layout from the document lengths of a micro-step, on the host,
 before the step.
 """
 
@@ -13,13 +13,13 @@ from terrace.sequence.cost import WorkCost
 from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.local_tokens import deal_local_tokens
 
-CAPACITY = 3  # even shares of the rows that a place may attend to, if there are as many; see `most_attended`
+CAPACITY = 3  # most even shares of tokens that a ring rank attends to; see `most_attended`
 
 
 def balanced_group_layout(
     lengths: Sequence[int], ring_degrees: Sequence[int], ulysses: int, num_local_tokens: int, cost: WorkCost
 ) -> GroupLayout:
-    """Return the layout of documents of these lengths, one after the other, on a pool.
+    """Layout of documents of these lengths, one after the other, on a context group.
 
     Every member holds `num_local_tokens` (terrace.plan.context.local_tokens); `cost` prices one Ulysses rank. Raises
     `PlanError` when there are more tokens than rows for them.
@@ -42,13 +42,11 @@ def balanced_group_layout(
 
 
 def ring_rank_capacity(lengths: Sequence[int], num_ring_ranks: int, even_share: int) -> int:
-    """Return how many tokens of documents of these lengths a place may attend to; `even_share` is what it holds."""
+    """Tokens that a ring rank may attend to, for documents of these lengths; it holds `even_share` of them."""
     return max(min(CAPACITY, num_ring_ranks) * even_share, sure_capacity(lengths, num_ring_ranks))
 
 
 def most_attended(num_ring_ranks: int, even_share: int) -> int:
-    """Return what no `ring_rank_capacity` is above, whatever the documents.
-
-    Of the tokens that the places hold, fewer documents than places are longer than an even share.
-    """
+    """Upper bound of `ring_rank_capacity` over all documents."""
+    # Fewer documents than ring ranks can be longer than an even share, which bounds the second term of `sure_capacity`.
     return max(min(CAPACITY, num_ring_ranks) * even_share, 2 * even_share + 2 * (num_ring_ranks - 1))

@@ -1,15 +1,15 @@
-"""A lower bound of the makespan: no assignment of the sequences to groups of places ends sooner.
+"""A lower bound of the makespan: no assignment of the documents to groups of ring ranks finishes sooner.
 
-Let w_j(g) be the seconds that sequence j takes on each of the |g| places of a group g with room for it, P the places.
-Take an assignment of makespan t. Every sequence is on a group with w_j(g) <= t, and the seconds of all places together
-are the sum of |g| w_j(g); they are at most P t. So t is among the
+Let w_j(g) be the seconds of document j on each of the |g| ranks of a group g with room for it, and P the number of ring
+ranks. In an assignment with makespan t every document runs on a group with w_j(g) <= t, and the seconds of all ranks
+together, the sum of |g| w_j(g), are at most P t. So t belongs to
 
     { t : every j has a group with w_j(g) <= t, and  sum over j of min { |g| w_j(g) : w_j(g) <= t }  <=  P t }
 
-With t the left side falls and the right side rises, so this set is everything from its least element on: the bound. It
-is at least the whole work over the places, and what each sequence takes on the group where it ends first; between, it
-sees that narrow groups are too slow and wide ones wasteful. (The argument is that of malleable jobs on machines, Turek,
-Wolf and Yu 1992.) What it does not see is that sequences of one place do not cut.
+The left side falls with t and the right side rises, so the set holds everything from its least element on, and that
+element is the bound. It is at least the total work over P, and at least the time of each document on its fastest group;
+in between it sees that narrow groups are too slow and wide ones wasteful. (The argument is for malleable jobs on
+machines, Turek, Wolf and Yu 1992.) It does not see that whole documents cannot be cut to fill a rank.
 """
 
 from collections import Counter
@@ -23,12 +23,14 @@ _HALVINGS = 40
 
 
 def makespan_bound_s(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> float:
-    """Return seconds that no assignment of these sequences is below; arguments are those of `assign`.
+    """Seconds that no assignment of these documents can beat; takes the arguments of `assign`.
 
-    Raises `PlanError` when a sequence has no group with room for it.
+    Raises `PlanError` when no group has room for a document.
     """
     rings = CandidateRings(tuple(ring_degrees), cost, capacity)
-    low = sum(map(cost.whole_s, lengths)) / rings.num_ring_ranks  # no group takes less of all places than one place
+    low = (
+        sum(map(cost.whole_s, lengths)) / rings.num_ring_ranks
+    )  # a ring never takes less work in total than one ring rank
     choices = [(_choices(length, rings, low), count) for length, count in sorted(Counter(lengths).items())]
     low = max([low, *(each[-1][0] for each, _ in choices)])  # every sequence has a group
     if _is_possible(choices, low, rings.num_ring_ranks):
@@ -49,10 +51,8 @@ _Choices = list[tuple[float, float]]
 
 
 def _choices(length: int, rings: CandidateRings, least_s: float) -> _Choices:
-    """Return (seconds, seconds of all places) of the groups of a sequence, least of all places first.
-
-    Those that take longer than one that costs less are left out, and all but one place where that ends by `least_s`.
-    """
+    # (seconds, seconds of all ranks together), the cheapest total first. Slower groups that also cost more are dropped;
+    # one rank is enough where it finishes within a time that the bound cannot undercut.
     if rings.fits(length, 0) and rings.seconds(length, 0) <= least_s:
         return [(rings.seconds(length, 0),) * 2]
     found = []
@@ -62,8 +62,8 @@ def _choices(length: int, rings: CandidateRings, least_s: float) -> _Choices:
             found.append((seconds * shape.num_ring_ranks, seconds))
     if not found:
         raise PlanError(
-            f"a document of {length} tokens fits on none of {rings.num_ring_ranks} places of {rings.capacity} tokens: "
-            "shorten it, add ranks to the context axis or give a place more tokens"
+            f"a document of {length} tokens fits on none of {rings.num_ring_ranks} ring ranks of {rings.capacity} "
+            "tokens: shorten it, add ranks to the context axis or give a ring rank more tokens"
         )
     kept: _Choices = []
     for total, seconds in sorted(found):

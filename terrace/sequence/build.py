@@ -25,22 +25,20 @@ Messages = tuple[tuple[int, tuple[Run, ...]], ...]
 
 
 class _Ring(NamedTuple):
-    """A segment that the place attends to, and its steps."""
+    """A segment that the ring rank attends to, and its steps."""
 
     segment: Segment
     steps: tuple[RouteStep, ...]
 
 
 class _Shard(NamedTuple):
-    """A shard in the rows of a round."""
-
     ring: _Ring
     stretches: tuple[Stretch, ...]
     padding: Run
 
 
 def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
-    """Return what a member of the pool does."""
+    """The token layout of one member of a context group."""
     ring_rank = member // layout.ulysses
     rings = [_ring(segment, ring_rank) for segment in layout.segments if ring_rank in segment.ring_ranks]
     own = _laid(rings)
@@ -64,7 +62,7 @@ def _ring(segment: Segment, ring_rank: int) -> _Ring:
 
 
 def _laid(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]:
-    """Return the shards of a step in rows from `first` on: all their tokens, then all their padding."""
+    # Rows of a step begin at `first`: the tokens of all shards, then the padding of all shards.
     laid = []
     for ring in rings:
         stretches, source = [], ring.steps[step].source
@@ -80,22 +78,20 @@ def _laid(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]
 
 
 def _rows(shards: Iterable[_Shard]) -> tuple[Run, ...]:
-    """Return the rows of shards in the order of messages."""
     shards = list(shards)
     tokens = (stretch.rows(stretch.start, stretch.stop) for shard in shards for stretch in shard.stretches)
     return merged_runs(chain(tokens, (shard.padding for shard in shards)))
 
 
 def _messages(rows: Mapping[int, Iterable[Run]]) -> Messages:
-    """Return the messages of peers, those without rows left out."""
     messages = ((peer, merged_runs(runs)) for peer, runs in sorted(rows.items()))
     return tuple((peer, runs) for peer, runs in messages if runs)
 
 
 def _sends(layout: GroupLayout, member: int, num_padding: int) -> Iterator[tuple[int, tuple[Run, ...]]]:
-    """Yield what the member sends `into` attention: each of its rows to all parts of a place."""
     ring_rank, ulysses_rank = divmod(member, layout.ulysses)
-    rows: dict[int, list[tuple[int, int, Run]]] = {}  # by place: (segment, token, rows)
+    # Every local row goes to all Ulysses ranks of the ring rank that attends to it: each takes its own heads.
+    rows: dict[int, list[tuple[int, int, Run]]] = {}  # by ring rank: (segment, token, rows)
     row = 0
     for start, stop in layout.local_runs[member]:
         while start < stop:
@@ -114,7 +110,7 @@ def _sends(layout: GroupLayout, member: int, num_padding: int) -> Iterator[tuple
 
 
 def _paddings(layout: GroupLayout, ring_rank: int, num_padding: int) -> list[Run]:
-    """Ranges of the ring rank's padding rows, one for each of its Ulysses ranks."""
+    # Local rows without a token are dealt to the padding rows of the ring rank, Ulysses rank by Ulysses rank.
     first = ring_rank * layout.ulysses
     lacking = (
         layout.num_local_tokens - num_rows(layout.local_runs[first + ulysses_rank])
@@ -125,7 +121,6 @@ def _paddings(layout: GroupLayout, ring_rank: int, num_padding: int) -> list[Run
 
 
 def _receives(layout: GroupLayout, member: int, tokens: Iterable[Stretch], padding: Run) -> Messages:
-    """Return what comes to the member's attended rows, `tokens` and `padding`."""
     rows: dict[int, list[Run]] = {}
     for stretch in tokens:
         start = stretch.start
@@ -141,16 +136,16 @@ def _receives(layout: GroupLayout, member: int, tokens: Iterable[Stretch], paddi
 
 
 def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_attention_tokens: int) -> Iterator[Round]:
-    """Yield the rounds of such a part of a place that has the shards `own`."""
     shards, exchange, size, step = own, NOTHING, num_attention_tokens, 0
     tokens = [stretch for shard in own for stretch in shard.stretches]
     pairs = list(pairs_within(tokens, layout.documents, layout.window))
+    # A ring takes part in as many rounds as it has steps; `goes` keeps the rings whose keys are passed on.
     while shards or step == 0:
         for queries, keys in zip(own, shards, strict=True):
             pairs += pairs_across(queries.stretches, keys.stretches, layout.documents, layout.window)
         goes = [len(shard.ring.segment.ring_ranks) > step + 1 for shard in own]
         stays = [not goes_on for goes_on in goes]
-        return_gradients = NOTHING  # what stays in round 0 is there
+        return_gradients = NOTHING  # gradients of round 0 are at their owner
         if step > 0:
             return_gradients = _home(
                 layout.ulysses, ulysses_rank, list(compress(own, stays)), list(compress(shards, stays))
@@ -163,7 +158,7 @@ def _rounds(layout: GroupLayout, ulysses_rank: int, own: list[_Shard], num_atten
 
 
 def _home(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequence[_Shard]) -> Exchange:
-    """Return how shards go home after their last step, in return for those of `own`."""
+    # After its last step a shard's gradients leave for the owner; gradients of this rank's own shard come in return.
     sends: dict[int, list[_Shard]] = {}
     receives: dict[int, list[_Shard]] = {}
     for mine, shard in zip(own, shards, strict=True):
@@ -174,13 +169,14 @@ def _home(ulysses: int, ulysses_rank: int, own: Sequence[_Shard], shards: Sequen
 
 
 def _passed(ulysses: int, ulysses_rank: int, shards: Sequence[_Shard], step: int) -> tuple[list[_Shard], Exchange]:
-    """Return the shards of a step, in the order of those of the step before, and the exchange between the two."""
     sends: dict[int, list[_Shard]] = {}
-    rings: dict[int, list[_Ring]] = {}  # by the place that their shards come from
+    rings: dict[int, list[_Ring]] = {}  # by source ring rank
     for shard in shards:
         ring, ring_ranks, now = shard.ring, shard.ring.segment.ring_ranks, shard.ring.steps[step]
         sends.setdefault(ring_ranks[now.to], []).append(shard)
         rings.setdefault(ring_ranks[now.by], []).append(ring)
+    # Rows are laid out by sender, but shards are returned in the order of the previous step, so that they stay paired
+    # with the queries' shards.
     receives: dict[int, list[_Shard]] = {}
     first = 0
     for ring_rank in sorted(rings):
@@ -192,6 +188,6 @@ def _passed(ulysses: int, ulysses_rank: int, shards: Sequence[_Shard], step: int
 
 
 def _between(ulysses: int, ulysses_rank: int, shards: Mapping[int, Iterable[_Shard]]) -> Messages:
-    """Return the messages between places, which same parts exchange."""
+    # Keys travel between equal Ulysses ranks, which have the same heads.
     messages = ((ring_rank * ulysses + ulysses_rank, _rows(shards[ring_rank])) for ring_rank in sorted(shards))
     return tuple((peer, runs) for peer, runs in messages if runs)

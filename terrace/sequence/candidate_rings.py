@@ -1,9 +1,9 @@
-"""Which groups of places a sequence may have, and what it costs on each.
+"""Candidate rings for a document, and the cost of a document on each.
 
-A *unit* of tier l is the places inside one member of that tier; units of the tier below it are its children. A group is
-one place; a ring of places inside one unit of the innermost tier that joins places; or the whole children of a unit of
-an outer tier, two or more: then all ranks of a child send the same over the slow link. So a group is told by the tier
-that it crosses and by how many children it has there.
+A *unit* of tier l is the set of ring ranks inside one member of that tier; its children are units of the tier below. A
+candidate is one ring rank, a ring of ring ranks inside one unit of the innermost tier that joins some, or two or more
+whole children of a unit of an outer tier: then all ranks of a child send equally over the slow link. A candidate is
+therefore described by the tier that it crosses and by its number of children there.
 """
 
 import math
@@ -17,7 +17,7 @@ from terrace.sequence.cost import WorkCost, ring_tokens
 
 @dataclass(frozen=True)
 class RingShape:
-    """`num_children` units below tier `tier`: `degrees` on every tier, `num_ring_ranks` together."""
+    """A ring over `num_children` units below `tier`, with `degrees` on every tier and `num_ring_ranks` in all."""
 
     tier: int
     num_children: int
@@ -26,12 +26,12 @@ class RingShape:
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """The degrees of a segment: of the tiers that it crosses."""
+        """Degrees on the tiers that the ring crosses, for `Segment.shape`."""
         return tuple(degree for degree in self.degrees if degree > 1) or (1,)
 
 
 class CandidateRings:
-    """The shapes of a pool with `ring_degrees` on the tiers, fewest places first, and seconds of lengths on them."""
+    """Ring shapes of a context group, fewest ring ranks first, and the seconds of documents on them."""
 
     def __init__(self, ring_degrees: tuple[int, ...], cost: WorkCost, capacity: int) -> None:
         assert len(ring_degrees) == len(cost.links), (ring_degrees, len(cost.links))
@@ -49,12 +49,12 @@ class CandidateRings:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many places a unit of each tier has."""
+        """Ring ranks inside a unit of each tier."""
         return tuple(math.prod(self.ring_degrees[: tier + 1]) for tier in range(len(self.ring_degrees)))
 
     @cached_property
     def _tried(self) -> tuple[tuple[int, list[int], list[int]], ...]:
-        """Each tier, the shapes to try that cross it, and their places: narrow ones all, others ever more sparsely."""
+        # Every narrow ring is tried, wide ones ever more sparsely: neighbours of a wide ring cost almost the same.
         index, by_tier = 0, dict[int, list[int]]()
         while index < len(self.shapes):
             by_tier.setdefault(self.shapes[index].tier, []).append(index)
@@ -67,7 +67,9 @@ class CandidateRings:
         )
 
     def wide(self, num_ring_ranks: float) -> Iterator[tuple[int, list[int]]]:
-        """Yield tiers and the indices of shapes that cross them, of at least so many places or else the widest."""
+        """Yields, tier by tier, the indices of shapes with at least `num_ring_ranks` ranks; the widest shape always
+        comes last.
+        """
         widest = self._tried[-1]
         for tier, indices, ring_ranks in self._tried:
             at = bisect_left(ring_ranks, num_ring_ranks)
@@ -77,7 +79,7 @@ class CandidateRings:
                 yield tier, indices[-1:]
 
     def seconds(self, length: int, index: int) -> float:
-        """Return the seconds that a sequence takes on every place of a group of a shape."""
+        """Seconds that a document takes on every rank of a ring."""
         key = (length, index)
         found = self._seconds.get(key)
         if found is None:
@@ -85,5 +87,5 @@ class CandidateRings:
         return found
 
     def fits(self, length: int, index: int) -> bool:
-        """Whether an empty place has room for its part of a sequence."""
+        """Whether an empty ring rank has room for its share of a document."""
         return ring_tokens(length, self.shapes[index].num_ring_ranks) <= self.capacity

@@ -1,8 +1,8 @@
-"""What attention to a sequence costs on the places of a group, in seconds of one layer, forward and backward.
+"""Cost of attention to a document on the ranks of a ring, in seconds of one layer, forward and backward.
 
-A place attends to a whole sequence of L tokens, or G places are a ring (terrace.sequence.segments): 2G chunks of
-c = ceil(L / 2G) tokens, two a place, so that each of the G rounds multiplies the same area. While a round computes, the
-keys of the next one travel; the gradients of keys return to their owner after the last round, hidden by nothing:
+One ring rank attends to a whole document of L tokens, or G ranks form a ring (terrace.sequence.segments): 2G chunks of
+c = ceil(L / 2G) tokens, two a rank, so that each of the G rounds multiplies the same area. The keys of the next round
+travel while a round computes; gradients of keys return to their owner after the last round, hidden by nothing:
 
     area(L)       L^2 / 2 pairs of a query and a key; under a window W < L, W L - W^2 / 2
     whole         (forwards + backward) pair_s area(L)
@@ -10,8 +10,8 @@ keys of the next one travel; the gradients of keys return to their owner after t
     link i        x_i(bytes) = latency_i + (bytes + half_bytes_i) / rate_i, of the keys of 2c tokens
     ring          over `forwards` and backward, t + sum over rounds that cross tier i of max(t, x_i);  + x_outermost
 
-Not modelled: sequences of one place hide each other's exchanges, kernels are less efficient on short sequences. So
-modelled seconds of a place are a sum over its sequences, and an upper figure where there are many.
+Not modelled: documents on one rank hide each other's exchanges, and kernels are less efficient on short ones. The
+seconds of a rank are thus a sum over its documents, and an overestimate where there are many.
 """
 
 import math
@@ -29,35 +29,33 @@ FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What one rank sends over a tier while all others do the same."""
+    """One rank's sending over a tier while all others send as well."""
 
-    bytes_per_s: float  # of large messages
+    bytes_per_s: float  # for large messages
     latency_s: float
-    half_bytes: float = 0.0  # of a message that reaches half of the rate
+    half_bytes: float = 0.0  # message size that reaches half of the rate
 
     @staticmethod
     def of(tier: Tier) -> "Link":
-        """Return the link of a tier."""
         rate = tier.bandwidth_bytes_per_s * tier.efficiency
         return Link(bytes_per_s=rate, latency_s=tier.latency_s, half_bytes=tier.half_bytes)
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of one message."""
         return self.latency_s + (num_bytes + self.half_bytes) / self.bytes_per_s if num_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkCost:
-    """Seconds and bytes of one layer on one rank: a part of its place, with its part of the heads."""
+    """Seconds and bytes of one layer on one rank: one Ulysses rank with its share of the heads."""
 
     links: tuple[Link, ...]  # of the tiers, innermost first
     pair_s: float  # forward attention of a query and a key
     key_bytes: float  # keys and values of a token
     query_bytes: float  # queries of a token, or its output
-    token_s: float = 0.0  # the linear part, forwards and backward, of a token that a rank holds
+    token_s: float = 0.0  # linear layers on one local token, forwards and backward
     backward: float = FLASH_BACKWARD  # attention backward, in forwards
     window: int = 0  # 0: none
-    forwards: float = 1.0  # with those that recomputation runs again; of several layers, the mean
+    forwards: float = 1.0  # forward passes per step, recomputation included; the mean over layers
 
     @staticmethod
     def of(
@@ -72,10 +70,10 @@ class WorkCost:
         compute: str = "bf16",
         forwards: float = 1.0,
     ) -> "WorkCost":
-        """Return the cost on a cluster of flash attention with so many heads on a place of `ulysses` ranks.
+        """Cost of flash attention on a cluster, for a ring rank of `ulysses` ranks.
 
-        4 FLOPs a pair and element of a head, at the share of the peak that attention reaches. Raises `ClusterError`
-        when the device has no peak of that dtype.
+        Counts 4 FLOPs for each pair and each element of a head, at the share of the peak that attention reaches. Raises
+        `ClusterError` when the device has no peak for `compute`.
         """
         peaks = cluster.device.peak_flops_per_s
         if compute not in peaks:
@@ -96,58 +94,53 @@ class WorkCost:
 
     @cached_property
     def whole_pair_s(self) -> float:
-        """Seconds of a query and a key, forwards and backward."""
+        """Seconds of one (query, key) pair, forwards and backward."""
         return (self.forwards + self.backward) * self.pair_s
 
     def area(self, length: int) -> float:
-        """Return how many pairs of a query and a key a sequence has."""
+        """Number of (query, key) pairs of a document."""
         if 0 < self.window < length:
             return self.window * (length - self.window / 2)
         return length * length / 2
 
     def whole_s(self, length: int) -> float:
-        """Return the seconds of a sequence on one place."""
+        """Seconds of a document on one ring rank."""
         return self.whole_pair_s * self.area(length)
 
     def ring_s(self, length: int, degrees: tuple[int, ...]) -> float:
-        """Return the seconds of a sequence on each place of a ring, of so many members on each tier."""
+        """Seconds of a document on each rank of a ring with these degrees."""
         num_ring_ranks = math.prod(degrees)
         if num_ring_ranks == 1:
             return self.whole_s(length)
         tokens = ring_tokens(length, num_ring_ranks)
         forward = self.pair_s * self.area(tokens * num_ring_ranks) / num_ring_ranks**2
         backward = self.backward * forward
-        total, home, plain = (
-            self.forwards * forward + backward,
-            0.0,
-            1,
-        )  # the first exchange of the backward has no gradients yet
+        total, return_s = self.forwards * forward + backward, 0.0
+        plain = 1  # exchanges without gradients: the first one of the backward has none yet
         for link, number in zip(self.links, crossings(degrees), strict=True):
             if number:
-                home = link.seconds(tokens * self.key_bytes)
-                both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and the gradients of those before
-                total += self.forwards * number * max(forward, home)
-                total += plain * max(backward, home) + (number - plain) * max(backward, both_s)
+                return_s = link.seconds(tokens * self.key_bytes)
+                both_s = link.seconds(2 * tokens * self.key_bytes)  # keys, and gradients of the round before
+                total += self.forwards * number * max(forward, return_s)
+                total += plain * max(backward, return_s) + (number - plain) * max(backward, both_s)
                 plain = 0
-        return total + home
+        return total + return_s
 
     def move_s(self, tier: int, num_tokens: int) -> float:
-        """Return the seconds in which tokens are attended to on another place than holds them, there and back.
-
-        Forward, queries, keys and values go and outputs return; backward, gradients go the other way round.
-        """
+        """Seconds to move tokens to the rank that attends to them and back, forward and backward."""
+        # Forward, queries, keys and values leave and outputs return; backward, their gradients go the opposite way.
         link = self.links[tier]
         to_attention = link.seconds(num_tokens * (self.query_bytes + self.key_bytes))
         return (self.forwards + 1) * (to_attention + link.seconds(num_tokens * self.query_bytes))
 
 
 def ring_tokens(length: int, num_ring_ranks: int) -> int:
-    """Return how many tokens of a sequence a place of a ring attends to at most."""
+    """Most tokens of a document that one rank of a ring attends to."""
     return length if num_ring_ranks == 1 else 2 * -(-length // (2 * num_ring_ranks))
 
 
 def crossings(degrees: Sequence[int]) -> list[int]:
-    """Return in how many rounds a ring of so many members on each tier crosses the tier; all its members at once."""
+    """Rounds in which a ring crosses each tier; all its members cross at once."""
     beyond, found = math.prod(degrees), []
     for degree in degrees:
         found.append(beyond - beyond // degree)

@@ -1,7 +1,7 @@
-"""Lengths of documents as they come: a published histogram and two plain cases, sampled by rule and not by chance.
+"""Document lengths: a published histogram and two plain cases, sampled by rule and not by chance.
 
-The rule: sample i of n is the quantile (j + 1/2) / n, where j is i's place in a fixed order that scatters neighbours;
-inside a bin documents are spread evenly. So n samples have the shape of the distribution, not an accident of a seed.
+Sample i of n is the quantile (j + 1/2) / n, where j is the rank of i in a fixed order that scatters neighbours; lengths
+are uniform inside a bin. The n samples therefore follow the distribution without the noise of a seed.
 """
 
 import math
@@ -30,7 +30,7 @@ PUBLISHED: tuple[Bin, ...] = (
 
 
 def sample(num_documents: int, bins: Sequence[Bin] = PUBLISHED) -> tuple[int, ...]:
-    """Return the lengths of so many documents of a histogram."""
+    """Lengths of `num_documents` documents that follow a histogram."""
     total = sum(count for *_, count in bins)
     lengths, index, below = [], 0, 0
     for number in range(num_documents):
@@ -44,17 +44,17 @@ def sample(num_documents: int, bins: Sequence[Bin] = PUBLISHED) -> tuple[int, ..
 
 
 def bimodal(num_documents: int, short: int = 512, long: int = 16384, one_in: int = 8) -> tuple[int, ...]:
-    """Return short documents, and every `one_in`-th a long one."""
+    """Short documents, with a long one as every `one_in`-th."""
     return tuple(long if number % one_in == one_in - 1 else short for number in range(num_documents))
 
 
 def one_huge(num_documents: int, huge: int, short: int = 1024) -> tuple[int, ...]:
-    """Return one huge document, and short ones after it."""
+    """One huge document followed by short ones."""
     return (huge, *[short] * (num_documents - 1))
 
 
 def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return them in an order in which any run of neighbours is a fair sample: by multiples of the golden section."""
+    """The lengths in an order where any run of neighbours is a fair sample: steps of the golden ratio."""
     number = len(lengths)
     step = max(1, round(number * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, number) > 1:
@@ -63,9 +63,9 @@ def scattered(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def batches(num_tokens: int, number: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return documents of so many batches of `num_tokens` each, taken one after the other, from the first again.
+    """Documents of `number` batches of `num_tokens` each, taken in order and starting over at the end.
 
-    The last of a batch is cut where the batch ends, and what is left of it dropped.
+    The last document of a batch is cut at the batch's end, and the rest of it dropped.
     """
     found, index = [], 0
     for _ in range(number):

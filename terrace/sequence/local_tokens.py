@@ -1,13 +1,13 @@
-"""Which tokens a member holds between attention: equally many, as near as can be to where they are attended to.
+"""Local tokens of every member: equal counts, as close as possible to the ranks that attend to them.
 
-Places attend to different numbers of tokens, and every place holds at most `room`. However tokens are held, at least
-(attended in a unit) - (room in the unit) leave that unit; matched from the innermost tier outwards, exactly so many do,
-for the units of all tiers at once. So no layout has fewer tokens cross any tier from nodes outwards, and none costs
-less under a cost that rises with the tier crossed.
+Ring ranks attend to different numbers of tokens, and each holds at most `room`. However tokens are held, at least
+(attended in a unit) - (room in the unit) must leave that unit. Matching surplus and room from the innermost tier
+outwards reaches this minimum for the units of all tiers at once. So no layout moves fewer tokens across any tier from
+nodes outwards, and none is cheaper under a cost that grows with the tier crossed.
 
-A *node* is a unit of the innermost tier that joins places. Its places take equal shares of what leaves and of what
-enters it, so that the links of all of them carry that (the routing of Zeppelin, 2509.21841); the rest is evened out
-inside. That may take more tokens over the fast links inside than would otherwise go there, never over others.
+A *node* is a unit of the innermost tier that joins ring ranks. Its ranks take equal shares of the tokens that leave and
+enter it, so that all their links carry the load (the routing of Zeppelin, 2509.21841); the rest is balanced inside the
+node. This may move more tokens over the fast links inside, never over others.
 """
 
 import math
@@ -18,23 +18,24 @@ from terrace.base.errors import PlanError
 from terrace.sequence.segments import Segment
 from terrace.sequence.token_layout import Run, cut_runs, merged_runs, num_rows
 
-Move = tuple[int, int, int]  # from a place that attends, to a place that holds, so many tokens
+Move = tuple[int, int, int]  # (ring rank that attends, ring rank that holds, tokens)
 
 
 def deal_local_tokens(
     segments: Sequence[Segment], ring_degrees: Sequence[int], ulysses: int, num_local_tokens: int
 ) -> tuple[tuple[Run, ...], ...]:
-    """Return the tokens that every member of the pool holds, `num_local_tokens` at most; member place * ulysses + part.
+    """Local tokens of every member of a context group, at most `num_local_tokens` each; member ring_rank * ulysses +
+    ulysses_rank.
 
-    What a place holds is dealt to its parts in equal runs, padding on the last ones. Raises `PlanError` when there are
-    more tokens than rows.
+    The tokens of a ring rank are dealt to its Ulysses ranks in equal runs, with padding on the last ones. Raises
+    `PlanError` when there are more tokens than rows.
     """
     num_ring_ranks, room = math.prod(ring_degrees), ulysses * num_local_tokens
     attended: list[list[Run]] = [[] for _ in range(num_ring_ranks)]
     for segment in segments:
         for index, ring_rank in enumerate(segment.ring_ranks):
             attended[ring_rank] += segment.shard(index)
-    rest = [num_rows(tuple(runs)) for runs in attended]  # not given away; the last ones go first
+    rest = [num_rows(tuple(runs)) for runs in attended]  # tokens not moved yet; the last ones move first
     held: list[list[Run]] = [[] for _ in attended]
     for source, to, number in moves(tuple(rest), ring_degrees, room):
         held[to] += cut_runs(attended[source], rest[source] - number, rest[source])
@@ -52,15 +53,16 @@ def deal_local_tokens(
 
 
 def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tuple[Move, ...]:
-    """Return which tokens are held elsewhere than attended to, when places attend to so many and hold at most `room`.
+    """Tokens held on another ring rank than the one that attends to them, when each rank holds at most `room`.
 
     Raises `PlanError` when there are more tokens than room.
     """
     if sum(attended) > room * len(attended):
         raise PlanError(
-            f"{sum(attended)} tokens do not fit on {len(attended)} places that hold {room} each: "
+            f"{sum(attended)} tokens do not fit on {len(attended)} ring ranks that hold {room} each: "
             "lower the tokens of a micro-batch"
         )
+    # First between nodes, as if each node were one rank with the room of all its ranks.
     size = next((degree for degree in ring_degrees if degree > 1), 1)
     nodes = [range(first, first + size) for first in range(0, len(attended), size)]
     totals = [sum(attended[node.start : node.stop]) for node in nodes]
@@ -73,8 +75,9 @@ def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tu
         leaves[source] += number
         enters[to] += number
     found: list[Move] = []
-    outgoing: list[list[list[int]]] = []  # by node: [place, tokens] yet to be sent
+    outgoing: list[list[list[int]]] = []  # by node: [ring rank, tokens] still to send
     incoming: list[list[list[int]]] = []
+    # Then inside each node, after all its ranks gave up and took in equal shares of the traffic between nodes.
     for node, gone, come in zip(nodes, leaves, enters, strict=True):
         out = _even([attended[ring_rank] for ring_rank in node], gone)
         into = _even([room] * size, come)
@@ -93,10 +96,10 @@ def moves(attended: Sequence[int], ring_degrees: Sequence[int], room: int) -> tu
 
 
 def _nested(counts: Sequence[int], degrees: Sequence[int], room: int) -> list[Move]:
-    """Return moves of what is more than `room` to where there is less, inside the innermost units that have both."""
     surplus = [max(0, count - room) for count in counts]
     lacking = [max(0, room - count) for count in counts]
     found: list[Move] = []
+    # The innermost unit that has both surplus and room matches them; only the rest is left to the next tier.
     for size in accumulate(degrees, lambda inside, degree: inside * degree):
         for first in range(0, len(counts), size):
             unit = slice(first, first + size)
@@ -111,7 +114,7 @@ def _nested(counts: Sequence[int], degrees: Sequence[int], room: int) -> list[Mo
 
 
 def _even(most: Sequence[int], number: int) -> list[int]:
-    """Return amounts that are `number` together, as even as can be where each is at most so much."""
+    # Water filling: amounts as equal as possible, each at most `most`, that sum to `number`.
     amounts = [0] * len(most)
     for done, at in enumerate(sorted(range(len(most)), key=most.__getitem__)):
         amounts[at] = min(most[at], number // (len(most) - done))
@@ -121,14 +124,13 @@ def _even(most: Sequence[int], number: int) -> list[int]:
 
 
 def _level(amounts: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Return (index, part) of amounts, `number` together, so that what is left of them is as even as can be."""
+    # Takes `number` in all, so that the remaining amounts are as equal as possible.
     left = _even(amounts, sum(amounts) - number)
     taken = (amount - stays for amount, stays in zip(amounts, left, strict=True))
     return [(at, number) for at, number in enumerate(taken) if number]
 
 
 def _drawn(waiting: list[list[int]], number: int) -> list[tuple[int, int]]:
-    """Take (place, tokens) from the front of a list, `number` together."""
     drawn = []
     while number:
         ring_rank, there = waiting[0]
@@ -143,7 +145,6 @@ def _drawn(waiting: list[list[int]], number: int) -> list[tuple[int, int]]:
 
 
 def _paired(sources: Sequence[tuple[int, int]], sinks: Sequence[tuple[int, int]]) -> Iterator[Move]:
-    """Yield moves between two lists of as many tokens, one after the other on both sides."""
     waiting = iter(sinks)
     to, room = 0, 0
     for source, number in sources:

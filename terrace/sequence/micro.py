@@ -1,4 +1,4 @@
-"""Which rows of a global batch are a micro-step: equal numbers, even costs."""
+"""Deals the rows of a global batch to micro-steps: equal row counts, even costs."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -7,14 +7,14 @@ from terrace.base.errors import PlanError
 
 
 def micro_steps(row_costs: Sequence[float], num_micros: int) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of each micro-step, rising: the costliest first, to the cheapest one with room (Graham's rule).
+    """Row indices of each micro-step, ascending. Raises `PlanError` when the rows are no multiple of `num_micros`.
 
-    A micro-step goes on when its slowest place is done, so what is uneven between micro-steps costs nothing by itself;
-    but one with several long documents and one with none could not be evened out over places. Raises `PlanError` when
-    the rows are no multiple of `num_micros`.
+    A micro-step ends when its slowest ring rank does, so uneven micro-steps cost nothing by themselves. But several
+    long documents in one micro-step and none in another could not be balanced over the ring ranks.
     """
     if num_micros < 1 or len(row_costs) % num_micros:
         raise PlanError(f"{len(row_costs)} rows cannot be dealt to {num_micros} micro-steps: give a multiple of them")
+    # Graham's rule: the costliest row first, to the cheapest micro-step that has room.
     room = len(row_costs) // num_micros
     steps: list[list[int]] = [[] for _ in range(num_micros)]
     heap = [(0.0, step) for step in range(num_micros)]

@@ -1,14 +1,15 @@
-"""Pairs: which queries of a place see which keys of a round, as few kernel calls as do no work in vain.
+"""Pairs of queries and keys in a round, in as few kernel calls as possible without wasted work.
 
-A token sees itself and those before it in its document, with a sliding window of W the nearest W of these. Two runs of
-tokens are either the same or apart, and then at most one document reaches from the one into the other:
+A token sees itself and the tokens before it in its document; with a sliding window of W, the nearest W of these. Two
+runs of tokens are either identical or disjoint, and then at most one document reaches from one into the other:
 
-    the same run    every document by itself, CAUSAL; neighbours that have at most 64 tokens together under one MASK;
-                    one longer than the window in pieces of its length under a MASK that takes in the piece before
-    apart           the queries that the document goes on to see all keys that it comes from: FULL. Under a window
-                    keys and queries out of reach are dropped, and the rest is a MASK unless all see all
+    identical   every document by itself, CAUSAL; neighbours of at most 64 tokens together share one MASK; a document
+                longer than the window is cut into pieces of its length, under a MASK that includes the previous piece
+    disjoint    all queries that the document continues into see all keys that it comes from: FULL. Under a window,
+                keys and queries out of reach are dropped, and the rest is a MASK unless all see all
 
-Where a shard's two runs see, or are seen by, the same tokens that is one pair: at even chunks a round of a ring is one.
+Where the two runs of a shard see, or are seen by, the same tokens, they share one pair: with even chunks a round of a
+ring is a single pair.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from terrace.sequence.token_layout import Mask, Pair, PairKind, Run
 
-# Documents that together are no longer are multiplied under one mask: terrace.model.attention has the measurements.
+# Documents that have no more tokens together share one mask: terrace.model.attention has the measurements.
 SHORT_PIECE = 64
 
 
@@ -29,12 +30,12 @@ class Stretch(NamedTuple):
     row: int
 
     def rows(self, start: int, stop: int) -> Run:
-        """Return the rows of tokens `start` ... `stop` - 1."""
+        """Rows of tokens `start` ... `stop` - 1."""
         return self.row + start - self.start, self.row + stop - self.start
 
 
 def pairs_within(stretches: Sequence[Stretch], documents: Sequence[int], window: int) -> Iterator[Pair]:
-    """Yield the pairs of each stretch with itself; rows of the next stretch follow on those of the one before."""
+    """Pairs of each stretch with itself; the rows of all stretches are contiguous."""
     group: list[Run] = []  # rows of short documents
     for start, stop in _documents(stretches, documents):
         size = stop - start
@@ -52,7 +53,6 @@ def pairs_within(stretches: Sequence[Stretch], documents: Sequence[int], window:
 
 
 def _documents(stretches: Sequence[Stretch], documents: Sequence[int]) -> Iterator[Run]:
-    """Yield the rows of each document in each stretch."""
     for stretch in stretches:
         inside = documents[bisect_right(documents, stretch.start) : bisect_left(documents, stretch.stop)]
         start = stretch.start
@@ -62,7 +62,6 @@ def _documents(stretches: Sequence[Stretch], documents: Sequence[int]) -> Iterat
 
 
 def _group(group: Sequence[Run], window: int) -> Pair:
-    """Return the pair of neighbouring short documents."""
     first, stop = group[0][0], group[-1][1]
     if len(group) == 1 and not 0 < window < stop - first:
         return Pair((first, stop), (first, stop), PairKind.CAUSAL)
@@ -71,8 +70,7 @@ def _group(group: Sequence[Run], window: int) -> Pair:
 
 
 def _banded(start: int, stop: int, window: int) -> Iterator[Pair]:
-    """Yield the pairs of a document longer than the window."""
-    length = max(window, SHORT_PIECE)  # so that none sees beyond the piece before
+    length = max(window, SHORT_PIECE)  # so that no query sees beyond the previous piece
     for begin in range(start, stop, length):
         end, first = min(begin + length, stop), max(begin - length, start)
         if end - first <= window:
@@ -84,7 +82,7 @@ def _banded(start: int, stop: int, window: int) -> Iterator[Pair]:
 def pairs_across(
     queries: Sequence[Stretch], keys: Sequence[Stretch], documents: Sequence[int], window: int
 ) -> Iterator[Pair]:
-    """Yield the pairs of a shard's queries with keys of other chunks of the segment."""
+    """Pairs of a shard's queries with keys of other chunks of its segment."""
     last: Pair | None = None
     for key in keys:
         for query in queries:
@@ -98,10 +96,10 @@ def pairs_across(
 
 
 def _across(query: Stretch, key: Stretch, documents: Sequence[int], window: int) -> Pair | None:
-    """Return the pair of two runs that are apart, if the queries come after and a document goes on to them."""
     if key.stop > query.start:
         return None
-    at = bisect_left(documents, key.stop)  # the first that begins with none of the keys
+    # Queries must come after the keys, and only the document that spans both gives pairs.
+    at = bisect_left(documents, key.stop)  # the first document that begins after the keys
     first, stop = key.start, query.stop
     if at > 0:
         first = max(first, documents[at - 1])
@@ -118,7 +116,6 @@ def _across(query: Stretch, key: Stretch, documents: Sequence[int], window: int)
 
 
 def _joined(one: Pair, other: Pair) -> Pair | None:
-    """Return one pair that does as much as two, if there is one."""
     if one.kind is not PairKind.FULL or other.kind is not PairKind.FULL:
         return None
     if one.keys == other.keys and one.queries[1] == other.queries[0]:

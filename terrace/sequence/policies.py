@@ -1,17 +1,17 @@
-"""What the documents of a micro-step would cost under different policies, in the same model: one layer, both ways.
+"""Cost of the documents of a micro-step under different policies, in one model: one layer, forward and backward.
 
-    tokens        whole documents packed so that every place has about as many tokens; the longest row is all rows'
-                  length
-    even ring     every document cut over all places, two chunks each (zig-zag), and keys passed round one flat ring,
-                  which crosses the slowest tier in every round: context parallelism as Transformer Engine has it, the
-                  baseline of Zeppelin (2509.21841). Documents are padded to two chunks a place, as there
-    tiered ring   the same in the order of a segment (terrace.sequence.segments), which crosses slow tiers seldom
-    cost          groups by cost, tokens held evenly and moved to where they are attended to (terrace.sequence.assign,
-                  terrace.sequence.local_tokens)
+    tokens        whole documents packed so that all ring ranks have similar numbers of tokens; rows are padded
+                  to the longest
+    even ring     every document cut over all ring ranks, two chunks each (zig-zag), keys go round one flat ring that
+                  crosses the slowest tier in every round: context parallelism as in Transformer Engine, the baseline of
+                  Zeppelin (2509.21841). Documents are padded to two chunks a rank, as there
+    tiered ring   the same in the order of a segment (terrace.sequence.segments), which rarely crosses slow tiers
+    cost          rings chosen by cost, tokens held evenly and moved to the ranks that attend to them
+                  (terrace.sequence.assign, terrace.sequence.local_tokens)
 
-A layer takes the linear part of what a place holds, the attention of the slowest place, and what moving takes the place
-that moves most: an upper figure, as if moves and attention never overlapped. The exchange among the parts of a place
-(Ulysses) is the same under all and left out; so are what short documents cost kernels, and launches.
+A layer takes the linear layers of the local tokens, the attention of the slowest rank, and the moves of the rank that
+moves most: an overestimate, as if moves and attention never overlapped. The exchange among Ulysses ranks is equal under
+all policies and left out, and so are launch costs and the inefficiency of kernels on short documents.
 """
 
 import math
@@ -30,23 +30,22 @@ POLICIES = ("tokens", "even ring", "tiered ring", "cost")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyCost:
-    """What a policy costs: seconds of one layer, forward and backward, and bytes of one part of every place."""
+    """Seconds of one layer, forward and backward, and bytes that one Ulysses rank of every ring rank sends."""
 
     policy: str
-    attention_s: tuple[float, ...]  # of each place
+    attention_s: tuple[float, ...]  # of each ring rank
     linear_s: float
     moved_s: float
     sent_bytes: tuple[float, ...]  # by tier, innermost first
-    bound_s: float  # which attention is not below under any assignment of documents to groups
+    bound_s: float  # lower bound of attention under any assignment
 
     @property
     def layer_s(self) -> float:
-        """Seconds of the layer."""
         return self.linear_s + max(self.attention_s) + self.moved_s
 
     @property
     def imbalance(self) -> float:
-        """Attention of the slowest place over that of the mean."""
+        """Attention of the slowest ring rank over the mean."""
         total = sum(self.attention_s)
         return max(self.attention_s) * len(self.attention_s) / total if total else 1.0
 
@@ -54,7 +53,7 @@ class PolicyCost:
 def policy_costs(
     lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int
 ) -> tuple[PolicyCost, ...]:
-    """Return the cost of every policy, in the order of `POLICIES`; arguments and errors are those of `assign`."""
+    """Cost of every policy, in the order of `POLICIES`. Takes the arguments of `assign` and raises the same errors."""
     found = assign(lengths, ring_degrees, cost, capacity)
     bound_s = makespan_bound_s(lengths, ring_degrees, cost, capacity)
     return (
@@ -81,11 +80,11 @@ def _tokens(lengths: Sequence[int], num_ring_ranks: int, cost: WorkCost, bound_s
     )
 
 
-_Messages = tuple[int, ...]  # how many places send over each tier
+_Messages = tuple[int, ...]  # number of ring ranks that send over each tier
 
 
 def _flat_rounds(ring_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
-    """Return the messages of every round of a flat ring over all places, and of the way home."""
+    # Every round is the same: each rank sends to the next one, over the outermost tier between them.
     num_ring_ranks, once = math.prod(ring_degrees), [0] * len(ring_degrees)
     for ring_rank in range(num_ring_ranks if num_ring_ranks > 1 else 0):
         once[tier_between(ring_degrees, ring_rank, (ring_rank + 1) % num_ring_ranks)] += 1
@@ -93,8 +92,8 @@ def _flat_rounds(ring_degrees: Sequence[int]) -> tuple[list[_Messages], _Message
 
 
 def _tiered_rounds(ring_degrees: Sequence[int]) -> tuple[list[_Messages], _Messages]:
-    """Return the same of a ring in the order of a segment."""
     num_ring_ranks, tiers = math.prod(ring_degrees), range(len(ring_degrees))
+    # In a round of a tiered ring all ranks cross the same tier.
     crossed = [tier for tier, number in enumerate(crossings(ring_degrees)) for _ in range(number)]
     rounds = [tuple(num_ring_ranks * (tier == here) for tier in tiers) for here in crossed]
     return rounds, rounds[-1] if rounds else (0,) * len(ring_degrees)
@@ -108,7 +107,6 @@ def _ring(
     cost: WorkCost,
     bound_s: float,
 ) -> PolicyCost:
-    """Return the cost of a ring over all places whose keys go round, and the gradients of keys home at last."""
     num_ring_ranks = len(rounds) + 1
     tokens = sum(ring_tokens(length, num_ring_ranks) for length in lengths)
     padded = (ring_tokens(length, num_ring_ranks) * num_ring_ranks for length in lengths)
@@ -116,6 +114,7 @@ def _ring(
     backward = cost.backward * forward
     attention_s = cost.forwards * forward + backward
     num_messages: list[float] = list(home)
+    # Keys travel in every forward and once more in the backward, there with gradients except before the first round.
     for step, sent in enumerate(rounds):
         key_s, both_s = _slowest_s(cost, sent, tokens), _slowest_s(cost, sent, 2 * tokens)
         attention_s += cost.forwards * max(forward, key_s) + max(backward, both_s if step else key_s)
@@ -135,7 +134,6 @@ def _ring(
 
 
 def _slowest_s(cost: WorkCost, sent: _Messages, num_tokens: int) -> float:
-    """Return the seconds until keys of so many tokens are over all tiers that they cross."""
     links = (link for link, number in zip(cost.links, sent, strict=True) if number)
     return max((link.seconds(num_tokens * cost.key_bytes) for link in links), default=0.0)
 
@@ -178,12 +176,11 @@ def _cost(
 
 
 def _messages(cost: WorkCost, num_rounds: int, *, is_first: bool) -> float:
-    """Return how often keys or their gradients go in so many rounds: the first of all brings no gradients."""
+    # The first round of the backward has no gradients to bring yet.
     return (cost.forwards + 2) * num_rounds - is_first
 
 
 def _degrees(ring_ranks: Sequence[int], ring_degrees: Sequence[int]) -> list[int]:
-    """Return how many members a group has on each tier."""
     degrees, units = [], set(ring_ranks)
     for degree in ring_degrees:
         inside = len(units)

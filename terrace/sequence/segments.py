@@ -1,4 +1,4 @@
-"""Segments: which places attend to which tokens. What a balancer says, and what a static ring is."""
+"""Segments: which ring ranks attend to which tokens. Produced by the balancer and by static rings."""
 
 import math
 from dataclasses import dataclass
@@ -30,51 +30,52 @@ class Segment:
     chunk: int = 0
 
     def __post_init__(self) -> None:
-        assert math.prod(self.shape) == len(self.ring_ranks), f"a ring {self.shape} of places {self.ring_ranks}"
+        assert math.prod(self.shape) == len(self.ring_ranks), f"a ring {self.shape} of ring ranks {self.ring_ranks}"
         assert self.num_chunks * self.chunk_tokens >= self.stop - self.start, f"{self} leaves tokens over"
 
     @cached_property
     def num_chunks(self) -> int:
-        """Into how many chunks it is cut."""
         return 1 if len(self.ring_ranks) == 1 else 2 * len(self.ring_ranks)
 
     @cached_property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk that is not one of the last."""
+        """Tokens of a chunk; the last chunks may have fewer."""
         return self.chunk or -(-(self.stop - self.start) // self.num_chunks)
 
     def shard(self, index: int) -> tuple[Run, ...]:
-        """Return the runs of tokens, rising, of the place at an index; one where its chunks are neighbours."""
+        """Token runs, ascending, of the rank at `index`: two chunks, or one run where they are neighbours."""
         chunks = (0,) if len(self.ring_ranks) == 1 else (index, self.num_chunks - 1 - index)
         starts = (self.start + chunk * self.chunk_tokens for chunk in chunks)
         runs = ((start, min(start + self.chunk_tokens, self.stop)) for start in starts)
         return merged_runs((start, stop) for start, stop in runs if start < stop)
 
     def padding(self, index: int) -> int:
-        """Return how many rows of padding the shard at `index` has."""
+        """Rows of padding of the shard at `index`."""
         if not self.chunk:
             return 0
         rows = self.chunk * (1 if len(self.ring_ranks) == 1 else 2)
         return rows - sum(stop - start for start, stop in self.shard(index))
 
     def locate(self, token: int) -> tuple[int, int]:
-        """Return the index whose shard has a token of the segment, and where the token's chunk ends."""
+        """Index of the rank whose shard has a token of the segment, and the end of the token's chunk."""
         chunk = (token - self.start) // self.chunk_tokens
         end = min(self.start + (chunk + 1) * self.chunk_tokens, self.stop)
         return min(chunk, self.num_chunks - 1 - chunk), end
 
 
 class RouteStep(NamedTuple):
-    """What a place of a ring does in a step; all are indices of `Segment.places`."""
+    """One step of a rank in a ring; all fields are indices into `Segment.ring_ranks`."""
 
-    source: int  # whose shard it has then
-    to: int  # who gets the one that it had before
-    by: int  # who had the one that it gets
+    source: int  # owner of the shard that it has in this step
+    to: int  # receiver of its previous shard
+    by: int  # sender of its new shard
 
 
 @lru_cache(maxsize=1024)
 def route(shape: tuple[int, ...], index: int) -> tuple[RouteStep, ...]:
-    """Return steps 0 ... G of the place at an index: 0 is the start, G, after the last, brings every shard home."""
+    """Steps 0 ... G of the rank at `index`: 0 is the start; G follows the last round and returns every shard to its
+    owner.
+    """
     num_ring_ranks = math.prod(shape)
     steps = [RouteStep(index, index, index)]
     for step in range(1, num_ring_ranks):
@@ -85,11 +86,12 @@ def route(shape: tuple[int, ...], index: int) -> tuple[RouteStep, ...]:
 
 
 def _moved(shape: tuple[int, ...], index: int, step: int, sign: int) -> int:
-    """Return the index as far from `index`, degree by degree, as a shard has come in so many steps."""
+    # Mixed radix: in `step` steps a shard has moved along each degree as often as steps were multiples of its stride
+    # and of no stride further out.
     moved, stride = 0, 1
     for degree in shape:
         index, digit = divmod(index, degree)
-        passed = step - step // degree  # of the multiples of `stride`, those of none further out
+        passed = step - step // degree  # multiples of `stride` that are not multiples further out
         moved += (digit + sign * passed) % degree * stride
         step //= degree
         stride *= degree

@@ -1,7 +1,9 @@
-"""The spread of `balance = "tokens"`: every row of a micro-batch is a ring over all places (terrace.plan.context).
+"""The token layout of `balance = "tokens"`: every row of a micro-batch is a ring over all ring ranks
+(terrace.plan.context).
 
-A place attends to its chunks of every row; its parts hold even shares of that, so that nothing is remapped and with one
-part nothing moves. All members hold the same number of rows and send messages of the same sizes, padding included.
+A ring rank attends to its chunks of every row and its Ulysses ranks hold even shares of them, so nothing is remapped,
+and with one Ulysses rank nothing moves. All members hold equally many rows and send messages of equal sizes, padding
+included.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +17,13 @@ from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
 from terrace.sequence.token_layout import Run, TokenLayout, cut_runs
 
-_KEPT = 8  # spreads of a rank: without documents all micro-batches are alike, with them those that begin as another did
+_KEPT = 8  # token layouts of a rank: micro-batches whose documents begin alike share one
 
 
 def static_token_layouts(
     plan: Plan, mesh: Mesh, sequence: int, window: int, member: int
 ) -> Callable[[tuple[int, ...]], TokenLayout]:
-    """Return `static_token_layout` of a member as a function of the documents, which keeps the last few spreads."""
+    """`static_token_layout` of a member as a function of the documents, with the last few layouts cached."""
     return lru_cache(maxsize=_KEPT)(
         lambda documents: static_token_layout(plan, mesh, sequence, window, documents, member)
     )
@@ -30,15 +32,15 @@ def static_token_layouts(
 def static_token_layout(
     plan: Plan, mesh: Mesh, sequence: int, window: int, documents: Sequence[int], member: int
 ) -> TokenLayout:
-    """Return the spread of a member for a micro-batch of rows of `sequence` tokens, whatever the plan's balance is.
+    """Token layout of a member for a micro-batch of rows of `sequence` tokens, whatever the plan's balance.
 
-    `documents` are the tokens, row after row, with which documents begin, rising; every row begins one.
+    `documents` are the token indices, row after row and ascending, at which documents begin; every row begins one.
     """
     return build_token_layout(static_group_layout(plan, mesh, sequence, window, documents), member)
 
 
 def static_group_layout(plan: Plan, mesh: Mesh, sequence: int, window: int, documents: Sequence[int]) -> GroupLayout:
-    """Return the layout of all members; arguments are those of `static_token_layout`."""
+    """Layout of all members; takes the arguments of `static_token_layout`."""
     degrees = tuple(degree for degree in mesh.group("ring") if degree > 1) or (1,)
     ulysses, num_ring_ranks = mesh.total("ulysses"), mesh.total("ring")
     chunk, ring_ranks = chunk_tokens(sequence, num_ring_ranks), tuple(range(num_ring_ranks))

@@ -30,19 +30,19 @@ Run = tuple[int, int]
 
 
 class PairKind(StrEnum):
-    """Which keys a query of a pair sees."""
+    """Keys that a query of a pair sees."""
 
-    FULL = "full"  # all of them
-    CAUSAL = "causal"  # as many tokens of each; those up to itself
-    MASK = "mask"  # what `Pair.mask` says
+    FULL = "full"  # all keys
+    CAUSAL = "causal"  # equally many queries and keys: the keys up to its own index
+    MASK = "mask"  # as `Pair.mask` says
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Query i stands at i + `shift` of the keys, and sees those up to there, of its document and its window alone.
+    """Query i is at index i + `shift` of the keys, and sees the keys up to there, within its document and its window.
 
-    `begins` are the keys with which documents begin, rising; before the first it goes on with one. Both sides are
-    neighbouring tokens. `window` 0: none.
+    `begins` are the key indices, ascending, at which documents begin; a document may already be running before the
+    first. Queries and keys are each contiguous tokens. `window` 0 means none.
     """
 
     shift: int
@@ -52,19 +52,19 @@ class Mask:
 
 @dataclass(frozen=True)
 class Pair:
-    """Attended rows whose queries see the keys of rows of the round."""
+    """Attention rows whose queries see keys among the rows of the round."""
 
     queries: Run
     keys: Run
     kind: PairKind
-    mask: Mask | None = None  # of Kind.MASK
+    mask: Mask | None = None  # only for PairKind.MASK
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that go to each peer, and where those of each peer go. One message for a peer; itself: rows that stay.
+    """Rows sent to each peer, and rows received from each peer: one message a peer, in the order of peers.
 
-    In the order of peers. The rows of a message are those of its runs, one after the other.
+    A message to the rank itself is rows that stay. The rows of a message are its runs, concatenated.
     """
 
     sends: tuple[tuple[int, tuple[Run, ...]], ...]
@@ -76,35 +76,32 @@ NOTHING = Exchange((), ())
 
 @dataclass(frozen=True)
 class Round:
-    """Keys of `num_rows` rows, which `exchange` brought from those of the round before, and what sees them."""
+    """`num_rows` rows of keys, brought by `exchange` from the round before, and the pairs that read them."""
 
     num_rows: int
-    exchange: Exchange  # `NOTHING` of round 0
+    exchange: Exchange  # `NOTHING` in round 0
     pairs: tuple[Pair, ...]
-    return_gradients: (
-        Exchange  # from rows not passed on to attended rows of the place that owns them; `NOTHING` of round 0
-    )
+    return_gradients: Exchange  # of rows passed on no further, to their owner's attention rows; `NOTHING` in round 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLayout:
     """One rank's part of a micro-batch."""
 
-    member: int  # of the pool: this rank
+    member: int  # this rank's index in the context group
     tokens: tuple[Run, ...]  # of the micro-batch, or with balance = "cost" of the global batch, row after row
     num_local_tokens: int
     num_attention_tokens: int
-    into: Exchange  # from held rows to attended rows
+    into: Exchange  # from local rows to attention rows
     rounds: tuple[Round, ...]
 
 
 def num_rows(runs: tuple[Run, ...]) -> int:
-    """Return how many rows runs have together."""
     return sum(stop - start for start, stop in runs)
 
 
 def merged_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the same rows in the same order: none of the runs empty, and neighbours in one."""
+    """The same rows in the same order, with empty runs dropped and neighbours joined."""
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:
@@ -115,7 +112,7 @@ def merged_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def cut_runs(runs: Iterable[Run], start: int, stop: int) -> tuple[Run, ...]:
-    """Return rows `start` ... `stop` - 1 of what runs have together, fewer if they end before."""
+    """Rows `start` ... `stop` - 1 of the concatenated runs; fewer if the runs end before `stop`."""
     cut = []
     for first, last in runs:
         size = last - first

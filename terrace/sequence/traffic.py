@@ -1,14 +1,14 @@
-"""What a TokenLayout sends, by leg and tier: what the ledger of a run must show.
+"""Rows and bytes that a `TokenLayout` sends, by leg and tier; the ledger of a run must show the same.
 
-A row of a leg is so many heads of a part, N query and K key-value heads of the model (of the rank's slice, under a
-tensor axis) over u parts, kv = max(K / u, 1):
+Bytes of one row, for N query and K key-value heads of the model (of the rank's slice under a tensor axis) and u Ulysses
+ranks, with kv = max(K / u, 1):
 
-    leg         forward                   backward
-    into        N/u + 2 kv: q, k, v       N/u: gradient of the output
-    ring        2 kv: k, v                2 kv again
-    gradients                             2 kv: of keys of a round but the first, with the exchange after it
-    home                                  2 kv: gradients
-    back        N/u: output               N/u + 2 kv: gradients of q, k, v
+    leg                forward                   backward
+    into               N/u + 2 kv: q, k, v       N/u: gradient of the output
+    ring               2 kv: k, v                2 kv again
+    gradients                                    2 kv: keys of a round but the first, with the exchange after it
+    return_gradients                             2 kv: gradients
+    back               N/u: output               N/u + 2 kv: gradients of q, k, v
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,8 @@ class SentRows:
     """Rows that a rank sends to others for one layer, by tier of the cluster, innermost first."""
 
     into: tuple[int, ...]
-    ring: tuple[int, ...]  # of all rounds
-    gradients: tuple[int, ...]  # of all rounds
+    ring: tuple[int, ...]  # all rounds
+    gradients: tuple[int, ...]  # all rounds
     return_gradients: tuple[int, ...]
     back: tuple[int, ...]
 
@@ -38,7 +38,6 @@ class SentBytes:
 
 
 def sent_rows(token_layout: TokenLayout, group: ContextGroup) -> SentRows:
-    """Return the rows that the member sends."""
     back = Exchange(token_layout.into.receives, token_layout.into.sends)
     return SentRows(
         into=_by_tier([token_layout.into], token_layout.member, group),
@@ -52,7 +51,7 @@ def sent_rows(token_layout: TokenLayout, group: ContextGroup) -> SentRows:
 
 
 def sent_bytes(token_layout: TokenLayout, group: ContextGroup, heads: Heads, item_bytes: int) -> SentBytes:
-    """Return the bytes that the member sends; heads are those before they are divided among the parts of a place."""
+    """Bytes that the member sends; `heads` are all heads of a ring rank."""
     rows = sent_rows(token_layout, group)
     part = heads.per_ulysses_rank(group.ulysses)
     queries, keys, head_bytes = part.queries, 2 * part.keys, part.size * item_bytes
@@ -69,7 +68,6 @@ def sent_bytes(token_layout: TokenLayout, group: ContextGroup, heads: Heads, ite
 
 
 def _by_tier(exchanges: Iterable[Exchange], member: int, group: ContextGroup) -> tuple[int, ...]:
-    """Return the rows that exchanges send to others, by tier."""
     rows = [0] * len(group.sizes)
     for exchange in exchanges:
         for peer, runs in exchange.sends:

@@ -16,7 +16,7 @@ FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
 
 
 def run_blocks_of(run: RunConfig) -> list[nn.Module]:
-    """Return the blocks of a run, without values, with adapters where it has some."""
+    """Blocks of a run, without values, with adapters if it has any."""
     blocks = build_blocks(run.model)
     if run.lora is not None:
         add_adapters(blocks, run.model, run.lora)
@@ -24,16 +24,18 @@ def run_blocks_of(run: RunConfig) -> list[nn.Module]:
 
 
 def fact_of(lora: LoraConfig | None) -> dict[str, object] | None:
-    """Return what a checkpoint says of adapters."""
+    """Description of adapters for a checkpoint."""
     return None if lora is None else {key: list(v) if isinstance(v, tuple) else v for key, v in dump(lora).items()}
 
 
 def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
-    """Return the adapters of a checkpoint's model, None where it has none."""
+    """Adapters of a checkpoint's model; None if it has none."""
     table = checkpoint.facts.get(FACT)
     return None if table is None else load(LoraConfig, table, FACT)
 
 
 def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (block, parameter, value) of a checkpoint's whole model, adapters folded in: as one without adapters."""
+    """Yields (block, parameter, value) of a checkpoint's whole model with adapters folded in, as a model without
+    adapters has.
+    """
     yield from merged_parameters(checkpoint.parameters(), parse_model(checkpoint.facts["model"]), lora_of(checkpoint))

@@ -1,7 +1,7 @@
-"""What attention costs on a run's devices and links, as the balancer of `balance = "cost"` takes it.
+"""Cost of attention on a run's devices and links, for the balancer of `balance = "cost"`.
 
-A run assigns documents by these figures, and another assignment adds numbers up in another order. So that a run that
-goes on has the same bits, its checkpoints keep them: they hold as long as cluster, plan and model are the same.
+These figures decide how documents are assigned, and another assignment adds numbers in another order. Checkpoints
+therefore keep them, so that a resumed run has the same bits, as long as cluster, plan and model are the same.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ KEY = "attention_cost"  # of a checkpoint's facts
 
 
 def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
-    """Return what a layer costs a rank of a run on `cluster`, whose constants are measured or those of its file.
+    """Cost of a layer on one rank of a run; the constants of `cluster` are measured or those of its file.
 
     Raises `ClusterError` for a device that has no peak of the plan's compute dtype.
     """
@@ -39,12 +39,12 @@ def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
 
 
 def cost_fact(run: RunConfig, cost: WorkCost) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the figures."""
+    """Figures as a checkpoint keeps them."""
     return {"of": _digest(run), "seconds": dump(cost)}
 
 
 def kept_cost(run: RunConfig, facts: Mapping[str, Any]) -> WorkCost | None:
-    """Return the figures that the run of a checkpoint had; None where it was of another cluster, plan or model."""
+    """Figures kept in a checkpoint; None if it was of another cluster, plan or model."""
     fact = facts.get(KEY)
     if not isinstance(fact, Mapping) or fact.get("of") != _digest(run):
         return None

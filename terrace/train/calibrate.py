@@ -1,12 +1,11 @@
-"""A second's measurement at the start of a run, so that the prediction is about this machine.
+"""A one-second measurement at the start of a run, so that the prediction is about this machine.
 
-Measured on all ranks at once, since they may share cores and links: the FLOP/s that one decoder layer
-reaches in its forward, the bandwidth of memory, and per tier latency and bandwidth of an all-gather (from
-a small and a large message, back to back). To every latency comes what messages cost beyond that when they
-alternate with computation, as they do in a step: a rank waits for partners that are not quite there, while
-another one may use the core. On a tier that only stages of a pipeline talk over, every stage sends to the next one and
-then to the one before, all pairs at once; what stages wait for each other the simulation plays, so nothing is added.
-The result is the cluster with these constants in place of its own.
+Measured on all ranks at once, since they may share cores and links: the FLOP/s that one decoder layer reaches in its
+forward, memory bandwidth, and per tier latency and bandwidth of an all-gather (from a small and a large message, back
+to back). Every latency also gets the extra cost of messages that alternate with computation, as in a step: a rank waits
+for partners that are not quite ready, while another may use the core. On a tier used only between pipeline stages,
+every stage sends to the next one and then to the previous one, all pairs at once; the simulation plays the waits
+between stages, so nothing is added there. The result is the cluster with these constants in place of its own.
 """
 
 import math
@@ -42,18 +41,18 @@ Progress = Callable[[str], None]
 
 
 def calibrate(engine: Engine, run: RunConfig, progress: Progress = lambda what: None) -> Cluster:
-    """Return `run.cluster` with measured constants, the same on every rank. Every rank calls this.
+    """`run.cluster` with measured constants, the same on every rank. Every rank calls this.
 
-    `progress` is told what is measured next.
+    `progress` receives the name of each measurement before it starts.
     """
     progress("compute and memory")
     return measure(engine, *_layer(engine, run), progress)
 
 
 def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda what: None) -> Cluster:
-    """Return the cluster of `engine` with measured constants; `layer` is a computation, of so many FLOPs.
+    """The cluster of `engine` with measured constants; `layer` is a computation of `flops` FLOPs.
 
-    The rest is as for `calibrate`.
+    Otherwise like `calibrate`.
     """
     cluster, plan = engine.program.cluster, engine.program.plan
     layer_s = _mean_seconds(engine, layer)
@@ -61,9 +60,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     own.append(_codec_bytes_per_s(engine) or own[1])
     mesh = engine.program.everyone
     crossed = [index for index, degree in enumerate(mesh.degrees) if degree > 1]
-    groups = [
-        engine.comm.groups.of(max(crossed), mesh.axes, index) for index in crossed
-    ]  # those of the control message
+    # The groups of the control message.
+    groups = [engine.comm.groups.of(max(crossed), mesh.axes, index) for index in crossed]
     for group in groups:
         progress(group.tier)
         own += _latency_and_bandwidth(engine, group)
@@ -75,18 +73,21 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         own += _between_stages(engine, tier)
     progress("the figures of all ranks")
     everyone = torch.tensor(engine.comm.exchange(own), dtype=torch.float64)  # (world size, constants)
+    # Every rank averages the same figures, so that all build the same cluster.
     mean = everyone.nanmean(0).tolist()  # a stage may have no neighbour over a tier
     device = replace(
         cluster.device,
         peak_flops_per_s={**cluster.device.peak_flops_per_s, plan.compute: mean[0]},
         memory_bandwidth_bytes_per_s=mean[1],
-        # What was measured is what kernels reach, so nothing is left to scale; a codec may reach less.
+        # The measured rates are those that kernels reach, so no efficiency remains to scale by; a codec may reach less.
         kernels=Kernels(codec=min(1.0, mean[2] / mean[1])),
         marks={f"peak_flops_per_s.{plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
     )
     after = 3 + 2 * len(groups)
     skew_s, links = mean[after], mean[after + 1 :]
+    # Tiers inside a stage get the skew on top; tiers only between stages do not, since the simulation plays their
+    # waits.
     constants = {
         group.tier: (latency_s + skew_s, bandwidth)
         for group, latency_s, bandwidth in zip(groups, mean[3:after:2], mean[4:after:2], strict=True)
@@ -103,7 +104,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
 
 
 def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer: Pacer | None) -> Tier:
-    if pacer is not None:  # what was measured is the link under the pace
+    if pacer is not None:  # the measurement saw the link without the pace
         latency_s = max(latency_s, pacer.least_s(tier.name, 0))
         bandwidth_bytes_per_s = min(
             bandwidth_bytes_per_s, 1 / (pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0))
@@ -112,7 +113,7 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
         tier,
         latency_s=latency_s,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        direct=False,  # what was measured is what messages of this run's groups reach
+        direct=False,  # the measured rate is already that of this run's groups
         efficiency=1.0,
         half_bytes=0.0,
         marks={"latency_s": "measured", "bandwidth_bytes_per_s": "measured"},
@@ -121,10 +122,7 @@ def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer:
 
 
 def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
-    """Return a call that runs one layer forward on as many tokens of a micro-batch as a rank holds, and its FLOPs.
-
-    The layer attends by itself: what ranks that attend together send each other is no part of it.
-    """
+    # One layer forward on a rank's local tokens. It attends locally: exchanges of the context axis are priced apart.
     config, dtype = replace(run.model, num_layers=1, vocab_size=1), DTYPES[run.plan.compute]
     blocks = build_blocks(config)
     initialise(blocks, config, 0, dtype, engine.device)
@@ -140,12 +138,12 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
 
 
 def _memory_bytes_per_s(engine: Engine) -> float:
+    # Two operands are read and one written.
     a = torch.zeros(_LARGE_BYTES, device=engine.device)
     return 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
 
 
 def _codec_bytes_per_s(engine: Engine) -> float:
-    """Return the bytes that coding and decoding moves in a second, or 0 where no message is in a block format."""
     cluster, plan = engine.program.cluster, engine.program.plan
     wires = {
         wire
@@ -155,6 +153,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
     }
     if not wires:
         return 0.0
+    # One codec stands for all; choosing it by name makes the choice the same on every rank.
     wire = min(wires, key=lambda each: each.name)
     values = torch.randn((1, _LARGE_BYTES // 2), device=engine.device).to(DTYPES[plan.compute])
     coded = torch.empty((1, wire.message_bytes(values.numel())), dtype=torch.uint8, device=engine.device)
@@ -167,6 +166,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
 
 
 def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
+    # An all-gather over a ring sends size - 1 messages one after the other.
     copies = group.size - 1
     small_s, large_s = (
         _mean_seconds(engine, _gather(engine, group, size), _REPEATS) for size in (_SMALL_BYTES, _LARGE_BYTES)
@@ -175,7 +175,6 @@ def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
 
 
 def _fitted(small_s: float, large_s: float) -> list[float]:
-    """Return latency and bandwidth from the seconds of a small and of a large message."""
     if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
         return [0.0, _LARGE_BYTES / large_s]
     bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
@@ -183,19 +182,16 @@ def _fitted(small_s: float, large_s: float) -> list[float]:
 
 
 def _edge_tiers(engine: Engine) -> list[int]:
-    """Return the indexes of the tiers that neighbouring stages talk over and no group of data or tensor ranks does."""
     program = engine.program
+    # Tiers that neighbouring stages use and no group of data or tensor ranks does.
     crossed = {program.mesh.edge_tier(*pair) for pair in program.stage.pairs if pair[1] == pair[0] + 1}
     return sorted(tier for tier in crossed if program.everyone.degrees[tier] == 1)
 
 
 def _between_stages(engine: Engine, tier: int) -> list[float]:
-    """Return latency and bandwidth of messages over a tier to the next stage and the one before.
-
-    Not a number on a rank whose neighbours are not over this tier: it takes part in the barriers alone.
-    """
     program = engine.program
     stage, pairs = program.stage.index, program.stage.pairs
+    # Every rank takes part in the barriers; one without a neighbour over this tier reports NaN.
     onward, back = (
         other if pair in pairs and program.mesh.edge_tier(*pair) == tier else None
         for other, pair in ((stage + 1, (stage, stage + 1)), (stage - 1, (stage - 1, stage)))
@@ -210,9 +206,9 @@ def _between_stages(engine: Engine, tier: int) -> list[float]:
 
 
 def _exchange(engine: Engine, between: StageP2P, onward: int | None, back: int | None, num_bytes: int) -> Work:
-    """Return a call in which every stage sends a message to the next one, then one to the stage before."""
     sent, received = (torch.zeros(num_bytes, dtype=torch.uint8, device=engine.device) for _ in range(2))
 
+    # The receive is posted first, so that no pair of sends waits for each other.
     def shift(target: int | None, source: int | None) -> None:
         arriving = None if source is None else between.receive(received, source)
         if target is not None:
@@ -228,9 +224,9 @@ def _exchange(engine: Engine, between: StageP2P, onward: int | None, back: int |
 
 
 def _skew_s(engine: Engine, groups: Sequence[TierGroup], layer: Work, layer_s: float) -> float:
-    """Return what a message between computation costs beyond one back to back, averaged over tiers and neighbours."""
     if not groups:
         return 0.0
+    # The extra cost of messages between computation, compared with messages back to back, per tier and neighbour.
     gathers = [_gather(engine, group, _SMALL_BYTES) for group in groups]
 
     def messages() -> None:
@@ -254,12 +250,13 @@ def _gather(engine: Engine, group: TierGroup, num_bytes: int) -> Work:
 
 
 def _mean_seconds(engine: Engine, work: Work, repeats: int | None = None) -> float:
-    """Return the mean time of a call, all ranks starting together; for about the budget, or `repeats` times."""
     work()
     if dist.is_initialized() and engine.program.cluster.world_size > 1:
         dist.barrier()
     _finish(engine)
     begin, calls = time.perf_counter(), 0
+    # Either a fixed number of calls, which all ranks must share when they exchange messages, or as many as fit the
+    # budget.
     while calls < repeats if repeats else (calls < 3 or time.perf_counter() - begin < _BUDGET_S):
         work()
         calls += 1

@@ -1,9 +1,9 @@
 """The configuration of a run: one file plus dotted overrides, resolved and checked before anything starts.
 
-Layers, each laid over the one before: the embedded default, what the plan's file says it was made for
-(terrace.train.planned), the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a file
-replaces the whole section), `--data`, then `--section.key value`.
-What a file names by a relative path lies beside that file; what a flag names, in the working directory.
+Layers, each overriding the one before: the embedded default, the `[task]` of the plan's file (terrace.train.planned),
+the file of `--config`, the flags `--model`, `--cluster`, `--plan` (a name or a file replaces the whole section),
+`--data`, then `--section.key value`. Relative paths in a file are relative to that file; in a flag, to the working
+directory.
 """
 
 import math
@@ -41,7 +41,7 @@ _WHOLE = ("model", "cluster", "plan")  # sections that a name or a file replaces
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, how much at a time, and what is written. `batch` is in sequences per step, over all ranks."""
+    """Length of a run, sizes of its steps, and outputs. `batch` is in sequences per step, over all ranks."""
 
     steps: int
     batch: int
@@ -109,36 +109,34 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that defines a run."""
-
     model: ModelConfig
     cluster: Cluster
     plan: Plan
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lora: LoraConfig | None = None  # train adapters alone
+    lora: LoraConfig | None = None  # only adapters train
 
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """Return the block specs with frozen parameters marked."""
+        """Block specs with frozen parameters marked."""
         specs = block_specs(self.model)
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     @property
     def has_documents(self) -> bool:
-        """Whether a sequence may hold several documents that attend to themselves alone."""
+        """Whether a sequence may hold several documents, each of which attends only to itself."""
         return any(source.documents != "join" for source in self.data.sources())
 
     def num_micros(self) -> int:
-        """Return the micro-batches per rank and step."""
+        """Micro-batches per rank and step."""
         return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.train.batch)
 
 
 def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]) -> RunConfig:
-    """Return the checked configuration.
+    """The checked configuration.
 
-    `flags` may hold model, cluster, plan and data; `overrides` is the nested table of dotted overrides.
-    Raises the `TerraceError` of whatever is wrong.
+    `flags` may hold model, cluster, plan and data; `overrides` is the nested table of dotted overrides. Raises the
+    `TerraceError` of the first mistake.
     """
     return parse_run(resolve_table(config_path, flags, overrides))
 
@@ -146,19 +144,21 @@ def resolve(config_path: str | None, flags: Mapping[str, str | None], overrides:
 def resolve_table(
     config_path: str | None, flags: Mapping[str, str | None], overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the table of a run, not checked yet; arguments and errors are those of `resolve`."""
+    """Table of a run, not checked yet; arguments and errors as for `resolve`."""
     table = read_table(Path(str(resources.files(__package__) / "default.toml")))
     folder = Path() if config_path is None else Path(config_path).parent
     own = {} if config_path is None else read_table(Path(config_path))
     planned = read_planned(flags["plan"] if flags.get("plan") is not None else _beside(folder, "plan", own.get("plan")))
     if planned is not None:
         table = merge(table, {"train": planned.train}) | {"model": planned.model, "cluster": planned.cluster}
+    # Order of the layers: defaults, the plan's task, the file, the flags, the dotted overrides.
     table = _lay_over(table, own, folder)
     for name in _WHOLE:
         if flags.get(name) is not None:
             table[name] = flags[name]
     if flags.get("data") is not None:
         table = merge(table, {"data": {"path": flags["data"]}})
+    # The model's path is needed below, after `section` has replaced it by its table.
     model = table.get("model")
     table = merge({name: section(name, value) for name, value in table.items()}, overrides)
     data = [given.get("data") for given in (own, overrides)]
@@ -167,14 +167,14 @@ def resolve_table(
 
 
 def parse_run(table: Mapping[str, Any]) -> RunConfig:
-    """Build and check a run from its whole table."""
+    """Builds and checks a run from its whole table."""
     run = parse_sections(table)
     _check(run)
     return run
 
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:
-    """Build a run from its whole table, each section by itself: whether they suit one another is not checked."""
+    """Builds a run from its whole table, each section by itself: whether the sections fit together is not checked."""
     known = [item.name for item in fields(RunConfig)]
     for name, value in table.items():
         if name not in known:
@@ -198,7 +198,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
 
 
 def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig) -> Plan:
-    """Return the plan for an optimizer; one that was made for another is refused."""
+    # A plan's memory and FLOPs depend on the optimizer, so one made for another must not be used silently.
     update = table.get("update", optimizer.name)
     if update != optimizer.name:
         raise ConfigError(
@@ -209,14 +209,14 @@ def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig
 
 
 def run_toml(run: RunConfig) -> str:
-    """Return the resolved configuration as TOML; `parse_run` reads it back to an equal value."""
+    """The resolved configuration as TOML; `parse_run` reads it back to an equal value."""
     table = {item.name: dump(getattr(run, item.name)) for item in fields(run) if getattr(run, item.name) is not None}
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)
 
 
 def section(name: str, value: Any) -> Any:
-    """Return the table of a section that may be given by name or path; a plan's is without what it was made for."""
+    """Table of a section that may be given by name or path; the `[task]` of a plan's file is left out."""
     if not isinstance(value, str) or name not in _WHOLE:
         return value
     if name == "cluster":
@@ -231,6 +231,7 @@ def section(name: str, value: Any) -> Any:
 
 
 def _check(run: RunConfig) -> None:
+    # validate Each section was checked by itself; here are the rules across sections.
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     run.num_micros()
@@ -253,7 +254,6 @@ def _check(run: RunConfig) -> None:
 
 
 def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Lay a user's file over the defaults; a section that is whole by nature replaces the default's."""
     result = merge(table, {name: value for name, value in own.items() if name not in _WHOLE})
     result |= {name: _beside(folder, name, own[name]) for name in _WHOLE if name in own}
     data = own.get("data")
@@ -268,7 +268,6 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
 
 
 def _beside(folder: Path, name: str, value: Any) -> Any:
-    """Return a preset's name as it is, and the path of a file in `folder`."""
     presets = {"cluster": preset_names(), "plan": list(PRESETS), "model": []}[name]
     if not isinstance(value, str) or not value or value in presets:
         return value

@@ -1,12 +1,12 @@
-"""A rank's part of every micro-batch where ranks attend together: which tokens it holds, and what it does with them.
+"""Local micro-batches of a rank on the context axis: its tokens of each micro-batch, and its token layout.
 
-All of it is made on the host, before the step, and is a function of the step, the plan and what attention costs; every
-rank computes the same assignment, and reads the rows of its own tokens alone. Under `balance = "tokens"` a micro-batch
-is the data rank's own rows, cut in the same way every time (terrace.sequence.static). Under `balance = "cost"` the rows
-of all data ranks are one set of documents: rows are dealt among the micro-batches of the step, then the documents of
-each among the places (terrace.sequence.balanced). Padding, and whatever else has no label, is left out.
+Made on the host before the step, as a function of the step, the plan and the cost of attention. Every rank computes the
+same assignment and reads only the rows of its own tokens. Under `balance = "tokens"` a micro-batch consists of the data
+rank's own rows, cut the same way every time (terrace.sequence.static). Under `balance = "cost"` the rows of all data
+ranks are one set of documents: rows are dealt to the micro-batches of the step, then the documents of each to ring
+ranks (terrace.sequence.balanced). Padding and documents without a label are left out.
 
-Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T tokens that a rank holds.
+Shape legend: B rows of a micro-batch of a data rank, S tokens of a row, T local tokens of a rank.
 """
 
 from bisect import bisect_right
@@ -48,14 +48,14 @@ class LocalMicro:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalStep:
-    """A rank's micro-batches of a step, and how even the step is: see `StepRecord.balance`."""
+    """A rank's micro-batches of a step, and the step's balance as in `StepRecord.balance`."""
 
     micros: list[LocalMicro]
     balance: float
 
 
 class ContextBatches:
-    """Makes the micro-batches of a rank under a plan whose ranks attend together."""
+    """Makes the micro-batches of a rank under a plan with a context axis or `balance = "cost"`."""
 
     def __init__(
         self, batches: Batches, cluster: Cluster, plan: Plan, num_micros: int, rank: int, cost: WorkCost
@@ -66,13 +66,13 @@ class ContextBatches:
         self._group = ContextGroup.of(cluster, plan, rank)
         self._member = self._group.members.index(rank)
         self._num_local_tokens = local_tokens(plan, self._mesh, batches.sequence)
-        # A spread that comes again is the same object, and what the engine made of it is of use again.
+        # An equal token layout comes back as the same object, so that the engine reuses its device layout.
         self._static_token_layout = static_token_layouts(plan, self._mesh, batches.sequence, cost.window, self._member)
 
     def step(self, step: int) -> LocalStep:
-        """Return this rank's part of a step."""
         parts = self._batches.parts(step)
         if self._plan.balance == "cost":
+            # Rows are dealt to micro-batches by attention seconds, so that each micro-batch can be balanced.
             costs = [sum(self._cost.whole_s(stop - start) for start, stop in row) for row in parts]
             made = [self._assigned(step, parts, rows) for rows in micro_steps(costs, self._num_micros)]
         else:
@@ -81,7 +81,6 @@ class ContextBatches:
         return LocalStep(micros=[micro for micro, _ in made], balance=evenness([each_s for _, each_s in made], alike_s))
 
     def _assigned(self, step: int, parts: Sequence[Parts], rows: Sequence[int]) -> tuple[LocalMicro, Sequence[float]]:
-        """Return the micro-batch of these rows of the global batch, and the seconds of attention of each place."""
         sequence = self._batches.sequence
         runs = [(row * sequence + start, row * sequence + stop) for row in rows for start, stop in parts[row]]
         lengths = [stop - start for start, stop in runs]
@@ -89,19 +88,21 @@ class ContextBatches:
             lengths, self._group.ring_degrees, self._group.ulysses, self._num_local_tokens, self._cost
         )
         made = build_token_layout(layout, self._member)
+        # The balancer numbered tokens through the documents; the data loader counts them in the global batch.
         made = replace(made, tokens=placed(made.tokens, runs))
         micro = local_micro(made, sequence, partial(self._batches.rows, step))
         return micro, assigned_seconds(layout.segments, self._group.num_ring_ranks, self._cost)
 
     def _static(self, step: int, parts: Sequence[Parts], micro: int) -> tuple[LocalMicro, Sequence[float]]:
-        """Return the micro-batch of the data rank's own rows, and the seconds of each place of all data ranks."""
         size, sequence = self._plan.micro_batch, self._batches.sequence
         first = (micro * self._data_degree + self._data_place) * size
         whole = self._batches.rows(step, np.arange(first, first + size))
         begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
+        # Token layouts are cached by the document starts, which are all that they depend on.
         local = local_micro(
             self._static_token_layout(begins), sequence, lambda wanted: tuple(array[wanted] for array in whole)
         )
+        # Every rank predicts the seconds of all data ranks, to report the balance of the whole step.
         ring, seconds = self._mesh.total("ring"), []
         for data_rank in range(self._data_degree):
             first = (micro * self._data_degree + data_rank) * size
@@ -111,20 +112,22 @@ class ContextBatches:
 
 
 def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
-    """Return, row after row, whether a document begins with a token: the same as terrace.model.attention says."""
+    """Whether a document begins at each token, row after row; the same rule as in terrace.model.attention."""
     begins = np.zeros((len(rows[0]), sequence), dtype=bool)
     begins[:, 0] = True
     if len(rows) == 3:
+        # Inside a document positions rise by one; anything else starts a document.
         begins[:, 1:] = rows[2][:, 1:] != rows[2][:, :-1] + 1
     return begins.reshape(-1)
 
 
 def local_micro(token_layout: TokenLayout, sequence: int, read: ReadRows) -> LocalMicro:
-    """Return the tokens that a spread says its rank holds; `read` is asked for the rows that they stand in, rising."""
+    """The local tokens of a token layout; `read` is called with the rows that contain them, ascending."""
     rows = rows_of(token_layout.tokens, sequence)
     inputs, labels, *given = read(rows)
     positions = given[0] if given else np.broadcast_to(np.arange(sequence), inputs.shape)
     held = np.zeros((3, token_layout.num_local_tokens), dtype=np.int64)
+    # Padding: token 0 at position 0, without a label.
     held[1] = IGNORED
     end = 0
     for start, stop in token_layout.tokens:
@@ -137,13 +140,13 @@ def local_micro(token_layout: TokenLayout, sequence: int, read: ReadRows) -> Loc
 
 
 def rows_of(runs: Sequence[Run], sequence: int) -> Ids:
-    """Return the rows that tokens stand in, rising; tokens are counted row after row."""
+    """Rows that contain the tokens, ascending; tokens are counted row after row."""
     touched = [np.arange(start // sequence, -(-stop // sequence)) for start, stop in runs]
     return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *touched]))
 
 
 def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Return where tokens stand that are counted through `runs`, one after the other."""
+    """Token indices in the global batch, for tokens that are counted through `runs`, one after the other."""
     firsts = [0, *accumulate(stop - start for start, stop in runs)]
     found: list[Run] = []
     for start, stop in tokens:
@@ -157,7 +160,9 @@ def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list[float]:
-    """Return the seconds of attention of each of so many places of a ring to a row; what is no part is one, too."""
+    """Seconds of attention to one row on each ring rank; stretches between documents count as documents, too."""
+    # Cut the row at documents and at chunks; each piece belongs to the ring rank of its chunk, and its pairs are those
+    # of the document up to its end minus those up to its start.
     chunk = chunk_tokens(sequence, ring)
     bounds = sorted({0, sequence, *(bound for part in parts for bound in part)})
     edges = np.unique([*bounds, *range(0, sequence, chunk)])
@@ -172,9 +177,10 @@ def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list
 
 
 def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: WorkCost) -> list[float]:
-    """Return the seconds of attention of each place to segments, of which those of a ring have even parts."""
+    """Seconds of attention of each ring rank; the ranks of a ring have equal shares of its segment."""
     seconds = [0.0] * num_ring_ranks
     for segment in segments:
+        # A ring divides the pairs of its segment evenly.
         part_s = cost.whole_s(segment.stop - segment.start) / len(segment.ring_ranks)
         for ring_rank in segment.ring_ranks:
             seconds[ring_rank] += part_s
@@ -182,9 +188,9 @@ def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: Wor
 
 
 def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
-    """Return the seconds of the busiest place of each micro-batch over those of the mean one, all micro-batches summed.
+    """Seconds of the busiest ring rank over the mean one, summed over micro-batches.
 
-    `alike_s` is what every place computes beside.
+    `alike_s` is the time of all other work, which is equal on every ring rank.
     """
     mean_s = sum(alike_s + sum(each_s) / len(each_s) for each_s in seconds)
     return sum(alike_s + max(each_s) for each_s in seconds) / mean_s if mean_s else 1.0

@@ -1,13 +1,13 @@
 """How well a model predicts texts that it was not trained on.
 
-A document is the tokens of its text and the one that ends it, where the tokenizer has one. It is cut into windows of
-`context` tokens that do not overlap, and a window's tokens see what is before them in the window. Every token of a
-document but its first is predicted exactly once. Windows of several documents stand in one row, each alone to itself
-(terrace.model.attention), so that short ones are no slower.
+A document is the tokens of its text plus the end token, if the tokenizer has one. It is cut into windows of `context`
+tokens without overlap; a token sees the tokens before it in its window. Every token of a document except the first is
+predicted exactly once. Windows of several documents share a row, each isolated (terrace.model.attention), so that short
+ones are no slower.
 
 With L the sum of -ln p over the predicted tokens, n their number and b the UTF-8 bytes of all texts: loss L / n,
-perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models whose tokenizers differ;
-nothing counts for a document's first token there, so it flatters a corpus of very short documents.
+perplexity exp(L / n), bits per byte L / (b ln 2). The last can be compared between models with different tokenizers; a
+document's first token adds nothing to it, which flatters a corpus of very short documents.
 """
 
 import math
@@ -26,7 +26,7 @@ _HEAD_TOKENS = 256  # logits are made of so many tokens at a time: of a large vo
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was found; `nats` is the sum of -ln p over `num_tokens` predicted tokens."""
+    """`nats` is the sum of -ln p over `num_tokens` predicted tokens."""
 
     nats: float
     num_tokens: int
@@ -40,7 +40,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """How many equally likely tokens would be as hard to guess; infinite beyond what a float holds."""
+        """exp(loss); infinite beyond the range of a float."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
@@ -56,10 +56,10 @@ def evaluate(
     context: int | None = None,
     progress: Callable[[Evaluation], None] | None = None,
 ) -> Evaluation:
-    """Return how well `model` predicts `texts`, in windows of `context` tokens (default: what it was trained over).
+    """Evaluates `model` on `texts`, in windows of `context` tokens (default: the length it was trained with).
 
-    `progress` is told what was found so far, row by row. Raises `ConfigError` for a context that the model does not
-    have, and `DataError` for texts with tokens that it does not have or with nothing to predict.
+    `progress` receives the running result after each row. Raises `ConfigError` for a context that the model does not
+    support, and `DataError` for texts with tokens outside its vocabulary or with nothing to predict.
     """
     context = model.context if context is None else context
     if context < 1:
@@ -85,14 +85,11 @@ def evaluate(
 
 
 class _Counted:
-    """Documents and bytes that were read so far."""
-
     def __init__(self) -> None:
         self.num_documents = 0
         self.num_bytes = 0
 
     def windows(self, model: Trained, texts: Iterable[str], context: int) -> Iterator[list[int]]:
-        """Yield the windows of all documents, each with the label of its last token at its end."""
         end, vocabulary = model.tokenizer.end_of_text, model.config.vocab_size
         for text in texts:
             ids = [int(token) for token in model.tokenizer.encode(text)] + ([] if end is None else [end])
@@ -105,7 +102,6 @@ class _Counted:
 
 
 def _rows(windows: Iterable[list[int]], limit: int) -> Iterator[list[list[int]]]:
-    """Yield windows that have up to `limit` tokens together."""
     row: list[list[int]] = []
     size = 0
     for window in windows:

@@ -17,10 +17,10 @@ from terrace.train.adapted import lora_of, merged_values
 def export(
     checkpoint: Checkpoint, folder: Path, dtype: str, shard_bytes: int, source: Path | None, end_of_text: int | None
 ) -> list[str]:
-    """Write the model of a checkpoint to `folder` and return the names of the files.
+    """Writes the model of a checkpoint to `folder`; gives the names of the files.
 
-    The arguments are those of `write_pretrained`. Raises `CheckpointError` for a checkpoint that cannot be read, and
-    `ModelError` as `write_pretrained` does.
+    Takes the arguments of `write_pretrained`. Raises `CheckpointError` for an unreadable checkpoint, and `ModelError`
+    as `write_pretrained` does.
     """
     return write_pretrained(
         folder,
@@ -34,10 +34,10 @@ def export(
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]:
-    """Write the adapters of a checkpoint to `folder` as `peft` does, and return the names of the files.
+    """Writes the adapters of a checkpoint to `folder` as `peft` does; gives the names of the files.
 
-    `base` is what the base model is called. Raises `CheckpointError` for a checkpoint without adapters or that cannot
-    be read, and `ModelError` as `write_adapter` does.
+    `base` names the base model. Raises `CheckpointError` for a checkpoint that has no adapters or is unreadable, and
+    `ModelError` as `write_adapter` does.
     """
     lora = lora_of(checkpoint)
     if lora is None:
@@ -48,11 +48,7 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]
 
 
 class _Values:
-    """Whole parameters of a checkpoint, adapters folded in, a block in memory at a time.
-
-    They are asked for in the order of the blocks.
-    """
-
+    # Callers ask in the order of blocks, so one block in memory is enough.
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._blocks = groupby(merged_values(checkpoint), key=lambda each: each[0])
         self._block = ""

@@ -1,7 +1,7 @@
 """Checks and timings of a user's blocks while they run for the first time.
 
-During the first micro-batch each block is checked, and run once more to be timed; the loss is held against its own
-parts, since it must be a sum. After the first step all of it is gone, and blocks run as they are.
+During the first micro-batch each block is checked, and run once more to be timed; the loss is compared with the losses
+of its halves, since it must be a sum. After the first step all hooks are removed, and blocks run unmodified.
 """
 
 import time
@@ -34,7 +34,7 @@ _PRODUCT = 192  # side of the matrices whose product tells a rank's FLOP/s
 
 @dataclass
 class FirstStep:
-    """Checks and times blocks during the first micro-batch; `seconds` is of a forward, by block."""
+    """Checks and times blocks during the first micro-batch; `seconds` holds forward seconds by block."""
 
     names: Sequence[str]
     device: torch.device
@@ -43,7 +43,7 @@ class FirstStep:
 
     @contextmanager
     def watching(self, engine: Engine) -> Iterator[None]:
-        """Look at the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
+        """Watches the blocks of `engine` while the body runs. Raises `ModelError` for one that cannot be trained."""
         modules = engine.state.modules
         handles = [self._watch(index, modules[index]) for index in engine.program.stage.own]
         # Running statistics would differ between ranks, so any changed buffer is refused.
@@ -139,14 +139,14 @@ class CheckedLoss:
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identity and version of every buffer, by which a change is seen."""
+    # Identity and version counter together reveal a replaced and an updated buffer.
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[str], None]) -> StepReport:
-    """Predict a step of this rank from the seconds of a forward of its blocks. Every rank calls this.
+    """Predicts a step of this rank from the forward seconds of its blocks. Every rank calls this.
 
-    What links carry is measured now; `progress` is told what. A backward is priced as twice the forward, without the
+    Measures the links now; `progress` receives messages. A backward is priced as twice the forward, without the
     weights' half where nothing is trained.
     """
     program = engine.program

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder gives a run beside the shape of its model: weights to start from, and a tokenizer.
+"""A run's defaults from a Hugging Face folder: initial weights and a tokenizer, beside the model's shape.
 
 Pure as far as a configuration goes; only checking weights needs torch.
 """
@@ -28,11 +28,11 @@ BYTES = "bytes"
 
 
 def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> dict[str, Any]:
-    """Return the table of a run with what the folder `model` holds, where nothing else was named.
+    """Table of a run with defaults from the folder `model`.
 
     Weights become `train.weights`, unless that is set ("" starts from scratch), and a tokenizer.json becomes
-    `data.tokenizer`, unless the user named one. A folder with weights gives its tokenizer even when it has none: its
-    weights know no other, so that is an error to come. A config.json, or any other `model`, gives neither.
+    `data.tokenizer`, unless the user named one. A folder with weights also sets the tokenizer when it has none: its
+    weights fit no other, so the error follows later. A config.json, or any other `model`, sets neither.
     """
     if not all(isinstance(table.get(name, {}), Mapping) for name in ("train", "data")):
         return dict(table)  # which is refused by whoever reads the sections
@@ -49,7 +49,7 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
 
 
 def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
-    """Raise `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
+    """Raises `DataError` when a tokenizer has an id without a row in the model's vocabulary."""
     if tokenizer.vocab_size > run.model.vocab_size:
         raise DataError(
             f"the largest id of the tokenizer {run.data.tokenizer} is {tokenizer.vocab_size - 1}, but the model's "
@@ -59,7 +59,7 @@ def check_tokenizer(tokenizer: "Tokenizer", run: "RunConfig") -> None:
 
 
 def check_weights(run: "RunConfig") -> None:
-    """Raise `ModelError` unless the weights that a run starts from are there and fit its model."""
+    """Raises `ModelError` unless the initial weights of a run exist and fit its model."""
     if run.train.weights:
         from terrace.model.hf.pretrained import Pretrained
 
@@ -67,7 +67,7 @@ def check_weights(run: "RunConfig") -> None:
 
 
 def source_files(run: "RunConfig") -> dict[str, bytes]:
-    """Return name -> content of what an export of a run needs beside its weights, as it is when the run starts.
+    """Files that an export of a run needs beside its weights, name -> content, as they are when the run starts.
 
     Raises `ModelError` for a file that cannot be read.
     """
@@ -88,7 +88,7 @@ def source_files(run: "RunConfig") -> dict[str, bytes]:
 
 
 def start_words(run: "RunConfig") -> str:
-    """Return what a new run takes from a Hugging Face folder, in a line, or nothing."""
+    """One line on the parts of a Hugging Face folder that a new run uses, or ""."""
     words = [f"starts from the weights in {run.train.weights}"] if run.train.weights else []
     words += [f"tokenizer {run.data.tokenizer}"] if run.data.tokenizer != BYTES else []
     return "; ".join(words)

@@ -1,4 +1,4 @@
-"""What a rank reads off after every step, beside what the step returns."""
+"""A rank's readings after every step, in addition to the result of the step."""
 
 import resource
 import sys
@@ -13,7 +13,7 @@ from terrace.train.utilisation import Utilisation
 
 
 class Gauges:
-    """Reads the engine's counters; nothing is measured that is not counted anyway."""
+    """Reads the engine's counters; measures nothing by itself."""
 
     def __init__(self, engine: Engine, used: Utilisation) -> None:
         self._engine, self._used = engine, used
@@ -21,7 +21,7 @@ class Gauges:
         self._sent()
 
     def read(self, num_tokens: int, step_s: float) -> dict[str, Any]:
-        """Return the fields of a `StepRecord` for the step that has just ended."""
+        """Fields of a `StepRecord` for the step that has just ended."""
         return {
             "tokens_per_s_per_device": num_tokens / step_s / self._used.num_devices,
             "mfu": self._used.mfu(step_s),
@@ -33,7 +33,6 @@ class Gauges:
         }
 
     def _sent(self) -> dict[str, int]:
-        """Return what this rank has sent by tier since it was last asked, innermost tier first."""
         total: dict[str, int] = defaultdict(int)
         for (_, tier), size in self._engine.comm.ledger.total().items():
             total[tier] += size

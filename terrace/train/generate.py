@@ -11,9 +11,9 @@ from terrace.train.trained import Trained, check_tokenizer, load_blocks
 
 
 def generate_texts(model: Trained, prompts: Sequence[str], num_tokens: int, sampling: Sampling) -> list[str]:
-    """Return the continuation of every prompt by `num_tokens` sampled tokens, or fewer where the text ends.
+    """Continuation of every prompt by `num_tokens` sampled tokens, or fewer if the text ends.
 
-    Raises `DataError` for a prompt with tokens that the model does not have.
+    Raises `DataError` for a prompt with tokens outside the model's vocabulary.
     """
     given = [_encoded(prompt, model) for prompt in prompts]
     made = continue_texts(
@@ -39,10 +39,10 @@ def generate(
     seed: int = 0,
     window: int = 256,
 ) -> str:
-    """Return the continuation of `prompt` by the checkpoint in `folder`, which looks back on `window` tokens at most.
+    """Continuation of `prompt` by the checkpoint in `folder`, which sees at most the last `window` tokens.
 
-    Raises `CheckpointError` for a checkpoint that is damaged or was trained with another tokenizer, and `DataError`
-    for a prompt with tokens that the model does not have.
+    Raises `CheckpointError` for a checkpoint that is damaged or was trained with another tokenizer, and `DataError` for
+    a prompt with tokens outside the model's vocabulary.
     """
     checkpoint = Checkpoint(folder)
     checkpoint.verify()
@@ -55,7 +55,6 @@ def generate(
 
 
 def _encoded(prompt: str, model: Trained) -> list[int]:
-    """Return the tokens of a prompt; without any, the one that stands between texts."""
     ids = [int(token) for token in model.tokenizer.encode(prompt)]
     if not ids:
         ids = [model.tokenizer.end_of_text if model.tokenizer.end_of_text is not None else 0]

@@ -1,4 +1,4 @@
-"""Where a user's own script runs: one process, a world that it has joined already, or one rank of a launcher."""
+"""The world of a user's own script: a single process, a world that it has joined already, or one rank of a launcher."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 @dataclass
 class Joined:
-    """This process's place; `dog` watches a world that was joined here, and ends with `leave`."""
+    """This process's rank and world; `dog` watches a world that was joined here, and ends with `leave`."""
 
     rank: int
     world_size: int
@@ -31,7 +31,7 @@ class Joined:
     dog: Watchdog | None = None
 
     def leave(self) -> None:
-        """Leave a world that was joined here; one that the user joined stays."""
+        """Leaves a world that was joined here; one that the user joined stays."""
         if self.dog is not None:
             self.dog.__exit__(None, None, None)
             self.dog = None
@@ -39,7 +39,7 @@ class Joined:
 
 
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
-    """Return this process's place, joining the world of torchrun, srun or mpirun where one of them started it."""
+    """Finds this process's world, joining that of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
         return Joined(dist.get_rank(), dist.get_world_size(), _device())
     if not detect():
@@ -53,9 +53,9 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
 
 
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) -> Cluster:
-    """Return the cluster of a value, table, file or preset; "local" has as many ranks as run.
+    """The cluster of a value, table, file or preset; "local" adapts to the number of ranks.
 
-    Raises `ConfigError` when it has another number of ranks than the world.
+    Raises `ConfigError` when its number of ranks is not the world's.
     """
     if isinstance(cluster, str):
         found = load_cluster(cluster)
@@ -75,11 +75,10 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) ->
 def read_plan(
     plan: Plan | Mapping[str, Any] | str, cluster: Cluster, dtypes: set[torch.dtype], optimizer: str = "adamw"
 ) -> Plan:
-    """Return the plan of a value, table, file or preset; where no dtype is said, blocks compute in their own.
+    """The plan of a value, table, file or preset; blocks compute in their own dtype unless the plan names one.
 
-    A table, file or preset that names no optimizer is for the one that is given.
-
-    `dtypes` are those of the parameters. Raises `ConfigError` or `PlanError`.
+    A table, file or preset that names no optimizer gets `optimizer`. `dtypes` are those of the parameters. Raises
+    `ConfigError` or `PlanError`.
     """
     if isinstance(plan, Plan):
         return plan
@@ -102,7 +101,6 @@ def read_plan(
 
 
 def _fitted(cluster: Cluster, world_size: int) -> Cluster:
-    """Return the cluster with as many ranks: inner tiers keep what divides, the outermost takes the rest."""
     left, tiers = world_size, []
     for tier in cluster.tiers[:-1]:
         # Inner tiers keep the largest size that divides the ranks; the outermost tier takes the rest.

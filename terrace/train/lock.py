@@ -1,7 +1,7 @@
-"""One run at a time writes a folder: by a lock that ends with the process that holds it, however that ends.
+"""One run at a time writes a folder, by a lock that ends with its process, however that ends.
 
-A job that is started again while the one before still runs would else remove its half-written checkpoints, count its
-own among the other's, and write into the same metrics.
+Otherwise a job that is started again while its predecessor still runs would remove half-written checkpoints, mix up the
+two runs' checkpoints, and write into the same metrics.
 """
 
 import fcntl
@@ -19,9 +19,9 @@ _PAUSE_S = 0.1
 
 @contextmanager
 def folder_lock(folder: Path, wait_s: float = _WAIT_S) -> Iterator[None]:
-    """Hold a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`.
+    """Holds a run folder. Raises `CheckpointError` when another process holds it for longer than `wait_s`.
 
-    On a file system that knows no locks, and in a folder that cannot be written, nothing is held.
+    Does nothing on a file system without locks, or in a folder that cannot be written.
     """
     try:
         file = (folder / LOCK).open("a")

@@ -2,7 +2,7 @@
 
     with the world joined:  engine -> resume -> calibrate and predict -> steps and checkpoints -> sample
 
-Everything a user may have got wrong was checked before; what can still fail here is the machine.
+All user mistakes are caught before; only the machine can still fail here.
 """
 
 import time
@@ -64,7 +64,7 @@ _SAMPLE_MAX_PARAMS = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank is handed: the run, its folder, its data, and the checkpoint to go on from."""
+    """Input of every rank: the run, its folder, its data, and the checkpoint to resume from."""
 
     run: RunConfig
     folder: Path
@@ -74,17 +74,15 @@ class Job:
 
 
 def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
-    """Train to the last step and return how it ended. Every rank calls this, each with its own observer.
+    """Trains to the last step. Every rank calls this, each with its own observer.
 
-    SIGTERM, and what else asks for it (terrace.launch.stop), ends a run earlier: after the same step on every rank,
-    with a checkpoint of it.
-
-    Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved, `TrainingError` when the
-    loss is not a number any more.
+    SIGTERM and the other causes in terrace.launch.stop end a run early: after the same step on every rank, with a
+    checkpoint of it. Raises `HangError` when another rank stopped, `CheckpointError` when nothing can be saved,
+    `TrainingError` when the loss is NaN.
     """
     following = recorded(observer, job.run, job.folder) if world.rank == 0 else nullcontext(observer)
     holding = folder_lock(job.folder) if world.rank == 0 else nullcontext()
-    # The process that started local ranks is asked in their place, and asks them through the store.
+    # Local ranks leave signals to the process that started them, which passes a stop on through the store.
     with (
         StopSignal(SIGNALS if world.supervised else SIGNALS[:1]) as stop_signal,
         watch(world, timeout_s=job.run.train.timeout_s, stops=True) as dog,
@@ -104,7 +102,7 @@ class _Run:
         self.step = 0
         starts_with = run.train.weights if job.resume is None else ""
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
-        self.compiling = run.train.compile  # the first step may take as long as a compiler does
+        self.compiling = run.train.compile  # compiling may take minutes in the first step
         self.engine = Engine(
             run_blocks_of(run),
             names=[spec.name for spec in run.blocks()],
@@ -119,16 +117,16 @@ class _Run:
             freeze=run.train.freeze,
             declared=run.blocks(),
             sequence=run.train.sequence,
-            timeout=timedelta(seconds=2 * run.train.timeout_s),  # the watchdog speaks first
+            timeout=timedelta(seconds=2 * run.train.timeout_s),  # longer than the watchdog's, which names the culprit
             pacer=Pacer(run.cluster, rate) if rate is not None else None,
             progress=self._at,
             compiled=run.train.compile,
         )
-        self._pretrained = None  # the engine has the values; files are closed
+        self._pretrained = None  # the engine has copied the values; this closes the files
         self.vote, self.saves = Vote(world, stop_signal), list[Saved]()
         train = run.train
         self.batches = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout)
-        self.cost: WorkCost | None = None  # of attention, where ranks attend together
+        self.cost: WorkCost | None = None  # of attention; only on the context axis
 
     def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if not self.compiling:
@@ -145,7 +143,7 @@ class _Run:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
         cluster = self.run.cluster
-        if not cluster.is_measured or self.engine.comm.pacer is not None:  # what was probed knows nothing of the pace
+        if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             at = self.dog.at
             cluster = calibrate(self.engine, self.run, lambda what: at(first_step, 0, f"MEASURE {what}", everyone))
         made = self._micro_batches(cluster)
@@ -162,8 +160,8 @@ class _Run:
             self.engine.close()
             return stop
         measured = self.engine.report(summary.mean_time_s)
-        stages = self._stages(of_stages, measured)  # before the sample, which one rank makes and all would wait for
-        folder = folder_of(self.job.folder, self.run.train.steps)  # a newer one may be there, damaged
+        stages = self._stages(of_stages, measured)  # before the sample: rank 0 makes it and all others would wait
+        folder = folder_of(self.job.folder, self.run.train.steps)  # by number: a newer folder may exist, damaged
         result = Outcome(
             final_loss=summary.final_loss,
             num_steps=self.run.train.steps,
@@ -188,12 +186,11 @@ class _Run:
         return checkpoint.step
 
     def _micro_batches(self, cluster: Cluster) -> MicroBatches:
-        """Return what makes this rank's micro-batches; `cluster` has what the start measured."""
         run, program, rank, context = self.run, self.engine.program, self.world.rank, None
         if is_context_parallel(program.mesh, run.plan):
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
-            # Of one rank: where ranks measured other figures, each would assign documents in its own way.
+            # Rank 0's figures for all: ranks that measured different ones would assign documents differently.
             self.cost = self.engine.comm.exchange(self.cost or work_cost(run, cluster))[0]
             context = ContextBatches(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
         return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", context)
@@ -214,13 +211,14 @@ class _Run:
         metrics = MetricsFile(self.job.folder / "metrics.jsonl", first_step) if self.world.rank == 0 else None
         stop = None
         beside = "is written beside the steps" if train.background_save else "is waited for"
+        # Checkpoints are copied to main memory first, which the user must have room for.
         staged_mb = self.saver.staging_bytes / 1e6
         self.observer.note(f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}")
         if self.cost is not None:
             pairs = describe(self.engine.device, DTYPES[self.run.plan.compute])
             self.observer.note(f"attention pairs: {pairs}")
         if self.job.resume is None:
-            self._save(0)  # so that a folder in which nothing can be saved ends the run in its first minute
+            self._save(0)  # a folder that cannot be written ends the run in its first minute
         begin = time.perf_counter()
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
@@ -241,9 +239,10 @@ class _Run:
             self.observer.stepped(record, per_step_s * (train.steps - self.step - 1))
             self._check(result)
             if self.step == first_step:
-                self.engine.check_bytes()  # a wrong byte count stops the run while it has cost nothing
+                self.engine.check_bytes()  # a wrong byte count stops the run before it has cost anything
             num_done = self.step + 1
             stop = self._stop(num_done) if num_done < train.steps else None
+            # A stop is voted on after every step but the last, and always leaves a checkpoint.
             due = train.checkpoint_every and num_done % train.checkpoint_every == 0
             if due or stop is not None or num_done == train.steps:
                 self._save(num_done)
@@ -261,7 +260,7 @@ class _Run:
 
     @contextmanager
     def _saved_first(self) -> Iterator[None]:
-        """Before what ends the run here, which every rank raises, let a save under way end."""
+        """Before raising an error that every rank shares, lets a save under way finish."""
         try:
             yield
         except TrainingError:
@@ -269,7 +268,6 @@ class _Run:
             raise
 
     def _stop(self, num_done: int) -> Stop | None:
-        """Return the stop that all ranks have agreed on for now, having told what was saved meanwhile."""
         self._tell()
         if self.saver.problem is not None:
             self.vote.fail(self.saver.problem)
@@ -281,15 +279,14 @@ class _Run:
     def _stages(
         self, predicted: Sequence[StepReport], measured: StepReport
     ) -> tuple[tuple[StepReport, StepReport], ...]:
-        """Return what was predicted and measured for the first rank of every stage; every rank calls this."""
         if len(predicted) == 1:
             return ()
         self.dog.idle("comparing the stages")
+        # All ranks exchange their reports; the first data and tensor rank stands for its stage.
         of_ranks, mesh = self.engine.comm.exchange(measured), self.engine.program.mesh
         return tuple((each, of_ranks[mesh.at_stage(0, stage)]) for stage, each in enumerate(predicted))
 
     def _next_batches(self, feeder: Feeder[StepBatches]) -> StepBatches:
-        """Return the micro-batches of the next step on this rank's device."""
         self._at(0, "READ DATA", ())
         micros, balance = feeder.next()
         return StepBatches([micro.to(self.engine.device) for micro in micros], balance)
@@ -297,6 +294,7 @@ class _Run:
     def _record(
         self, result: StepResult, rate: float, balance: float | None, data_s: float, step_s: float
     ) -> StepRecord:
+        # The clock's categories cover the engine's step; the rest of the wall time is `other`.
         time_s = {**result.time_s, "data": data_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         return StepRecord(
@@ -349,7 +347,7 @@ class _Run:
             return None
         self.dog.idle("generating a sample")
         if num_params(self.run.model) > _SAMPLE_MAX_PARAMS:
-            return None  # the ranks would wait for one of them; `terrace generate` does it afterwards
+            return None  # too slow while all ranks wait; `terrace generate` can do it afterwards
         tokenizer, train = load_tokenizer(self.run.data.tokenizer), self.run.train
         prompt = train.prompt
         if prompt is None:
@@ -360,10 +358,10 @@ class _Run:
 
 
 def device_of() -> torch.device:
-    """Return the device of this rank: its GPU where ranks talk over nccl, else the CPU."""
+    """Device of this rank: its GPU if ranks talk over nccl, else the CPU."""
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # set when the world was joined
+    return torch.device("cuda", torch.cuda.current_device())  # set on joining the world
 
 
 def _check_finite(result: StepResult, step: int) -> None:

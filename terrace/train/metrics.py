@@ -1,4 +1,4 @@
-"""What a run reports while it goes and when it ends, and the metrics file."""
+"""Reports of a run while it goes and when it ends, and the metrics file."""
 
 import json
 from collections import defaultdict, deque
@@ -15,13 +15,12 @@ from terrace.program import StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is that of the whole world.
+    """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is for the whole world.
 
-    What a rank sends and holds is that of rank 0: `sent_bytes` by tier since the line before, `memory_bytes` the peak
-    of each category of model state so far, `peak_memory_bytes` what the device's allocator, or on a CPU the system,
-    has seen at most. A utilisation is None where nothing was measured to hold it against. `balance` is by how much the
-    busiest place of the step was predicted to compute longer than the mean one, 1.0 being even; None where no ranks
-    attend together.
+    Bytes and memory are those of rank 0: `sent_bytes` by tier since the line before, `memory_bytes` the peak of each
+    category of model state so far, `peak_memory_bytes` the peak that the device's allocator, or on a CPU the system,
+    has seen. A utilisation is None if there is no measured peak. `balance` is the predicted time of the step's busiest
+    ring rank over the mean one, 1.0 being even; None without a context axis.
     """
 
     step: int
@@ -45,10 +44,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: final loss (mean of the last tenth of the steps) and the two reports of this rank.
+    """Result of a run: final loss (mean of the last tenth of the steps) and the two reports of this rank.
 
-    `stages` has the two reports of a rank of each pipeline stage, the first data and tensor rank, and nothing without a
-    pipeline. `quantisation_error` is that of the last step, by message class.
+    `stages` has the two reports of the first data and tensor rank of each pipeline stage; empty without a pipeline.
+    `quantisation_error` is from the last step, by message class.
     """
 
     final_loss: float
@@ -63,9 +62,9 @@ class Outcome:
 
 
 class Summary:
-    """The figures a run ends with, kept in constant memory: mean times, and the mean loss of the last tenth.
+    """Final figures of a run, kept in constant memory: mean times, and the mean loss of the last tenth.
 
-    The first steps are left out of the times: they warm caches up.
+    The first steps are left out of the times: they warm up caches.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -76,7 +75,6 @@ class Summary:
         self.quantisation_error: dict[str, float] = {}
 
     def add(self, record: StepRecord) -> None:
-        """Take one step in."""
         self._num_seen += 1
         self._losses.append(record.loss)
         self.quantisation_error = record.quantisation_error
@@ -97,10 +95,10 @@ class Summary:
 
 
 class Observer(Protocol):
-    """Told what happens; only rank 0 has one that shows it."""
+    """Receives the events of a run; only rank 0 has one that shows them."""
 
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
-        """The engine is ready; `cluster` carries the measured constants behind the prediction."""
+        """The engine is ready; `cluster` has the measured constants behind the prediction."""
 
     def stepped(self, record: StepRecord, seconds_left: float) -> None:
         """A step is done."""
@@ -109,7 +107,7 @@ class Observer(Protocol):
         """A checkpoint is complete."""
 
     def note(self, text: str) -> None:
-        """Something that a user should know of has happened."""
+        """A message to the user."""
 
     def finished(self, outcome: Outcome) -> None:
         """The run is over."""
@@ -130,7 +128,7 @@ class Silent:
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run folder. On resume, lines of steps that will be run again are dropped.
+    """`metrics.jsonl` of a run folder. On resume, lines of steps that will be repeated are dropped.
 
     So is a last line that a crash cut short. Raises `TrainingError` when the file cannot be written.
     """
@@ -145,7 +143,7 @@ class MetricsFile:
             raise self._unwritable(error) from error
 
     def write(self, record: StepRecord) -> None:
-        """Append one line and hand it to the system at once, so that it can be followed."""
+        """Appends one line and flushes it, so that it can be followed."""
         try:
             self._file.write(_line(record))
             self._file.flush()
@@ -158,14 +156,13 @@ class MetricsFile:
         )
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Return the records of a metrics file, up to the first line that is not one: a crash may cut the last short.
+    """Records of a metrics file, up to the first invalid line: a crash may cut the last one short.
 
-    Keys that this version does not know, of a newer one, are left out.
+    Unknown keys, from a newer version, are ignored.
     """
     known = {item.name for item in fields(StepRecord)}
     records = []

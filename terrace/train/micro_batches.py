@@ -1,4 +1,4 @@
-"""A rank's micro-batches of each step, as the engine takes them: made on the host, ahead of the step."""
+"""A rank's micro-batches of each step as the engine takes them: made on the host, ahead of the step."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ from terrace.train.context_batches import ContextBatches
 
 
 class StepBatches(NamedTuple):
-    """The micro-batches of a step, and how even it is where ranks attend together (`StepRecord.balance`)."""
+    """The micro-batches of a step, and its balance on the context axis (`StepRecord.balance`)."""
 
     micros: list[Batch]
     balance: float | None
 
 
 class MicroBatches:
-    """Makes the micro-batches of a rank: whole rows, or what `context` says. With `pinned` in page-locked memory."""
+    """Makes the micro-batches of a rank: whole rows, or local tokens from `context`; page-locked if `pinned`."""
 
     def __init__(
         self, batches: Batches, program: Program, rank: int, pinned: bool, context: ContextBatches | None = None
@@ -29,7 +29,6 @@ class MicroBatches:
         self._program, self._place, self._pinned = program, program.layout.data_place(rank), pinned
 
     def step(self, step: int) -> StepBatches:
-        """Return those of a step."""
         if self._context is None:
             return StepBatches([self._rows(step, micro) for micro in range(self._program.num_micros)], None)
         local = self._context.step(step)

@@ -6,8 +6,8 @@
     [task.model]       # the model, as its config.json has it
     [task.cluster]     # the cluster, as its file has it
 
-`terrace plan` writes the numbers themselves rather than the names of files, so that a plan can be moved or sent
-and still says the same. By hand, `model` and `cluster` may be the path of a file, relative to the plan's, and `cluster`
+`terrace plan` writes the numbers themselves rather than file names, so that a plan can be moved or sent without
+changing its meaning. By hand, `model` and `cluster` may be the path of a file, relative to the plan's, and `cluster`
 the name of a preset.
 """
 
@@ -30,7 +30,7 @@ _KEYS = (*_NUMBERS, "model", "cluster")
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The sections of a run that a plan's file brings along: `train` has the batch and the sequence."""
+    """Sections of a run from a plan's file: `train` has the batch and the sequence."""
 
     model: Mapping[str, Any]
     cluster: Mapping[str, Any]
@@ -45,7 +45,7 @@ def planned_table(model: ModelConfig, cluster: Cluster, batch: int, sequence: in
 def read_planned(plan: Any) -> Planned | None:
     """The task of the plan in a file; None where the file names none, or where it is no file.
 
-    `plan` is a path, or whatever else names a plan. Raises `ConfigError` for a table that is not whole.
+    `plan` is a path or any other name of a plan. Raises `ConfigError` for an incomplete table.
     """
     if not isinstance(plan, str) or Path(plan).suffix not in (".toml", ".json") or not os.path.isfile(plan):
         return None

@@ -1,9 +1,9 @@
-"""Chosen steps as traces: what was measured beside what was predicted, for Perfetto or chrome://tracing.
+"""Chosen steps as traces, measured and predicted side by side, for Perfetto or chrome://tracing.
 
-`train.profile = "10-12"` traces three steps of rank 0, and under a pipeline of the first rank of every stage. Each is a
+`train.profile = "10-12"` traces three steps of rank 0, and with a pipeline of the first rank of every stage. Each is a
 file `profile/step-N-rank-R.json` of the run folder with two processes, the predicted step and the measured one, both
-from their own start on. With `train.profile_torch` torch's profiler watches the same steps and writes
-`profile/torch-rank-R.json`; it slows what it watches, so the times of the other files are then its own, too.
+starting at zero. With `train.profile_torch` torch's profiler records the same steps and writes
+`profile/torch-rank-R.json`; it slows the steps, so the times of the other files include its overhead.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ FOLDER = "profile"
 
 
 class Profiler:
-    """Traces the steps that a run asks for, on the ranks that stand for others; elsewhere it does nothing."""
+    """Traces the requested steps, on ranks that represent others; does nothing elsewhere."""
 
     def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
         self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
@@ -42,7 +42,7 @@ class Profiler:
         self._torch: torch.profiler.profile | None = None
 
     def around(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Return what to run step number `step`, counted from 0, inside of."""
+        """Context manager to run step `step` (from 0) in."""
         return self._traced(step) if step in self._steps else contextlib.nullcontext()
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""What rank 0 writes down of a run besides its metrics: what was predicted, what happened, and to whom it tells.
+"""Rank 0's record of a run beside its metrics: the prediction, the events, and the trackers to inform.
 
-`prediction.json` is what the start of the run measured and predicted, `events.jsonl` a line for every start, checkpoint
-and end, each with the seconds since 1970. Both let `terrace report` speak of a run that never came to its end. A new
-start adds to `events.jsonl` and replaces `prediction.json`.
+`prediction.json` holds the measurements and predictions made at the start of the run, `events.jsonl` one line for every
+start, checkpoint and end, each with the seconds since 1970. With them `terrace report` covers a run that never
+finished. A new start appends to `events.jsonl` and replaces `prediction.json`.
 """
 
 import json
@@ -29,9 +29,9 @@ EVENTS, PREDICTION = "events.jsonl", "prediction.json"
 
 @contextmanager
 def recorded(observer: Observer, run: RunConfig, folder: Path) -> Iterator[Observer]:
-    """Yield an observer that writes down what it is told and tells `observer`; for rank 0 alone.
+    """Yields an observer that records events and passes them on to `observer`; for rank 0 only.
 
-    What ends the run is written down, too, whatever it is.
+    The error that ends a run is recorded, too.
     """
     recorder = _Recorder(observer, run, folder)
     try:
@@ -44,7 +44,7 @@ def recorded(observer: Observer, run: RunConfig, folder: Path) -> Iterator[Obser
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run folder, without lines that a crash cut short; none where there is no such file."""
+    """Events of a run folder, without lines that a crash cut short; empty if there is no such file."""
     try:
         lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -61,14 +61,12 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def plain(report: StepReport) -> dict[str, Any]:
-    """Return a report as a table of plain values."""
+    """A report as a table of plain values."""
     sent = {f"{message.value}.{tier}": count for (message, tier), count in sorted(report.sent_bytes.items())}
     return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
 
 
 class _Recorder:
-    """An observer in front of another."""
-
     def __init__(self, observer: Observer, run: RunConfig, folder: Path) -> None:
         self._observer, self._run, self._folder = observer, run, folder
         self._trackers: dict[str, Tracker] = {}
@@ -115,7 +113,7 @@ class _Recorder:
         self._observer.finished(outcome)
 
     def event(self, name: str, **facts: Any) -> None:
-        """Append a line; a full disk must not end what the metrics file survived, so this only says so."""
+        """A full disk must not end a run that the metrics file survived, so this only notes it."""
         line = json.dumps({"time": time.time(), "event": name, **facts})
         try:
             with (self._folder / EVENTS).open("ab+") as file:
@@ -127,7 +125,6 @@ class _Recorder:
             print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Let every tracker hand on what it has."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()

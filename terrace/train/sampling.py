@@ -1,9 +1,9 @@
-"""Continuing texts token by token, with the whole model on one device and a cache of what it has read.
+"""Continues texts token by token, with the whole model on one device and a KV cache.
 
-`continue_texts` reads every prompt once, then runs one token of every text at a time. A text is looked back on for at
-most `context` tokens. When they are used up and no sliding window says what may be forgotten, the last half of them is
-read once more as if the text began there, and the text goes on: so a token costs one pass of one token, and one
-pass of one more now and then, however long the text.
+`continue_texts` reads every prompt once, then runs one token of every text at a time. A text attends to at most
+`context` tokens. When they are used up and no sliding window says which may be dropped, the last half of them is read
+again as if the text began there. A token therefore costs one pass of one token, plus a longer pass now and then,
+however long the text.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,10 +19,10 @@ from terrace.model.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn; raises `ConfigError` for numbers that cannot be.
+    """How tokens are drawn; raises `ConfigError` for values out of range.
 
-    Of the `top_k` likeliest tokens (0: all), those are kept that together have the probability `top_p`, the likeliest
-    first, and one is drawn in proportion to p^(1 / temperature). Holtzman et al. 1904.09751, section 3.1, is top-p.
+    From the `top_k` likeliest tokens (0: all), the likeliest that together reach probability `top_p` are kept, and one
+    is drawn in proportion to p^(1 / temperature). Holtzman et al. 1904.09751, section 3.1, is top-p.
     """
 
     temperature: float = 0.8  # 0 takes the likeliest
@@ -38,15 +38,15 @@ class Sampling:
             raise ConfigError(f"top_p = {self.top_p} must be above 0 and at most 1, which keeps all")
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return a token drawn from logits (V), in fp32 or wider on the CPU."""
+        """A token drawn from logits (V), in fp32 or wider on the CPU."""
         if self.temperature <= 0:
             return int(logits.argmax())
         values, indices = logits.topk(min(self.top_k, logits.numel()) if self.top_k > 0 else logits.numel())
-        # The largest becomes zero, so that no temperature makes it overflow.
+        # Subtracting the maximum keeps small temperatures from overflowing.
         odds = ((values - values[0]) / self.temperature).softmax(-1)
         if self.top_p < 1:
             before = odds.cumsum(0) - odds
-            odds = odds.masked_fill(before >= self.top_p, 0.0)  # the likeliest stays: nothing is before it
+            odds = odds.masked_fill(before >= self.top_p, 0.0)  # the likeliest always stays
         return int(indices[torch.multinomial(odds, 1, generator=generator)])
 
 
@@ -60,12 +60,14 @@ def continue_texts(
     sampling: Sampling,
     stops: Collection[int] = (),
 ) -> list[list[int]]:
-    """Return up to `num_tokens` further tokens of every prompt, fewer where one of `stops` was drawn, itself left out.
+    """Up to `num_tokens` further tokens of every prompt, fewer if one of `stops` was drawn, which is left out.
 
-    Of a prompt longer than `context` its end is read. Prompts hold a token at least.
+    Of a prompt longer than `context` only the end is read. A prompt needs at least one token.
     """
+    # Learned positions end; RoPE does not.
     context = min(context, config.max_positions) if config.learned_positions else context
     writing = _Writing(blocks, config, prompts, num_tokens, context)
+    # One generator a text, so that a continuation does not depend on the other prompts of the batch.
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))]
     made: list[list[int]] = [[] for _ in prompts]
     rows = set(range(len(prompts))) if num_tokens > 0 else set()
@@ -85,8 +87,6 @@ def continue_texts(
 
 
 class _Writing:
-    """Texts that grow, and the cache of what was read of them."""
-
     def __init__(
         self,
         blocks: Sequence[nn.Module],
@@ -99,22 +99,21 @@ class _Writing:
         self.texts = [list(prompt) for prompt in prompts]
         weight = next(blocks[0].parameters())
         self._device = weight.device
-        longest = max(map(len, prompts)) + num_tokens  # what is never reached need not be kept
+        longest = max(map(len, prompts)) + num_tokens  # positions beyond the last token need no cache
         most = context if 0 < config.sliding_window <= context else min(context, longest)
         self.cache = KVCache(config, len(prompts), most, weight.device, weight.dtype)
 
     def read(self, row: int, length: int) -> Tensor:
-        """Read the last `length` tokens of a text anew; return the logits (V) of the next one."""
         text = self.texts[row] if self.cache.is_ring else self.texts[row][-length:]
         self.cache.clear(row)
         return run_cached(self._blocks, torch.tensor([text], device=self._device), self.cache, row)[0]
 
     def further(self, rows: Collection[int]) -> dict[int, Tensor]:
-        """Read the last token of each text of `rows`; return the logits (V) of the next ones."""
+        # A full cache is rebuilt from the last half of its context; the other texts advance together.
         full = [row for row in rows if self.cache.is_full(row)]
         going = [row for row in rows if row not in full]
         for row in set(range(len(self.texts))).difference(going):
-            self.cache.clear(row)  # so that it costs least while the others pass
+            self.cache.clear(row)  # a cleared row costs least in the batched pass
         logits = {}
         if going:
             last = [[text[-1] if row in going else 0] for row, text in enumerate(self.texts)]

@@ -1,7 +1,7 @@
 """The learning rate: linear warm-up, then one of four forms. A pure function of the step, so a resumed run follows it.
 
-With p the part of the way from the end of the warm-up to the last step (or, of wsd, of the decay) and f the last part
-of the peak rate, `train.final_lr_fraction`:
+With p the progress from the end of the warm-up to the last step (for wsd, of the decay) and f the final fraction of the
+peak rate, `train.final_lr_fraction`:
 
     cosine     f + (1 - f) (1 + cos(pi p)) / 2      Loshchilov and Hutter, arXiv 1608.03983, equation 5, one period
     linear     f + (1 - f) (1 - p)
@@ -18,7 +18,7 @@ from terrace.train.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> float:
-    """Return the learning rate of step `step` (from 0)."""
+    """Learning rate of step `step` (from 0)."""
     if step < train.warmup_steps:
         return optimizer.lr * (step + 1) / train.warmup_steps
     last = train.final_lr_fraction
@@ -26,7 +26,6 @@ def learning_rate(step: int, train: TrainConfig, optimizer: OptimizerConfig) -> 
 
 
 def _height(step: int, train: TrainConfig) -> float:
-    """Return how far the rate stands above its last value: 1 at its peak, 0 at the end."""
     if train.schedule == "constant":
         return 1.0
     first = train.warmup_steps
@@ -39,6 +38,6 @@ def _height(step: int, train: TrainConfig) -> float:
 
 
 def decay_steps(train: TrainConfig) -> int:
-    """Return how many steps the decay of wsd takes; a part of the run is rounded to whole steps, at least one."""
+    """Steps of the decay of wsd; a fraction of the run is rounded to whole steps, at least one."""
     given = train.decay_steps
     return given if isinstance(given, int) else max(1, round(given * train.steps))

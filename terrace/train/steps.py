@@ -1,4 +1,4 @@
-"""Which steps a user names: `"10-12"` or `"10"`, counted from 1 as everything that a user reads."""
+"""Steps named by a user: `"10-12"` or `"10"`, counted from 1 like all steps that a user sees."""
 
 import re
 
@@ -8,7 +8,7 @@ _MOST = 100  # steps: of each a file is written
 
 
 def parse_steps(text: str | int) -> range:
-    """Return the steps of `train.profile`, counted from 0; raises `ConfigError` for anything but a short range."""
+    """Steps of `train.profile`, counted from 0; raises `ConfigError` for anything but a short range."""
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text).strip())
     if found is None:
         raise ConfigError(
@@ -23,7 +23,7 @@ def parse_steps(text: str | int) -> range:
 
 
 def check_profile(text: str | int | None, with_torch: bool, num_steps: int) -> None:
-    """Raise `ConfigError` where `train.profile` names no steps of the run, or only torch's profiler is asked for."""
+    """Raises `ConfigError` if `train.profile` names no steps of the run, or only torch's profiler is requested."""
     if text is not None:
         last = parse_steps(text).stop
         if last > num_steps:

@@ -1,11 +1,11 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, MLflow.
+"""Destinations of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, MLflow.
 
     train.metrics = ["tensorboard", "wandb"]
 
 Names are the same everywhere, with a slash after their kind: `train/loss`, `perf/tokens_per_s`, `time/forward`,
-`bytes/node`, `memory/params`, `quantisation/sync`. Each package is imported only when it is asked for, on rank 0.
-A run that is resumed goes on in the same place: ids that a service gives are kept in `trackers.json` of the run folder.
-Accounts, servers and offline modes are the packages' own matter: their environment variables hold.
+`bytes/node`, `memory/params`, `quantisation/sync`. Each package is imported only when requested, on rank 0. A resumed
+run continues in the same place: ids given by a service are kept in `trackers.json` of the run folder. Accounts, servers
+and offline modes are configured by the packages' own environment variables.
 """
 
 import importlib
@@ -28,17 +28,17 @@ Config = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """One place that takes metrics."""
+    """A destination of metrics."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the values of a step."""
+        pass
 
     def close(self) -> None:
-        """Hand on what is still to be sent."""
+        """Sends everything that is still buffered."""
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a name in `train.metrics` that is unknown or there twice."""
+    """Raises `ConfigError` for a name in `train.metrics` that is unknown or duplicate."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"train.metrics names {name!r}{did_you_mean(name, TRACKERS)}")
@@ -47,14 +47,14 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raise `ConfigError` with the command that installs it for a package that is not there."""
+    """Raises `ConfigError` with the command that installs a missing package."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"train.metrics names {name!r}, which is not installed: pip install {name}")
 
 
 def values_of(record: StepRecord) -> dict[str, float]:
-    """Return what trackers are told of a step, by name."""
+    """Values of a step for trackers, by name."""
     values: dict[str, float | None] = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,
@@ -79,9 +79,9 @@ def values_of(record: StepRecord) -> dict[str, float]:
 
 
 def open_trackers(names: Sequence[str], folder: Path, config: Config, first_step: int) -> dict[str, Tracker]:
-    """Return the trackers of a run folder by name, going on after `first_step`.
+    """Trackers of a run folder by name, continuing after `first_step`.
 
-    `config` is the run's table, which services show beside its curves. Raises `ConfigError` for one that cannot start.
+    `config` is the run's table, which services show with its curves. Raises `ConfigError` for one that cannot start.
     """
     check_installed(names)
     found: dict[str, Tracker] = {}
@@ -113,7 +113,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases, in the project of WANDB_PROJECT. Steps that are run again it takes only once."""
+    """A run of Weights & Biases, in the project of WANDB_PROJECT. It drops steps that it has seen already."""
 
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         known, name = _ids(folder).get("wandb"), folder.resolve().name
@@ -173,7 +173,6 @@ TRACKERS: dict[str, Callable[[Path, Config, int], Tracker]] = {
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Return a nested table as dotted keys, its values as text of a length that a server takes."""
     found: dict[str, str] = {}
     for key, value in table.items():
         name = f"{before}{key}"

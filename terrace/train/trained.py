@@ -1,4 +1,4 @@
-"""A trained model to be used in one process: the newest checkpoint of a run, or a Hugging Face folder."""
+"""A trained model for use in one process: the newest checkpoint of a run, or a Hugging Face folder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model with values, its tokenizer, over how many tokens it was trained, and the tokens that end a text."""
+    """A model with values, its tokenizer, its training sequence length, and the tokens that end a text."""
 
     config: ModelConfig
     blocks: list[nn.Module]
@@ -38,10 +38,10 @@ class Trained:
 def load_trained(
     folder: Path, *, dtype: str = "fp32", tokenizer: str | None = None, device: torch.device | str = "cpu"
 ) -> Trained:
-    """Load what `terrace train` or `save_pretrained` has left in `folder`, in `dtype`: fp32, bf16 or fp64.
+    """Loads a folder written by `terrace train` or `save_pretrained`, in `dtype`: fp32, bf16 or fp64.
 
-    The tokenizer is the one of the folder, unless `tokenizer` names another. Raises `CheckpointError` for a folder that
-    is neither or whose checkpoint is damaged or was trained with another tokenizer, and what reading it raises.
+    The tokenizer is the folder's, unless `tokenizer` names another. Raises `CheckpointError` for a folder that is
+    neither, or whose checkpoint is damaged or was trained with another tokenizer, and the errors of reading it.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
@@ -58,7 +58,7 @@ def load_trained(
 def load_blocks(
     checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, list[nn.Module]]:
-    """Return the model of a checkpoint as plain single-device blocks, its adapters folded in."""
+    """The model of a checkpoint as plain single-device blocks, its adapters folded in."""
     config = parse_model(checkpoint.facts["model"])
     return config, with_values(config, merged_values(checkpoint), device, dtype, list(checkpoint.layout))
 
@@ -70,7 +70,7 @@ def with_values(
     dtype: torch.dtype,
     names: list[str] | None = None,
 ) -> list[nn.Module]:
-    """Return the model's blocks with values of (block, parameter); `names` are those of the blocks."""
+    """The model's blocks with values of (block, parameter); `names` are the blocks' names."""
     blocks = build_blocks(config)
     wanted = dict(zip(names or [spec.name for spec in block_specs(config)], blocks, strict=True))
     replacements: dict[int, nn.Parameter] = {}
@@ -81,7 +81,7 @@ def with_values(
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Raise `CheckpointError` when a checkpoint was trained with another tokenizer."""
+    """Raises `CheckpointError` when a checkpoint was trained with another tokenizer."""
     trained_with = checkpoint.facts.get("tokenizer")
     if trained_with != tokenizer.fingerprint:
         raise CheckpointError(
@@ -119,7 +119,6 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
 
 
 def _ends(path: Path) -> Any:
-    """Return what a table of `transformers` says of the tokens that end a text: one, several or None."""
     return read_table(path).get("eos_token_id") if path.is_file() else None
 
 

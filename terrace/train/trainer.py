@@ -1,4 +1,4 @@
-"""`terrace.Trainer`: blocks of one's own under any plan, in one's own loop.
+"""`terrace.Trainer`: a user's own blocks under any plan, in the user's own loop.
 
 The command line's `terrace train` has its data, loop and models; this has none of them. It takes modules that run one
 after the other, a loss, a plan and a cluster, and does a step when told to.
@@ -44,29 +44,30 @@ class Trainer:
     """Trains `blocks`, modules that run one after the other, under a plan on this rank of a cluster.
 
     - `blocks`: a sequence of modules (`nn.Sequential` is one), or names and modules. Each takes one tensor and returns
-      one. A block is what is gathered, reduced and recomputed at once. A parameter that several share is one (a tied
-      head). The trainer takes the parameters over; those with `requires_grad` off stay as they are.
-    - `plan`, `cluster`: a preset's name, a file, a table or the value. `cluster="local"` is this machine with as many
-      ranks as run; any other must have as many ranks as the world. Where the plan says no dtype, blocks compute in the
-      dtype that they have.
+      one. A block is the unit of gathering, reduction and recomputation. A parameter shared by several blocks is one (a
+      tied head). The trainer takes the parameters over; those with `requires_grad` off stay as they are.
+    - `plan`, `cluster`: a preset's name, a file, a table or the value. `cluster="local"` is this machine with all the
+      ranks that run; any other must have as many ranks as the world. Without a dtype in the plan, blocks compute in
+      their own dtype.
     - `loss(output, labels)` returns the SUM of the losses, of which the trainer makes the mean: sums of all
       micro-batches and ranks are added up and divided once, by the number of labels that are not -100. The first
-      loss is held against those of its halves unless `check_loss` is off.
+      loss is compared with those of its halves unless `check_loss` is off.
     - `optimizer`: keys of AdamW as in the section `[optimizer]` of a run; by default with weight decay 0.1 on matrices
       and the gradient norm clipped at 1.
-    - `num_micros`: into how many micro-batches a rank cuts its part of a batch.
-    - `local_batches`: `step` is given this rank's part of the batch, which ranks at the same place of the data
-      axis must share; otherwise it is given the whole batch, the same on every rank.
-    - `activation=(sequence, hidden)`: the shape of what passes between blocks, of one sample. A pipeline and a context
+    - `num_micros`: number of micro-batches into which a rank cuts its part of a batch.
+    - `local_batches`: `step` receives this rank's part of the batch, the same on all ranks with one data rank;
+      otherwise it receives the whole batch, the same on every rank.
+    - `activation=(sequence, hidden)`: the shape of the tensor between blocks, for one sample. A pipeline and a context
       axis need it.
-    - `declared`: what the dims of parameters count; a tensor and a context axis need it, and blocks of
+    - `declared`: the meaning of parameters' dims; a tensor and a context axis need it, and blocks of
       `terrace.model.decoder`.
     - `broadcast`: rank 0's values of parameters and buffers go to all ranks first, so that no seed is needed.
-    - `predict`: time the blocks and the links during the first step, about a second, to predict the steps after it.
+    - `predict`: time the blocks and the links during the first step, about a second, to predict the following steps.
     - `timeout_s`: under a launcher, how long a rank may stand still before the culprit is named.
 
-    Under torchrun, srun or mpirun the trainer joins the world; one that the user has joined is used as it is. Every
-    rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for what cannot work.
+    Under torchrun, srun or mpirun the trainer joins the world; a world that the user has joined is used as it is. Every
+    rank makes the trainer and calls its methods at the same points. Raises a `TerraceError` for a setup that cannot
+    work.
     """
 
     def __init__(
@@ -135,24 +136,23 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
         return self._joined.rank
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; batches are moved there."""
+        """Device of this rank; batches are moved there."""
         return self._joined.device
 
     def step(
         self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None, lr: float | None = None
     ) -> StepResult:
-        """Train on one batch: inputs, labels and maybe positions, the first dim of all being samples.
+        """Trains on one batch: inputs, labels and optionally positions, all with samples as the first dim.
 
-        Floating inputs are taken in the plan's compute dtype. `lr` is for this step; without it, the trainer's `lr`,
-        which may be set at any time. Returns the mean loss over the labels that count, on all ranks, the gradient's
-        norm before clipping, and how many labels counted. `positions` go to every block as its second argument.
+        Floating inputs are cast to the plan's compute dtype. `lr` is for this step; without it, the trainer's `lr`,
+        which may be set at any time. Returns the mean loss over the labels that count, on all ranks, the gradient norm
+        before clipping, and the number of labels that counted. `positions` go to every block as its second argument.
 
-        Raises `ConfigError` for a batch that cannot be cut, and what the engine raises.
+        Raises `ConfigError` for a batch that cannot be cut, and the engine's errors.
         """
         if self._is_closed:
             raise TrainingError("this trainer is closed: make a new one, and load a checkpoint into it")
@@ -163,27 +163,27 @@ class Trainer:
         return result
 
     def report(self) -> TrainerReport:
-        """Return a step of this rank, predicted beside measured: bytes and times are means of the steps so far.
+        """A step of this rank, predicted and measured: bytes and times are means of the steps so far.
 
-        The times of the first step, in which blocks are timed, are left out where there are others.
+        The times of the first step, in which blocks are timed, are left out if there are others.
         """
         time_s = {category: total / max(1, self._num_timed) for category, total in self._time_s.items()}
         return TrainerReport(predicted=self.predicted, measured=self.engine.report(time_s), num_steps=self.num_steps)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return whole parameters on every rank, as CPU tensors in the master dtype: "block.parameter" -> value.
+        """Whole parameters on every rank, as CPU tensors in the master dtype: "block.parameter" -> value.
 
-        A shared parameter appears once, under the first block that has it. Those of blocks from
-        `terrace.blocks_of` have the names that they have in their model. Buffers are not here. Every rank calls this.
+        A shared parameter appears once, under the first block that has it. Blocks from `terrace.blocks_of` keep the
+        parameter names of their model. Buffers are not included. Every rank calls this.
         """
         with self._guarded("gathering parameters"):
             return {self._full_name(block, name): value for block, name, value in whole_values(self.engine)}
 
     def unload(self) -> None:
-        """Give the blocks, and so a model whose modules they are, plain whole parameters again, and close.
+        """Gives the blocks, and so a model made of them, plain whole parameters again, and closes.
 
-        Values come in the dtype that each parameter had. Every rank calls this. Raises `TrainingError` under a tensor
-        axis, which has put other modules in the place of the blocks' own.
+        Values have each parameter's original dtype. Every rank calls this. Raises `TrainingError` under a tensor axis,
+        which has replaced the blocks' own modules.
         """
         if self.engine.program.tensor.degree > 1:
             raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
@@ -199,10 +199,10 @@ class Trainer:
             setattr(module, name, fresh[key])
 
     def save(self, folder: str | Path, *, keep: int = 2, facts: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint into `folder/checkpoints/step-N` and return it; any plan can load it.
+        """Writes a checkpoint into `folder/checkpoints/step-N`; any plan can load it.
 
-        The newest `keep` stay. `facts` are values of the user's own for the manifest. Every rank calls this.
-        Raises `CheckpointError`.
+        The newest `keep` stay. `facts` are the user's own values for the manifest. Every rank calls this. Raises
+        `CheckpointError`.
         """
         with self._guarded("saving a checkpoint"):
             self.engine.drain()
@@ -210,7 +210,7 @@ class Trainer:
             return save(self.engine, Path(folder), self.num_steps, own, keep)
 
     def load(self, folder: str | Path) -> Path:
-        """Go on from a checkpoint, or from the newest one in a folder that `save` was given; return it.
+        """Resumes from a checkpoint, or from the newest one in a folder that `save` was given; gives its path.
 
         Every rank calls this. Raises `CheckpointError` when there is none, or it is damaged or of other blocks.
         """
@@ -235,7 +235,7 @@ class Trainer:
             return found
 
     def close(self) -> None:
-        """Stop the trainer's threads, and leave the world if it was joined here. Closing twice is fine."""
+        """Stops the trainer's threads, and leaves the world if it was joined here. Closing twice is fine."""
         if not self._is_closed:
             self._is_closed = True
             self.engine.drain()
@@ -243,13 +243,12 @@ class Trainer:
             self._joined.leave()
 
     def __enter__(self) -> Self:
-        """Return the trainer, which closes at the end of the body."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close, unless an error is on its way that others may not share: then threads end with the process."""
+        """Closes, except after an error that other ranks may not share: then threads end with the process."""
         if kind is None:
             self.close()
 
@@ -336,7 +335,7 @@ class Trainer:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """Run the body; where there is a watchdog, a lost peer is named, and no timeout runs after it."""
+        """With a watchdog, names a lost peer; no timeout runs after the body."""
         dog = self._joined.dog
         if dog is None:
             yield

@@ -1,4 +1,4 @@
-"""What a trainer tells of its steps."""
+"""A trainer's report of its steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from terrace.program import StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReport:
-    """A step of this rank: as predicted (None before the first step, or where it was not asked for) and as measured.
+    """A step of this rank: predicted (None before the first step, or without `predict`) and measured.
 
     Printed, it is a table of both.
     """
@@ -19,7 +19,6 @@ class TrainerReport:
     num_steps: int
 
     def __str__(self) -> str:
-        """Return lines of figures, predicted beside measured."""
         none: Mapping[Any, float] = {}
         rows = [f"{f'mean of {self.num_steps} steps':28}{'predicted':>14}{'measured':>14}"]
         for title, name, unit in (

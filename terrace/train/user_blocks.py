@@ -14,7 +14,7 @@ from terrace.model.spec import BlockSpec
 
 
 def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
-    """Return the names of blocks and the blocks. Raises `ModelError` for what no trainer can take."""
+    """Names of blocks, and the blocks. Raises `ModelError` for blocks that a trainer cannot take."""
     if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
         raise ModelError(
             f"blocks is one {type(blocks).__name__}: give the list of modules that run one after the other, such as "
@@ -46,7 +46,7 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
 
 
 def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, tuple[str, str]]]:
-    """Yield where parameters stand: module, attribute, and the (block, parameter) that owns what is there."""
+    """Yields every parameter as (module, attribute, (block, parameter) of its owner)."""
     owners: dict[int, tuple[str, str]] = {}
     for block_name, block in zip(names, blocks, strict=True):
         for name, param in block.named_parameters():
@@ -58,7 +58,7 @@ def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[
 
 
 def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) -> tuple[BlockSpec, ...]:
-    """Return the specs with dims of the hidden size declared as such, which a pipeline's messages go by."""
+    """The specs with dims of the hidden size declared as such, which sizes a pipeline's messages."""
     if activation is None:
         return ()
 
@@ -74,7 +74,7 @@ def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) 
 
 
 def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torch.device) -> None:
-    """Give every rank the values of rank 0. Raises `ModelError` where a rank has other blocks."""
+    """Gives every rank the values of rank 0. Raises `ModelError` if a rank has other blocks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [asdict(spec) for spec in specs])
     for rank, theirs in enumerate(everyone):
@@ -92,7 +92,7 @@ def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torc
 
 
 def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Move the buffers of blocks to a device; their parameters move when an engine takes them."""
+    """Moves the buffers of blocks to a device; their parameters move when an engine takes them."""
     for module in (module for block in blocks for module in block.modules()):
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
@@ -100,6 +100,6 @@ def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return what tells tensors apart that differ in values or shape."""
+    """A digest that differs for tensors of different values or shapes."""
     values = tensor.detach().cpu().contiguous()
     return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))

@@ -1,15 +1,15 @@
-"""How much of what the devices could compute a step makes use of: two numbers, and what they are counted from.
+"""Utilisation of the devices in a step: two numbers, and the FLOPs they are counted from.
 
     MFU = model FLOPs of a step / (seconds of the step x devices x peak FLOP/s)
     HFU = hardware FLOPs of a step / the same
 
-**Model FLOPs** are what the mathematics of a step needs (Chowdhery et al. 2204.02311, appendix B), with causal
+**Model FLOPs** are those that the mathematics of a step needs (Chowdhery et al. 2204.02311, appendix B), with causal
 attention counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of
 its input and, unless it is frozen, 2nT for its own. Attention costs 4P per element of the queries forward and twice
-that backward, P being the pairs of a query and a key it may look at: B S (S + 1) / 2 for B causal sequences of S
-tokens, less under a sliding window. Looking up the embedding, norms and activations count nothing.
+that backward, P being the pairs of a query and a key that it may see: B S (S + 1) / 2 for B causal sequences of S
+tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
 
-**Hardware FLOPs** are what is run: the full square B S^2 of attention, as a kernel that skips nothing does, and the
+**Hardware FLOPs** are those that run: the full square B S^2 of attention, as in a kernel that skips nothing, and the
 forward of every recomputed block once more (Korthikanti et al. 2205.05198, section 6). `terrace plan` predicts with the
 full square in both, as published tables do.
 
@@ -36,13 +36,12 @@ class StepFlops:
 
     @property
     def model(self) -> int:
-        """Model FLOPs."""
         return self.products + self.attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """What a run's MFU and HFU are counted from; `peak_flops_per_s` is of one device, `origin` says whose figure."""
+    """Inputs of a run's MFU and HFU; `peak_flops_per_s` is of one device, `origin` names its source."""
 
     flops: StepFlops
     num_devices: int
@@ -50,22 +49,22 @@ class Utilisation:
     origin: str
 
     def mfu(self, step_s: float) -> float:
-        """Return the model FLOPs utilisation of a step that took `step_s`."""
+        """Model FLOPs utilisation of a step of `step_s` seconds."""
         return self.flops.model / (step_s * self.num_devices * self.peak_flops_per_s)
 
     def hfu(self, step_s: float) -> float:
-        """Return the hardware FLOPs utilisation of a step that took `step_s`."""
+        """Hardware FLOPs utilisation of a step of `step_s` seconds."""
         return self.flops.hardware / (step_s * self.num_devices * self.peak_flops_per_s)
 
 
 def causal_pairs(sequence: int, window: int = 0) -> int:
-    """Return the (query, key) pairs of one causal sequence, where a query sees `window` tokens at most (0: all)."""
+    """(query, key) pairs of one causal sequence in which a query sees at most `window` tokens (0: all)."""
     seen = min(sequence, window) if window else sequence
     return seen * (seen + 1) // 2 + (sequence - seen) * seen
 
 
 def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batch: int, sequence: int) -> StepFlops:
-    """Return the FLOPs of a step of `batch` sequences; `blocks` are whole, with frozen parameters marked."""
+    """FLOPs of a step of `batch` sequences; `blocks` are whole, with frozen parameters marked."""
     tokens, again = batch * sequence, recomputed(plan, blocks)
     products = rerun = 0
     for index in range(len(blocks)):
@@ -95,10 +94,10 @@ def utilisation(
     measured: Cluster,
     backend: str,
 ) -> Utilisation:
-    """Return what the run's utilisation is counted from.
+    """Inputs of a run's utilisation.
 
-    The peak is that of the `cluster`'s device, if its ranks run on such a device: on `backend`, and on a CPU only where
-    it was probed, since nobody knows a share of a CPU otherwise. Else it is what a layer's forward reached at the
+    The peak is that of the `cluster`'s device, if its ranks run on such a device: on `backend`, and on a CPU only if it
+    was probed, since the share of a CPU is otherwise unknown. Else it is the rate that a layer's forward reached at the
     start, which `measured`, the cluster with constants of this machine, has in its place.
     """
     device = cluster.device
@@ -115,7 +114,6 @@ def utilisation(
 
 
 def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
-    """Return the elements of the matrices that a block multiplies with, and of those it makes a gradient of."""
     if index == 0:
         return 0, 0  # a look-up
     if index < len(blocks) - 1:

@@ -1,4 +1,4 @@
-"""Whole parameters from what the ranks of an engine hold."""
+"""Whole parameters, gathered from the ranks of an engine."""
 
 from collections.abc import Iterator
 
@@ -11,9 +11,9 @@ from terrace.runtime.engine import Engine
 
 
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
+    """Yields (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
 
-    Every rank calls this, and takes all of it. One block is on its way at a time: each rank sends the boxes that it is
+    Every rank calls this and consumes all of it. One block is in flight at a time: each rank sends the boxes that it is
     the first to hold, as for a checkpoint.
     """
     engine.drain()

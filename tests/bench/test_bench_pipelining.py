@@ -11,7 +11,8 @@ from bench.against_pipelining import CASES, HEADER, Job, Result, contest, pipeli
 from bench.common import ADAMW, Timing, decay_groups, real_blocks
 from bench.torch_pipelining import Pipeline
 from terrace.launch.start import LocalPool, World
-from terrace.model.decoder import count_tokens, run_blocks, token_loss
+from terrace.model.decoder import token_loss
+from tests.support.toys import count_tokens, run_blocks
 
 NUM_RANKS = 4
 TINY = Job(hidden=32, layers=6, vocab=96, batch=1, sequence=16, micros=8, rounds=2, dtype="fp64")

@@ -19,11 +19,12 @@ from terrace.cli.prepare import prepare
 from terrace.data.batches import Batches
 from terrace.data.tokenizer import load_tokenizer
 from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.decoder import build_blocks, run_blocks, token_loss
+from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from terrace.model.init import initial_value
 from terrace.train.config import RunConfig, resolve
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
+from tests.support.toys import run_blocks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 tokenizers = pytest.importorskip("tokenizers", reason="a folder's tokenizer is read with it")

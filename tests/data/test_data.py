@@ -99,7 +99,7 @@ def test_windows_are_consecutive_and_labels_are_shifted(tokens: TokenFile) -> No
     ids = np.array(tokens.open()).astype(np.int64)
     batches = Batches(tokens, sequence=9, batch=112, seed=5)
     assert batches.num_samples == 112  # 1008 / 9: the last token is a label only
-    inputs, labels = batches.global_batch(0)
+    inputs, labels = batches.rows(0, np.arange(batches.batch))
     assert inputs.shape == labels.shape == (112, 9)
     assert inputs.dtype == labels.dtype == np.int64
     assert inputs.flags.c_contiguous
@@ -123,7 +123,7 @@ def test_micro_batches_make_up_the_global_batch(tokens: TokenFile, num_data_rank
             for micro in range(num_micros)
             for data_rank in range(num_data_ranks)
         ]
-        inputs, labels = batches.global_batch(step)
+        inputs, labels = batches.rows(step, np.arange(batches.batch))
         assert np.array_equal(np.concatenate([part[0] for part in parts]), inputs)
         assert np.array_equal(np.concatenate([part[1] for part in parts]), labels)
 
@@ -131,7 +131,7 @@ def test_micro_batches_make_up_the_global_batch(tokens: TokenFile, num_data_rank
 def test_any_step_can_be_had_at_once(tokens: TokenFile, monkeypatch: pytest.MonkeyPatch) -> None:
     walked = Batches(tokens, sequence=16, batch=5, seed=0)
     for step in range(40):
-        last = walked.global_batch(step)
+        last = walked.rows(step, np.arange(walked.batch))
     asked: list[list[int]] = []
     original = SampleOrder.sample
 
@@ -140,14 +140,14 @@ def test_any_step_can_be_had_at_once(tokens: TokenFile, monkeypatch: pytest.Monk
         return original(self, positions)
 
     monkeypatch.setattr(SampleOrder, "sample", spy)
-    resumed = Batches(tokens, sequence=16, batch=5, seed=0).global_batch(39)
+    resumed = Batches(tokens, sequence=16, batch=5, seed=0).rows(39, np.arange(5))
     assert np.array_equal(resumed[0], last[0])
     assert np.array_equal(resumed[1], last[1])
     assert asked == [[195, 196, 197, 198, 199]]
 
 
 def test_a_batch_may_be_larger_than_the_data(tokens: TokenFile) -> None:
-    inputs, _ = Batches(tokens, sequence=400, batch=6, seed=0).global_batch(0)
+    inputs, _ = Batches(tokens, sequence=400, batch=6, seed=0).rows(0, np.arange(6))
     assert len({row.tobytes() for row in inputs}) == 2
     assert {row.tobytes() for row in inputs[:2]} == {row.tobytes() for row in inputs[2:4]}
 
@@ -159,7 +159,7 @@ def test_holdout_is_never_trained_on(tokens: TokenFile) -> None:
     ids = np.array(tokens.open())
     assert held.ravel().tolist() == ids[960:1008].tolist()
     assert held_labels.ravel().tolist() == ids[961:1009].tolist()
-    seen = {row.tobytes() for step in range(12) for row in batches.global_batch(step)[0]}
+    seen = {row.tobytes() for step in range(12) for row in batches.rows(step, np.arange(batches.batch))[0]}
     assert len(seen) == 60
     assert not seen & {row.tobytes() for row in held}
     assert np.array_equal(batches.holdout(1)[0], held[1:2])

@@ -126,7 +126,7 @@ def fail_with(code: int) -> Callable[..., None]:
         ("_write_tokens", errno.ENOSPC, "No space left on device; stopped after 0 bytes; free some space"),
         ("partial.os.fsync", errno.ENOSPC, "No space left on device; stopped after 10 bytes"),
         ("partial.os.replace", errno.EACCES, "Permission denied; choose a cache folder that you may write to"),
-        ("write_atomic", errno.ENOSPC, "No space left on device"),
+        ("write_description", errno.ENOSPC, "No space left on device"),
         ("Partial", errno.EROFS, "Read-only file system; choose a cache folder"),
     ],
 )

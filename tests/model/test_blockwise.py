@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.pair_attention import attend_pairs
 from terrace.model import blockwise, pair_kernels
 from terrace.model.attention import attend
-from terrace.model.blockwise import DensePair, attend_pairs, dense_mask, merge_, pair_backward, pair_forward
+from terrace.model.blockwise import DensePair, dense_mask, merge_, pair_backward, pair_forward
 from terrace.model.pair_kernels import (
     CPU_FLASH,
     CPU_FLASH_WIDE,

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
 from terrace.model.cache import KVCache, run_cached
 from terrace.model.config import ModelConfig, load_model, parse_model, to_table
-from terrace.model.decoder import build_blocks, run_blocks
+from terrace.model.decoder import build_blocks
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initialise
 from terrace.train.generate import generate_texts
 from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import load_trained
+from tests.support.toys import run_blocks
 
 VOCAB = 257
 _LLAMA: dict[str, Any] = {

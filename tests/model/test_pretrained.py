@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from terrace.base.errors import ModelError
 from terrace.model.config import ModelConfig, block_specs, load_model, num_params, parse_model
-from terrace.model.decoder import build_blocks, run_blocks
+from terrace.model.decoder import build_blocks
 from terrace.model.hf.names import num_stored, sources
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from tests.support.toys import run_blocks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="logits are compared with those of transformers")

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.launch.start import LocalPool, World
-from terrace.model.decoder import count_tokens, run_blocks
 from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.plan.flats import block_flats
 from terrace.plan.memory import model_state_bytes
@@ -23,7 +22,7 @@ from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate import simulate, step_costs
 from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
-from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
 
 Sizes = tuple[int, ...]
 

@@ -80,7 +80,9 @@ def places_of_a_ring_are_whole_units(
 
 
 def test_a_document_that_no_place_has_room_for_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"100 tokens, the longest document 100, do not fit on 4 places of 10 tokens"):
+    with pytest.raises(
+        PlanError, match=r"100 tokens, the longest document 100, do not fit on 4 ring ranks of 10 tokens"
+    ):
         assign([100], (2, 2), cost_on(2), 10)
 
 

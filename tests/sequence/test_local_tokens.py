@@ -92,7 +92,7 @@ def test_what_leaves_a_node_leaves_by_all_its_places() -> None:
 
 
 def test_more_tokens_than_rows_are_refused() -> None:
-    with pytest.raises(PlanError, match="9 tokens do not fit on 2 places that hold 4 each"):
+    with pytest.raises(PlanError, match="9 tokens do not fit on 2 ring ranks that hold 4 each"):
         moves([5, 4], (2,), 4)
     with pytest.raises(PlanError, match="9 tokens do not fit on 4 ranks that hold 2 each"):
         balanced_group_layout([5, 4], (2,), 2, 2, cost_on(1))

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError
 from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.model.decoder import count_tokens, run_blocks
 from terrace.plan import Layout, Plan, preset
 from terrace.plan.slices import rank_slices
 from terrace.runtime.batch import Batch
@@ -32,7 +31,7 @@ from tests.support import in_block
 from tests.support.in_block import record_in_block
 from tests.support.lanes import use_lane
 from tests.support.sabotage import SABOTAGES
-from tests.support.toys import MODELS, WHOLE_ROWS, Rows, make_batch
+from tests.support.toys import MODELS, WHOLE_ROWS, Rows, count_tokens, make_batch, run_blocks
 
 ADAMW = OptimizerConfig(lr=3e-3)
 NUM_STEPS = 3  # the third starts from moments and parameters of a step that itself started from some

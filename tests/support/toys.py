@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from terrace.cluster import Cluster, load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan import Layout, Plan
@@ -154,6 +154,19 @@ MODELS = {
     "deep llama, frozen layer": _decoder_model(_LLAMA | _DEEP, _FROZEN_LAYER, tied_embeddings=True),
     "deep llama, frozen table": _decoder_model(_LLAMA | _DEEP, ("embedding.*",), tied_embeddings=True),
 }
+
+
+def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Logits (B, S, V) of tokens (B, S), at `positions` (B, S) if given."""
+    x = tokens
+    for block in blocks:
+        x = block(x) if positions is None else block(x, positions)
+    return x
+
+
+def count_tokens(labels: Tensor) -> Tensor:
+    """Number of labels (B, S) that have a target, an int64 scalar."""
+    return (labels != IGNORE_INDEX).sum()
 
 
 def make_batch(step: int, batch: int, sequence: int = SEQUENCE) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,10 @@ from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model import attention
 from terrace.model.attention import AttentionPlans, Pieces, attend, document_begins, whole_mask
-from terrace.model.decoder import run_blocks
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.parity import Case, Outcome, check, data_rows, deviation, exact, reference, run, train
-from tests.support.toys import MODELS, Rows, cluster_of
+from tests.support.toys import MODELS, Rows, cluster_of, run_blocks
 
 Sizes = tuple[int, ...]
 

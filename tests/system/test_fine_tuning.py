@@ -22,14 +22,14 @@ from terrace.data.chat_tokens import prepare_chat
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.decoder import build_blocks, run_blocks, token_loss
+from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.chats import CHATML, write_lines
 from tests.support.parity import ADAMW, exact, make_adamw, trainable
 from tests.support.tiny_runs import MODEL, losses, one_line, terrace, write_run
-from tests.support.toys import cluster_of
+from tests.support.toys import cluster_of, run_blocks
 
 pytestmark = pytest.mark.timeout(360)
 pytest.importorskip("jinja2")
@@ -114,7 +114,7 @@ def talks_of_steps(source: Source) -> list[list[bytes]]:
     """The conversations in the global batch of each step, read off its rows."""
     found = []
     for step in range(NUM_STEPS):
-        inputs, labels, positions = Batches([source], SEQUENCE, BATCH, seed=3).global_batch(step)
+        inputs, labels, positions = Batches([source], SEQUENCE, BATCH, seed=3).rows(step, np.arange(BATCH))
         texts = []
         for row in range(BATCH):
             begins = [*np.flatnonzero(positions[row] == 0).tolist(), SEQUENCE]
@@ -164,7 +164,9 @@ def test_a_global_batch_gives_the_same_loss_and_gradient_under_any_ranks(pool: L
 
 def test_a_prompt_contributes_no_gradient(source: Source) -> None:
     """Rows through the model in one backward, against every conversation's assistant bytes alone."""
-    inputs, labels, positions = map(torch.from_numpy, Batches([source], SEQUENCE, BATCH, seed=3).global_batch(0))
+    inputs, labels, positions = map(
+        torch.from_numpy, Batches([source], SEQUENCE, BATCH, seed=3).rows(0, np.arange(BATCH))
+    )
     blocks = blocks_of()
     parameters = trainable(blocks)
 

@@ -19,7 +19,7 @@ from terrace.cli.options import parse_overrides
 from terrace.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.decoder import build_blocks, run_blocks, token_loss
+from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
@@ -33,7 +33,7 @@ from terrace.train.config import parse_run, resolve, run_toml
 from terrace.train.trained import load_blocks
 from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
-from tests.support.toys import MODELS, Model, cluster_of, make_batch
+from tests.support.toys import MODELS, Model, cluster_of, make_batch, run_blocks
 
 _SIZES = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {

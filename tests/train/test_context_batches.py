@@ -62,7 +62,7 @@ def seen(micros: Sequence[LocalMicro]) -> list[Seen]:
 def expected(made: Batches) -> list[Seen]:
     found = []
     for step in range(STEPS):
-        inputs, labels, *rest = made.global_batch(step)
+        inputs, labels, *rest = made.rows(step, np.arange(made.batch))
         positions = rest[0] if rest else np.broadcast_to(np.arange(SEQUENCE), inputs.shape)
         found += [
             (int(x), int(y), int(at))

@@ -12,12 +12,12 @@ import torch
 from terrace.base.errors import ConfigError, DataError
 from terrace.cli.main import main
 from terrace.data.tokenizer import ByteTokenizer
-from terrace.model.decoder import run_blocks
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train.evaluate import Evaluation, evaluate
 from terrace.train.trained import Trained
 from tests.model.test_generate import _MODELS, make, named
+from tests.support.toys import run_blocks
 
 TEXTS = ["", "x", "a short one", "ünïcode €", "a document that is longer than one window of the model's context " * 3]
 

@@ -1,0 +1,113 @@
+"""Cached token files: how they are named, described, found again and written.
+
+A description, `NAME.json`, is written last: where it exists, the files beside it are complete.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from terrace.base.errors import ConfigError, DataError
+from terrace.base.files import sync_folder, write_atomic
+from terrace.base.schema import load, read_table
+from terrace.data.token_file import TokenFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Contents of `NAME.json`."""
+
+    format: str
+    max_token: int
+    digest: str
+    num_documents: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusDescription(Description):
+    """Description of a corpus tokenised here; `corpus` is for people."""
+
+    corpus: str
+    tokenizer: str
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: int
+
+
+AnyDescription = TypeVar("AnyDescription", bound=Description)
+
+
+def cache_file(cache_dir: str | Path, name: str, identity: object, suffix: str = ".tokens") -> Path:
+    """Path of a cached file; its key is a hash of `identity`, so another source or tokenizer is another file."""
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    return Path(cache_dir) / f"{name}-{key}{suffix}"
+
+
+def file_stem(path: str | Path, default: str) -> str:
+    """Stem of `path` with characters that are safe in a file name, at most 40 of them."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).stem)[:40].strip("-") or default
+
+
+def read_description(kind: type[AnyDescription], target: Path) -> AnyDescription:
+    """The description of `target`. Raises `DataError` for a damaged one."""
+    described = target.with_suffix(".json")
+    try:
+        return load(kind, read_table(described), "tokens")
+    except ConfigError as error:
+        raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
+
+
+def write_description(target: Path, description: Description) -> None:
+    """Mark `target` as complete."""
+    write_atomic(target.with_suffix(".json"), json.dumps(asdict(description), indent=2) + "\n")
+    sync_folder(target.parent)
+
+
+def token_file(target: Path, description: CorpusDescription, mask: Path | None = None) -> TokenFile:
+    """The token file that `target` and its description make up. Raises `DataError` where a file has another size."""
+    file = TokenFile(
+        path=target,
+        dtype=description.dtype,
+        num_tokens=description.num_tokens,
+        max_token=description.max_token,
+        digest=description.digest,
+        num_documents=description.num_documents,
+        starts=target.with_suffix(".starts"),
+        mask=mask,
+    )
+    for check in (file.open, file.open_starts, file.open_mask):
+        check()  # compares sizes
+    return file
+
+
+def id_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Smallest stored dtype that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def file_status(file: Path) -> os.stat_result:
+    """Status of a source file. Raises `DataError` where it cannot be read."""
+    try:
+        return file.stat()
+    except OSError as error:
+        raise DataError(f"cannot read data {file}: {error.strerror}; keep it in place") from error
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[dict[str, int]]:
+    """Turns an `OSError` inside the block into a `DataError` with its fix; the block may note `num_bytes` written."""
+    noted = {"num_bytes": 0}
+    try:
+        yield noted
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            fix = f"stopped after {noted['num_bytes']} bytes; free some space or choose another cache folder"
+        else:
+            fix = "choose a cache folder that you may write to"
+        raise DataError(f"cannot write the token file {target}: {error.strerror}; {fix}") from error
