@@ -25,7 +25,7 @@ from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import ranked
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import DATA, PIPELINE, TENSOR, Choice, schedule_text
+from terrace.planner.task import Choice, schedule_text
 from terrace.program.schedules import schedule_names
 from terrace.simulate.step import WAITS_ON_STAGES
 
@@ -134,7 +134,7 @@ def _zeropp(task: Task) -> Estimate | None:
     count = 1
     while True:
         found = _found(task, ZEROPP, count)
-        sharded = [each for each in found if each.choice.rows[0][DATA] > 1]
+        sharded = [each for each in found if each.choice.mesh.group("data")[0] > 1]
         if sharded or len(found) < count:
             return sharded[0] if sharded else None
         count *= 4
@@ -164,7 +164,7 @@ def parts(task: Task, estimate: Estimate) -> dict[str, float]:
 def plan_words(estimate: Estimate) -> str:
     """A plan in a few letters: t, p, d degrees; b micro-batch, M micro-batches; U unit; R recomputed layers."""
     choice = estimate.choice
-    words = [f"{letter}{choice.degree(axis)}" for letter, axis in (("t", TENSOR), ("p", PIPELINE), ("d", DATA))]
+    words = [f"{axis[0]}{choice.mesh.total(axis)}" for axis in ("tensor", "pipeline", "data")]
     words += [schedule_text(choice.schedule, choice.chunks)] if choice.schedule != SERIAL else []
     words += [f"b{choice.micro_batch}", f"M{estimate.num_micros}"]
     words += [f"U{choice.unit}"] if choice.unit > 1 else []
@@ -174,8 +174,8 @@ def plan_words(estimate: Estimate) -> str:
 
 def crossed(task: Task, choice: Choice) -> str:
     """The outermost tier crossed by the tensor ranks of a plan."""
-    tiers = [tier.name for tier, row in zip(task.cluster.tiers, choice.rows, strict=True) if row[TENSOR] > 1]
-    return tiers[-1] if tiers else ""
+    tiers = choice.mesh.tiers("tensor")
+    return task.cluster.tiers[tiers[-1]].name if tiers else ""
 
 
 def tasks(only: Sequence[str], models: Sequence[str]) -> Iterator[tuple[str, str, Task]]:

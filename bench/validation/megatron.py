@@ -9,6 +9,7 @@ a node from inside, and pipeline stages are nodes.
 
 from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster import load_cluster
+from terrace.plan.mesh import Mesh
 from terrace.planner import Choice, Evaluator, Placement, Task
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
@@ -71,6 +72,8 @@ def setting(line: dict[str, str]) -> tuple[Task, Choice]:
         chunks=chunks,
         micro_batch=int(line["micro_batch"]),
         placement=Placement(-1, -1, -1),
-        rows=((_NODE_SIZE // tensor, tensor, 1, 1), (num_nodes // pipeline, 1, 1, pipeline)),
+        mesh=Mesh.build(
+            2, data=(_NODE_SIZE // tensor, num_nodes // pipeline), rows=(tensor, 1), pipeline=(1, pipeline)
+        ),
     )
     return task, choice

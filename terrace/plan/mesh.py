@@ -27,7 +27,8 @@ _Table = Mapping[str, int | Mapping[str, int]]  # a tier's row of `Plan.mapping`
 class Mesh:
     """The degree of every axis on every tier, innermost tier first, axes as in `ORDER`.
 
-    Wherever axes are asked for, "tensor" is columns and rows together, "context" Ulysses and ring.
+    Wherever axes are asked for, "tensor" is columns and rows together, "context" Ulysses and ring. Meshes sort by the
+    degrees of data, tensor, context and pipeline of the innermost tier, then by its columns and Ulysses ranks.
     """
 
     degrees: tuple[tuple[int, ...], ...]
@@ -55,6 +56,14 @@ class Mesh:
         return self._hash
 
     @cached_property
+    def _sorts_as(self) -> tuple[tuple[int, ...], ...]:
+        axes = ("data", "tensor", "context", "pipeline", "columns", "ulysses")
+        return tuple(zip(*map(self.group, axes), strict=True))
+
+    def __lt__(self, other: "Mesh") -> bool:
+        return self._sorts_as < other._sorts_as
+
+    @cached_property
     def _groups(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         return {}
 
@@ -75,10 +84,49 @@ class Mesh:
         """The degree of an axis over all tiers."""
         return self._totals[axis]
 
-    def only(self, axes: tuple[str, ...]) -> "Mesh":
+    def tiers(self, axis: str) -> tuple[int, ...]:
+        """The tiers on which the axis has more than one rank."""
+        return tuple(tier for tier, degree in enumerate(self.group(axis)) if degree > 1)
+
+    @cached_property
+    def state(self) -> tuple[int, ...]:
+        """Ranks per tier that hold the same slice of a block and shard its states."""
+        return self.group(*HOLDERS)
+
+    @cached_property
+    def inside(self) -> "Mesh":
+        """The tensor and context axes alone: the ranks that send messages inside a block."""
+        return self.only("tensor", "context")
+
+    def only(self, *axes: str) -> "Mesh":
         """The mesh with every axis but `axes` at degree 1."""
         kept = _positions(axes)
-        return Mesh(tuple(tuple(d if i in kept else 1 for i, d in enumerate(row)) for row in self.degrees))
+        return _interned(tuple(tuple(d if i in kept else 1 for i, d in enumerate(row)) for row in self.degrees))
+
+    def with_ulysses(self, degrees: Sequence[int]) -> "Mesh":
+        """The mesh with `degrees` of the context ranks per tier in Ulysses form, the rest of them in a ring."""
+        found = []
+        for (columns, rows, own, ring, data, pipeline), ulysses in zip(self.degrees, degrees, strict=True):
+            found.append((columns, rows, ulysses, own * ring // ulysses, data, pipeline))
+        return _interned(tuple(found))
+
+    def mapping(self, tiers: Sequence[str]) -> dict[str, dict[str, int | dict[str, int]]]:
+        """The mesh as `Plan.mapping` on the named tiers, a row for each: the way back from `Mesh.of`."""
+        found = {}
+        for name, degrees in zip(tiers, self.degrees, strict=True):
+            columns, rows, ulysses, ring, data, pipeline = degrees
+            forms = {"ulysses": ulysses, "ring": ring}
+            row: dict[str, int | dict[str, int]] = {}
+            if data > 1:
+                row["data"] = data
+            if rows * columns > 1:
+                row["tensor"] = rows if columns == 1 else {"rows": rows, "columns": columns}
+            if ulysses * ring > 1:
+                row["context"] = {form: degree for form, degree in forms.items() if degree > 1}
+            if pipeline > 1:
+                row["pipeline"] = pipeline
+            found[name] = row
+        return found
 
     def coordinates(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The place of `rank` among the ranks that differ on `axes` alone, per tier."""
@@ -146,6 +194,12 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
         stage, place = divmod(stage, degree)
         rank = mesh.peers(rank, tier, PIPELINE)[place]
     return rank
+
+
+@lru_cache(maxsize=65536)
+def _interned(degrees: tuple[tuple[int, ...], ...]) -> Mesh:
+    # The planner asks for the same few meshes many times, and a mesh remembers what was asked of it.
+    return Mesh(degrees)
 
 
 @lru_cache(maxsize=256)

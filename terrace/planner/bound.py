@@ -31,18 +31,19 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
+from terrace.plan.mesh import Mesh
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
 from terrace.planner.shares import Counts, heaviest, shares_of
-from terrace.planner.space import Rows, Shape, Space, closed
+from terrace.planner.space import OpenMesh, Space, closed
 from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement
 
 _SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
-class Core(NamedTuple):
+class PartialCandidate(NamedTuple):
     """A choice without placement and unit: what its computing takes at least.
 
     `span_s` are the seconds of the computing, `mean_s` those of a stage in the mean, `heavy` what the stage with most
@@ -50,7 +51,7 @@ class Core(NamedTuple):
     of stages of which one needs most memory.
     """
 
-    shape: Shape
+    shape: OpenMesh
     micro_batch: int
     recompute: int
     schedule: str
@@ -69,11 +70,11 @@ class Core(NamedTuple):
         return self.span_s * _SLACK
 
     @property
-    def key(self) -> tuple[int, str, int, int, Shape, int]:
+    def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
         """What orders cores of one bound."""
         return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape, self.unit
 
-    def passing(self, unit: int) -> "Core":
+    def passing(self, unit: int) -> "PartialCandidate":
         """Return the core with units of so many micro-batches, all of which a stage keeps before its first backward.
 
         Its messages are those of whole chunks (`Bounds._chunks_excess_s`), so what a stage holds tells nothing.
@@ -83,12 +84,12 @@ class Core(NamedTuple):
 
     def choice(self, placement: Placement, unit: int) -> Choice:
         """Return the whole choice; a root stands for its simplest schedule."""
-        schedule = self.schedule or (SIMPLEST if self.shape.pipeline > 1 else SERIAL)
-        return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.rows)
+        schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
+        return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)
 
 
-def _orders_key(core: Core) -> tuple[object, ...]:
-    return core.schedule, core.shape.pipeline, core.chunks, core.num_micros, core.unit
+def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
+    return core.schedule, core.shape.mesh.total("pipeline"), core.chunks, core.num_micros, core.unit
 
 
 class Bounds:
@@ -99,25 +100,25 @@ class Bounds:
         self.num_layers = self.task.model.num_layers
         self.mail = Mail(estimator)
         self._space = Space(task=self.task)
-        self._known_forms: dict[Rows, Sequence[Rows]] = {}
-        self._block_works: dict[tuple[Rows, bool, int, int, bool], list[Work]] = {}
-        self._most_layer: dict[tuple[Rows, int, int, bool], list[Work]] = {}
+        self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
+        self._block_works: dict[tuple[Mesh, bool, int, int, bool], list[Work]] = {}
+        self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by what its orders depend on
 
-    def root(self, shape: Shape, micro_batch: int, recompute: int) -> Core:
+    def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
         """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is.
 
         Of an open shape it is also a bound over the forms of its context ranks.
         """
         works, kept = self._works(shape, micro_batch, recompute), self._kept(shape, micro_batch, recompute)
-        numels = self.estimator.own_numels(shape)
-        micros = self.task.batch // (shape.data * micro_batch)
-        stages, layers = shape.pipeline, self.num_layers
+        numels = self.estimator.own_numels(shape.mesh)
+        micros = self.task.batch // (shape.mesh.total("data") * micro_batch)
+        stages, layers = shape.mesh.total("pipeline"), self.num_layers
         (embedding_s, layer_s, head_s) = ((work[0] + work[1]) for work in works)
         total_s = layers * layer_s + head_s + embedding_s
         least = max(1, layers // (stages * MOST_CHUNKS))
-        edge_s = self.estimator.boundary_s(shape.rows, micro_batch) if stages > 1 else 0.0
+        edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
         ramp_s = (stages - 1) / 2 * (least * works[LAYER][0] + edge_s)
         if stages == 1:
             # A head keeps its logits only while it runs; layers keep until their backward.
@@ -126,7 +127,7 @@ class Bounds:
             # Some stage has the mean of the layers or more; before its first backward a micro-batch is in them all.
             most = -(-layers // stages)
             least_held, counts = ((most * numels[LAYER], most * kept),), None
-        return Core(
+        return PartialCandidate(
             shape=shape,
             micro_batch=micro_batch,
             recompute=recompute,
@@ -140,7 +141,7 @@ class Bounds:
             played=False,
         )
 
-    def core(self, root: Core, schedule: str, chunks: int) -> Core | None:
+    def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
         """Return the bound of a root with a schedule; None for more virtual stages than layers, or too many passes.
 
         Of an open shape it is that of the root where its forms may share the layers differently.
@@ -148,12 +149,13 @@ class Bounds:
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
         shape, num_layers = root.shape, self.num_layers
-        num_virtual = shape.pipeline * chunks
+        stages = shape.mesh.total("pipeline")
+        num_virtual = stages * chunks
         if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
         trait = traits()[schedule]
-        shares = shares_of(num_layers, shape.pipeline, chunks, head_layers(works), trait.looped, trait.folded)
+        shares = shares_of(num_layers, stages, chunks, head_layers(works), trait.looped, trait.folded)
         if shape.is_open:
             most = self._most_works(shape, root.micro_batch, root.recompute)
             least_counts, most_counts = (
@@ -163,8 +165,8 @@ class Bounds:
                 return root._replace(schedule=schedule, chunks=chunks, heavy=None)
         forward_s, backward_s, weight_s = works[LAYER]
         head_forward_s, head_s = works[HEAD][0], works[HEAD][0] + works[HEAD][1]
-        edge_s = self.estimator.boundary_s(shape.rows, root.micro_batch)
-        stages, micros, least = shape.pipeline, root.num_micros, shares.least
+        edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
+        micros, least = root.num_micros, shares.least
         back_s = backward_s - weight_s if trait.split else backward_s
         hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
         busiest_s, last_s = root.mean_s, micros * chunks * least * (forward_s + backward_s)
@@ -179,9 +181,9 @@ class Bounds:
         span_s = max(root.mean_s + (stages - 1) / 2 * hop_s, last_s + (stages - 1) * hop_s, busiest_s, path_s)
         return root._replace(schedule=schedule, chunks=chunks, heavy=shares.heavy, span_s=span_s)
 
-    def cores(self, root: Core, schedules: Sequence[tuple[str, int]]) -> Iterator[Core]:
+    def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:
         """Yield the bounds of a root with each of the schedules; those of the same traits share one."""
-        known: dict[tuple[bool, bool, int], Core | None] = {}
+        known: dict[tuple[bool, bool, int], PartialCandidate | None] = {}
         for schedule, chunks in schedules:
             trait = None if schedule == SERIAL else traits()[schedule]
             key = (trait is not None and trait.split, trait is None or trait.looped, chunks)
@@ -191,16 +193,16 @@ class Bounds:
             if core is not None:
                 yield core if core.schedule == schedule else core._replace(schedule=schedule)
 
-    def staged(self, core: Core) -> Core:
+    def staged(self, core: PartialCandidate) -> PartialCandidate:
         """Return a core that knows what its stages hold and keep; raises `PlanError` as the schedule does."""
-        shape = core.shape
-        placement, most = held(core.schedule, shape.pipeline, core.chunks, core.num_micros, core.unit or 1)
+        shape, stages = core.shape, core.shape.mesh.total("pipeline")
+        placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
         works = self._works(shape, core.micro_batch, core.recompute)
-        counts = share_layers(self.num_layers, shape.pipeline * core.chunks, head_layers(works))
+        counts = share_layers(self.num_layers, stages * core.chunks, head_layers(works))
         parts = parts_of(counts, placement)
         kept = self._kept(shape, core.micro_batch, core.recompute)
-        numels = self.estimator.own_numels(shape)
-        stages = {
+        numels = self.estimator.own_numels(shape.mesh)
+        needs = {
             (
                 sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
                 kept * sum(layers * waits for layers, waits in zip(part.layers, waiting, strict=True)),
@@ -208,16 +210,16 @@ class Bounds:
             for part, waiting in zip(parts, most, strict=True)
         }
         heavy = heaviest([(sum(part.layers), int(part.embedding), int(part.head)) for part in parts])
-        return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(stages)))
+        return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(needs)))
 
-    def play(self, core: Core) -> Core:
+    def play(self, core: PartialCandidate) -> PartialCandidate:
         """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
         numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
-        pipeline = self.pipeline(core.shape, *numbers)
+        pipeline = self.pipeline(core.shape.mesh, *numbers)
         self._first_played.setdefault(_orders_key(core), pipeline)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
 
-    def chained(self, core: Core) -> Core:
+    def chained(self, core: PartialCandidate) -> PartialCandidate:
         """Return a core with the bound of its tasks on the critical path of one of the same orders, if one was played.
 
         No order ends before what follows one another in it. Raises `PlanError` as the schedule does.
@@ -226,32 +228,32 @@ class Bounds:
         if before is None:
             return core
         pipeline = self.pipeline(
-            core.shape, core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1
+            core.shape.mesh, core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1
         )
         return core._replace(span_s=max(core.span_s, pipeline.along_s(before.critical)))
 
     def pipeline(
-        self, shape: Shape, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1
+        self, mesh: Mesh, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1
     ) -> Pipeline:
         """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""
-        key = (shape, micro_batch, recompute, schedule, chunks, unit)
+        key = (mesh, micro_batch, recompute, schedule, chunks, unit)
         if key not in self._pipelines:
-            micros = self.task.batch // (shape.data * micro_batch)
+            micros = self.task.batch // (mesh.total("data") * micro_batch)
             self._pipelines[key] = build_pipeline(
-                self.estimator, shape, micro_batch, recompute, schedule, chunks, micros, unit
+                self.estimator, mesh, micro_batch, recompute, schedule, chunks, micros, unit
             )
         return self._pipelines[key]
 
-    def placed_s(self, core: Core, placement: Placement, unit: int) -> float:
+    def placed_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Return the seconds that a choice takes at least."""
         return self.least_s(core, self.excess_s(core, placement, unit))
 
     @staticmethod
-    def least_s(core: Core, excess_s: float) -> float:
+    def least_s(core: PartialCandidate, excess_s: float) -> float:
         """Return the seconds of a step that is longer than its computing by `excess_s` or more."""
         return (core.span_s + excess_s) * _SLACK
 
-    def excess_s(self, core: Core, placement: Placement, unit: int) -> float:
+    def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Return the seconds by which a step is longer than its computing, at least; it needs a core's `heavy` alone.
 
         The chain of the module's docstring ends where it is longest: at the first or the last block of some kind.
@@ -262,11 +264,11 @@ class Bounds:
         if counts is None:
             return 0.0
         shape, estimator = core.shape, self.estimator
-        numels = estimator.own_numels(shape)
-        messages = self.mail.messages(shape.state, numels, placement)
+        numels = estimator.own_numels(shape.mesh)
+        messages = self.mail.messages(shape.mesh.state, numels, placement)
         works = self._most_works(shape, core.micro_batch, core.recompute)  # all of it hides messages
         held = sum(numel * count for numel, count in zip(numels, counts, strict=True))
-        update_s = estimator.update_s(shape.state, placement, held)
+        update_s = estimator.update_s(shape.mesh.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
             lane.seconds for lane in (messages.refresh, messages.gather, messages.reduce, messages.sync)
         )
@@ -294,7 +296,7 @@ class Bounds:
         busiest_s = max(self._lanes_s(counts, messages, core.num_micros // unit).values())
         return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
 
-    def _chunks_excess_s(self, core: Core, placement: Placement) -> float:
+    def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
         """Return the same where units pass whole chunks, as if every chunk were as small as the smallest.
 
         Nothing hides the messages of the first chunk around the update; and no lane is shorter than what it carries,
@@ -302,10 +304,11 @@ class Bounds:
         """
         shape, estimator, chunks = core.shape, self.estimator, core.chunks
         works = self._works(shape, core.micro_batch, core.recompute)
-        counts = share_layers(self.num_layers, shape.pipeline * chunks, head_layers(works))
-        least = min(counts) * estimator.own_numels(shape)[LAYER]
-        messages = self.mail.messages(shape.state, (least, least, least), placement)
-        update_s = estimator.update_s(shape.state, placement, chunks * least)
+        num_stages = shape.mesh.total("pipeline")
+        counts = share_layers(self.num_layers, num_stages * chunks, head_layers(works))
+        least = min(counts) * estimator.own_numels(shape.mesh)[LAYER]
+        messages = self.mail.messages(shape.mesh.state, (least, least, least), placement)
+        update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
         ends = (messages.gather, messages.reduce, messages.sync)
         once_s = update_s + sum(lane.seconds[LAYER] for lane in ends) + messages.control_s
         lanes: defaultdict[int, float] = defaultdict(float)
@@ -320,7 +323,7 @@ class Bounds:
         ):
             lanes[lane] += times * seconds[LAYER]
         embedding_s, layer_s, head_s = (work[0] + work[1] for work in works)
-        own = [sum(counts[stage :: shape.pipeline]) * layer_s for stage in range(shape.pipeline)]
+        own = [sum(counts[stage::num_stages]) * layer_s for stage in range(num_stages)]
         own[0] += embedding_s
         own[-1] += head_s
         return max(once_s, max(lanes.values()) - core.num_micros * min(own))
@@ -346,20 +349,20 @@ class Bounds:
                 lanes[lane] += times * seconds[kind]
         return lanes
 
-    def least_bytes(self, core: Core, placement: Placement, unit: int) -> float:
+    def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Return the memory that a choice takes at least."""
-        states = self.estimator.state_bytes(core.shape.state, placement)
+        states = self.estimator.state_bytes(core.shape.mesh.state, placement)
         gathered = (
-            self.estimator.own_numels(core.shape)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
+            self.estimator.own_numels(core.shape.mesh)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
         )
         times = 1 if core.unit else unit
         least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * _SLACK
 
-    def _works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:
+    def _works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
         """Return what each kind of block does of a micro-batch; of an open shape the least that any form does."""
-        accumulate = self.estimator.accumulates(shape, micro_batch)
-        key = (shape.inner, shape.is_open, micro_batch, recompute, accumulate)
+        accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
+        key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate)
         found = self._block_works.get(key)
         if found is None:
             forms = self._forms(shape)
@@ -367,13 +370,13 @@ class Bounds:
             self._block_works[key] = found
         return found
 
-    def _most_works(self, shape: Shape, micro_batch: int, recompute: int) -> list[Work]:
+    def _most_works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
         """Return the same, of an open shape the most that any form does."""
         works = self._works(shape, micro_batch, recompute)
         if not shape.is_open:
             return works
-        accumulate = self.estimator.accumulates(shape, micro_batch)
-        key = (shape.inner, micro_batch, recompute, accumulate)
+        accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
+        key = (shape.mesh.inside, micro_batch, recompute, accumulate)
         found = self._most_layer.get(key)
         if found is None:
             each = [
@@ -386,14 +389,14 @@ class Bounds:
             self._most_layer[key] = found
         return found
 
-    def _kept(self, shape: Shape, micro_batch: int, recompute: int) -> int:
+    def _kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> int:
         """Return the bytes that a layer keeps of a micro-batch: with fewest Ulysses ranks, key heads are there once."""
         return self.estimator.kept_bytes(LAYER, self._forms(shape)[0], micro_batch, recompute)
 
-    def _forms(self, shape: Shape) -> Sequence[Rows]:
+    def _forms(self, shape: OpenMesh) -> Sequence[Mesh]:
         if not shape.is_open:
-            return (shape.inner,)
-        found = self._known_forms.get(shape.inner)
+            return (shape.mesh.inside,)
+        found = self._known_forms.get(shape.mesh.inside)
         if found is None:
-            found = self._known_forms[shape.inner] = [form.inner for form in closed(self._space, shape)]
+            found = self._known_forms[shape.mesh.inside] = [form.inside for form in closed(self._space, shape.mesh)]
         return found

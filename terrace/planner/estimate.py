@@ -16,10 +16,10 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan import Layout, Plan
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, keeps_master
+from terrace.plan.mesh import Mesh
 from terrace.plan.wire import FORMATS
-from terrace.planner.inner import Inner, InnerSeconds, axis_group
-from terrace.planner.space import Rows, Shape, shape_of
-from terrace.planner.task import DATA, EMBEDDING, HEAD, LAYER, PIPELINE, TENSOR, Choice, Placement, Task, plan_of
+from terrace.planner.inner import Inner, InnerSeconds
+from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of
 from terrace.program.schedules import takes_unit
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import (
@@ -85,20 +85,19 @@ class Estimator:
         self.inner = Inner(task)
         attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._flash = attends and task.software.flash
-        self._works: dict[tuple[Rows, int, int], Work] = {}
-        self._blocks: dict[tuple[int, Rows, int, int, bool], Seconds] = {}
+        self._works: dict[tuple[Mesh, int, int], Work] = {}
+        self._blocks: dict[tuple[int, Mesh, int, int, bool], Seconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
-        self._kept: dict[tuple[int, Rows, int], int] = {}
+        self._kept: dict[tuple[int, Mesh, int], int] = {}
         self._edges: dict[tuple[object, ...], float] = {}
         self._numels: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._plans: dict[Choice, Plan] = {}
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
-    def work(self, rows: Rows, micro_batch: int, recompute: int = 0) -> Work:
+    def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
         """Return what a rank computes of a micro-batch."""
-        shape = shape_of(rows)
-        key = (shape.inner, micro_batch, recompute)
+        key = (mesh.inside, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
             software = self.task.software
@@ -106,10 +105,10 @@ class Estimator:
                 model=self.task.model,
                 sequence=self.task.sequence,
                 micro_batch=micro_batch,
-                tensor=shape.tensor,
-                columns=shape.columns,
-                ulysses=shape.ulysses,
-                ring=shape.context // shape.ulysses,
+                tensor=mesh.total("tensor"),
+                columns=mesh.total("columns"),
+                ulysses=mesh.total("ulysses"),
+                ring=mesh.total("ring"),
                 sequence_parallel=software.sequence_parallel,
                 recompute="full" if recompute else "none",
                 flash=self._flash,
@@ -118,17 +117,16 @@ class Estimator:
             )
         return found
 
-    def block(self, kind: int, rows: Rows, micro_batch: int) -> Seconds:
+    def block(self, kind: int, mesh: Mesh, micro_batch: int) -> Seconds:
         """Return the seconds of a block on one micro-batch."""
-        shape = shape_of(rows)
-        return self._block(kind, (shape.inner,), micro_batch, self.accumulates(shape, micro_batch))
+        return self._block(kind, (mesh.inside,), micro_batch, self.accumulates(mesh, micro_batch))
 
-    def accumulates(self, shape: Shape, micro_batch: int) -> bool:
+    def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
         """Tell whether several micro-batches add up their gradients."""
-        return shape.data * micro_batch < self.task.batch
+        return mesh.total("data") * micro_batch < self.task.batch
 
-    def least_block(self, kind: int, forms: Sequence[Rows], micro_batch: int, accumulate: bool) -> Seconds:
-        """Return seconds of a block that no form of a shape's context ranks gets below, of forms with Ulysses rising.
+    def least_block(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
+        """Return seconds of a block that no form of a mesh's context ranks gets below, of forms with Ulysses rising.
 
         With a kernel that never writes its scores the last computes least: as many products, in the fewest rounds.
         What runs beside messages shortens them by no more than it takes, so with their own least it bounds the sum.
@@ -141,19 +139,19 @@ class Estimator:
         numbers = zip(*((one.forward_s, one.backward_s, one.weight_s, one.again_s) for one in each), strict=True)
         return Seconds(*map(min, numbers))
 
-    def _block(self, kind: int, forms: Sequence[Rows], micro_batch: int, accumulate: bool) -> Seconds:
+    def _block(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
         """Return the seconds of the last of `forms`, with the messages of the context ranks that have the least."""
-        rows = forms[-1]
-        key = (kind, rows, len(forms), micro_batch, accumulate)
+        mesh = forms[-1]
+        key = (kind, mesh, len(forms), micro_batch, accumulate)
         found = self._blocks.get(key)
         if found is None:
             found = self._blocks[key] = self._summed(kind, forms, micro_batch, accumulate)
         return found
 
-    def _summed(self, kind: int, forms: Sequence[Rows], micro_batch: int, accumulate: bool) -> Seconds:
-        rows = forms[-1]
-        own = self._compute(kind, rows, micro_batch, accumulate)
-        inner = self.inner.seconds(kind, rows, self.work(rows, micro_batch), own)
+    def _summed(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
+        mesh = forms[-1]
+        own = self._compute(kind, mesh, micro_batch, accumulate)
+        inner = self.inner.seconds(kind, mesh, self.work(mesh, micro_batch), own)
         if len(forms) > 1:
             waits = [self.inner.context(form, self.work(form, micro_batch)) for form in forms]
             forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
@@ -165,60 +163,59 @@ class Estimator:
 
     def compute(self, kind: int, choice: Choice) -> BlockSeconds:
         """Return the seconds of a block on one micro-batch without any message."""
-        accumulate = choice.degree(DATA) * choice.micro_batch < self.task.batch
-        return self._compute(kind, choice.rows, choice.micro_batch, accumulate)
+        accumulate = choice.mesh.total("data") * choice.micro_batch < self.task.batch
+        return self._compute(kind, choice.mesh, choice.micro_batch, accumulate)
 
-    def _compute(self, kind: int, rows: Rows, micro_batch: int, accumulate: bool) -> BlockSeconds:
+    def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
         # Only attention sees sequences; an embedding and a head see tokens.
-        shape = shape_of(rows)
-        work, device = self.work(rows, micro_batch), self.task.cluster.device
-        size = (shape.ulysses, shape.context, micro_batch) if kind == LAYER else (work.tokens,)
-        key = (kind, shape.tensor, shape.columns, accumulate, *size)
+        work, device = self.work(mesh, micro_batch), self.task.cluster.device
+        size = (mesh.total("ulysses"), mesh.total("context"), micro_batch) if kind == LAYER else (work.tokens,)
+        key = (kind, mesh.total("tensor"), mesh.total("columns"), accumulate, *size)
         found = self._kernels.get(key)
         if found is None:
             found = block_seconds(device, work, self.index(kind), accumulate=accumulate)
-            found = self._kernels[key] = at_once(found) if kind == HEAD and shape.tensor == 1 else found
+            found = self._kernels[key] = at_once(found) if kind == HEAD and mesh.total("tensor") == 1 else found
         return found
 
     def inner_seconds(self, kind: int, choice: Choice) -> InnerSeconds:
         """Return the seconds that a block waits on one micro-batch for its tensor and its context ranks."""
-        work = self.work(choice.rows, choice.micro_batch)
-        return self.inner.seconds(kind, choice.rows, work, self.compute(kind, choice))
+        work = self.work(choice.mesh, choice.micro_batch)
+        return self.inner.seconds(kind, choice.mesh, work, self.compute(kind, choice))
 
-    def boundary_s(self, rows: Rows, micro_batch: int) -> float:
+    def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
         """Return the seconds of an activation between two stages, on the slowest tier that a boundary crosses."""
-        shape = shape_of(rows)
-        key = (shape.tensor, shape.ulysses, shape.context, micro_batch, shape.crossed)
+        crossed = mesh.tiers("pipeline")
+        key = (mesh.total("tensor"), mesh.total("ulysses"), mesh.total("context"), micro_batch, crossed)
         found = self._edges.get(key)
         if found is None:
-            part = self._boundary_bytes(rows, micro_batch)
-            found = max((send_s(self.task.cluster, tier, part) for tier in shape.crossed), default=0.0)
-            if shape.crossed and not self.task.software.sequence_parallel:
+            part = self._boundary_bytes(mesh, micro_batch)
+            found = max((send_s(self.task.cluster, tier, part) for tier in crossed), default=0.0)
+            if crossed and not self.task.software.sequence_parallel:
                 # The parts are put together on the other side (Narayanan et al. 2104.04473, section 4.1).
-                found += gather_s(self.task.cluster, axis_group(rows, TENSOR), part * shape.tensor)
+                found += gather_s(self.task.cluster, mesh.group("tensor"), part * mesh.total("tensor"))
             self._edges[key] = found
         return found
 
-    def edge_penalty(self, rows: Rows) -> float:
+    def edge_penalty(self, mesh: Mesh) -> float:
         """Return by what share of its time a message between stages slows computing, on the outermost tier crossed."""
         cluster = self.task.cluster
-        crossed = [tier for tier, row in zip(cluster.tiers, rows, strict=True) if row[PIPELINE] > 1]
-        own = crossed[-1].overlap_penalty if crossed else 0.0
+        crossed = mesh.tiers("pipeline")
+        own = cluster.tiers[crossed[-1]].overlap_penalty if crossed else 0.0
         return cluster.device.overlap_penalty if own is None else own
 
     def tie_s(self, choice: Choice) -> float:
         """Return the seconds in which two stages add up the gradient of a tied embedding (terrace.plan.edges)."""
-        shape, cluster = shape_of(choice.rows), self.task.cluster
-        crossed = [tier for tier, row in enumerate(choice.rows) if row[PIPELINE] > 1]
+        mesh, cluster = choice.mesh, self.task.cluster
+        crossed = mesh.tiers("pipeline")
         if not (self.task.model.tied_embeddings and crossed):
             return 0.0
-        numel = self.numels(shape.tensor, shape.columns)[EMBEDDING]
-        held = numel / math.prod(shape.state[: choice.placement.grads + 1])
+        numel = self.numels(mesh)[EMBEDDING]
+        held = numel / math.prod(mesh.state[: choice.placement.grads + 1])
         return send_s(cluster, crossed[-1], held * FORMATS[self.task.master].element_bytes)
 
-    def _boundary_bytes(self, rows: Rows, micro_batch: int) -> float:
+    def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
         """Tensor ranks send a part each, and gather it on the other side with the layer's own messages."""
-        work = self.work(rows, micro_batch)
+        work = self.work(mesh, micro_batch)
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
@@ -229,8 +226,8 @@ class Estimator:
         """Return where `degrees` data ranks hold states, and a plan that says so."""
         key = (degrees, placement)
         if key not in self._layouts:
-            rows = tuple((degree, 1, 1, 1) for degree in degrees)
-            plan = plan_of(self.task, Choice(0, 1, "", 1, 1, placement, rows))
+            mesh = Mesh.build(len(degrees), data=degrees)
+            plan = plan_of(self.task, Choice(0, 1, "", 1, 1, placement, mesh))
             self._layouts[key] = (Layout.of(data_cluster(self.task.cluster, degrees), plan), plan)
         return self._layouts[key]
 
@@ -255,41 +252,44 @@ class Estimator:
             return CUDA_ALLOCATOR_FACTOR * tensors_bytes + CUDA_CONTEXT_BYTES
         return tensors_bytes + (CPU_CONTEXT_BYTES if self.task.backend == "cpu" else 0)
 
-    def kept_bytes(self, kind: int, rows: Rows, micro_batch: int, recompute: int) -> int:
+    def kept_bytes(self, kind: int, mesh: Mesh, micro_batch: int, recompute: int) -> int:
         """Return the bytes that a block keeps of a micro-batch until its backward."""
-        key = (kind, shape_of(rows).inner, recompute)
+        key = (kind, mesh.inside, recompute)
         if key not in self._kept:
-            work = self.work(rows, 1, recompute if kind == LAYER else 0)
+            work = self.work(mesh, 1, recompute if kind == LAYER else 0)
             self._kept[key] = block_activation_bytes(work, STATE_KINDS[kind], self.task.backend).kept_bytes
         return micro_batch * self._kept[key]  # every tensor that is kept has a row for each sequence
 
-    def numels(self, tensor: int, columns: int = 1) -> tuple[int, int, int]:
+    def numels(self, mesh: Mesh) -> tuple[int, int, int]:
         """Return the parameters of an embedding, a layer and a head on a tensor rank."""
-        whole = stage_of(self.task.model, tensor, 1, 0, 1, columns=columns)
+        whole = self._stage(mesh, 1, 0)
         return whole.embedding, whole.layer, whole.head
 
-    def own_numels(self, shape: Shape) -> tuple[int, int, int]:
+    def own_numels(self, mesh: Mesh) -> tuple[int, int, int]:
         """Return the same without what tensor ranks share, which is sharded over these too: what bounds count."""
-        key = (shape.tensor, shape.columns)
+        key = (mesh.total("tensor"), mesh.total("columns"))
         if key not in self._numels:
-            self._numels[key] = stage_of(self.task.model, shape.tensor, 1, 0, 1, columns=shape.columns).flats[0][1]
+            self._numels[key] = self._stage(mesh, 1, 0).flats[0][1]
         return self._numels[key]
 
-    def stage_blocks(self, kinds: Sequence[int], shape: Shape) -> tuple[BlockSpec, ...]:
+    def _stage(self, mesh: Mesh, num_stages: int, stage: int) -> Stage:
+        tensor, columns = mesh.total("tensor"), mesh.total("columns")
+        return stage_of(self.task.model, tensor, num_stages, stage, 1, columns=columns)
+
+    def stage_blocks(self, kinds: Sequence[int], mesh: Mesh) -> tuple[BlockSpec, ...]:
         """Return what a tensor rank holds of the blocks of a stage, each in one piece.
 
         A tied head without the embedding beside it has a copy of the matrix.
         """
         names = [self.task.blocks[self.index(kind)].name for kind in kinds]
-        tensor, columns = shape.tensor, shape.columns
-        numels = self.numels(tensor, columns)
+        numels = self.numels(mesh)
         sizes = [numels[kind] for kind in kinds]
         borrows: tuple[int, ...] = ()
         if self.task.model.tied_embeddings and kinds[-1] == HEAD:
             if kinds[0] == EMBEDDING:
                 borrows = (0,)
             else:
-                sizes[-1] = stage_of(self.task.model, tensor, 2, 1, 1, columns=columns).head
+                sizes[-1] = self._stage(mesh, 2, 1).head
         return tuple(
             BlockSpec(
                 name=name,
@@ -299,9 +299,9 @@ class Estimator:
             for kind, name, size in zip(kinds, names, sizes, strict=True)
         )
 
-    def chunk_numels(self, part: Part, shape: Shape) -> list[int]:
+    def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
         """Return the parameters that a tensor rank holds of every chunk of a stage."""
-        sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, shape)])
+        sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds))) for kinds in part.chunk_kinds]
 
     def _whole_chunks(self, choice: Choice, part: Part) -> tuple[int, int] | None:
@@ -312,8 +312,8 @@ class Estimator:
         """
         if not takes_unit(choice.schedule):
             return None
-        shape, plan = shape_of(choice.rows), self._plan(choice)
-        sizes = self.chunk_numels(part, shape)
+        mesh, plan = choice.mesh, self._plan(choice)
+        sizes = self.chunk_numels(part, mesh)
         layout = state_layout(self.task.cluster, plan)
         num_bytes = self.item * max(map(sum, pairwise([*sizes, 0])))
         in_place = accumulates_in_place(plan, layout)
@@ -321,11 +321,11 @@ class Estimator:
 
     def memory_bytes(self, choice: Choice, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
         """Return the bytes by category of a rank on a stage that holds `part`, where `waiting[chunk]` wait at most."""
-        task, shape = self.task, shape_of(choice.rows)
+        task, mesh = self.task, choice.mesh
         layers = sum(part.layers)
         kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
         held = kept / layers if layers else max(waiting)
-        stage = shape.pipeline - 1 if part.head else int(not part.embedding)
+        stage = mesh.total("pipeline") - 1 if part.head else int(not part.embedding)
         plan = self._plan(choice)
         found = footprint(
             task.cluster,
@@ -338,9 +338,12 @@ class Estimator:
             layers=range(layers),
             whole=self._whole_chunks(choice, part),
         )
-        if part.head and part.embedding and shape.pipeline > 1:
+        if part.head and part.embedding and mesh.total("pipeline") > 1:
             # Both ends of the pipeline meet on one stage; the formula knows the head's end of it.
-            layout, embedding = state_layout(task.cluster, plan), self.numels(shape.tensor, shape.columns)[EMBEDDING]
+            layout, embedding = (
+                state_layout(task.cluster, plan),
+                self.numels(mesh)[EMBEDDING],
+            )
             alone = Stage(embedding=layout.padded(embedding), layer=0, head=0, layers=range(0), lent=0)
             for name, size in model_states(layout, plan, alone, num_micros).steady.items():
                 if name in ("params", "secondary", "grads", "optimizer"):

@@ -27,7 +27,6 @@ from terrace.plan import AXES, Layout, MessageClass, Plan, num_micro_batches
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, layers_of, parts_of
-from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL, pipeline
 from terrace.planner.task import KINDS, PIPELINE, Choice, Software, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build
@@ -72,7 +71,7 @@ class Estimate(Cost):
     @property
     def simplicity(self) -> tuple[int, int, int, Choice]:
         """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
-        num_axes = sum(self.choice.degree(axis) > 1 for axis in range(len(AXES)))
+        num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
         return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
@@ -163,7 +162,7 @@ class Evaluator:
 
     def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
         """Return the pipeline of a choice and the step of every stage by itself."""
-        key = (shape_of(choice.rows), choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
+        key = (choice.mesh, choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
 
@@ -195,9 +194,9 @@ class Evaluator:
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
         """Return the seconds of all sums of gradients of a stage, one after the other."""
-        shape = shape_of(choice.rows)
-        numels = self.estimator.numels(shape.tensor, shape.columns)
-        sync = self.bounds.mail.messages(shape.state, numels, choice.placement).sync
+        mesh = choice.mesh
+        numels = self.estimator.numels(mesh)
+        sync = self.bounds.mail.messages(mesh.state, numels, choice.placement).sync
         return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
@@ -231,15 +230,15 @@ class Evaluator:
         Without a pipeline it is the program of the plan. With one it is the program of the data ranks alone, where
         messages of tensor and context ranks are part of computing.
         """
-        estimator, task, shape = self.estimator, self.task, shape_of(choice.rows)
-        if choice.schedule == SERIAL and shape.tensor * shape.context > 1:
+        estimator, task, mesh = self.estimator, self.task, choice.mesh
+        if choice.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
             return self._whole_program(part, choice, micros)
         plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
         if takes_unit(choice.schedule):
             return self._chunks_program(part, choice, replace(plan, recompute=()), micros)
-        blocks = estimator.stage_blocks(part.kinds, shape)
-        program = build(data_cluster(task.cluster, shape.state), plan, blocks, micros)
-        seconds = [estimator.block(kind, choice.rows, choice.micro_batch) for kind in part.kinds]
+        blocks = estimator.stage_blocks(part.kinds, mesh)
+        program = build(data_cluster(task.cluster, mesh.state), plan, blocks, micros)
+        seconds = [estimator.block(kind, choice.mesh, choice.micro_batch) for kind in part.kinds]
         costs = Costs(
             forward_s=tuple(block.forward_s for block in seconds),
             backward_s=tuple(block.backward_s for block in seconds),
@@ -250,15 +249,15 @@ class Evaluator:
 
     def _chunks_program(self, part: Part, choice: Choice, plan: Plan, micros: int) -> tuple[Program, Costs]:
         """Return the program of the data ranks of a stage whose blocks are its chunks; recomputing is in backwards."""
-        shape = shape_of(choice.rows)
-        sizes = self.estimator.chunk_numels(part, shape)
+        mesh = choice.mesh
+        sizes = self.estimator.chunk_numels(part, mesh)
         blocks = [
             BlockSpec(name=f"chunk {index}", params=(ParamSpec(name="all", shape=(size,)),))
             for index, size in enumerate(sizes)
         ]
-        program = build(data_cluster(self.task.cluster, shape.state), plan, blocks, micros)
-        accumulate, again = self.estimator.accumulates(shape, choice.micro_batch), choice.recompute
-        forms = (shape.inner,)
+        program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
+        accumulate, again = self.estimator.accumulates(mesh, choice.micro_batch), choice.recompute
+        forms = (mesh.inside,)
         alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in KINDS]
         costs = Costs(
             forward_s=tuple(math.fsum(alone[kind][0] for kind in kinds) for kinds in part.chunk_kinds),
@@ -280,7 +279,7 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             hides_inside=task.software.hides_messages,
-            rounds=core_rounds(task.cluster.device, self.estimator.work(choice.rows, choice.micro_batch)),
+            rounds=core_rounds(task.cluster.device, self.estimator.work(choice.mesh, choice.micro_batch)),
         )
         return program, costs
 

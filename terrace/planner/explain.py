@@ -97,7 +97,7 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
     free = Space(task=task, axes=space.axes)  # values that the pins rule out deserve a verdict, too
     tiers = ["device", *(tier.name for tier in task.cluster.tiers)]
     found = []
-    for placement in placements(free, shape):
+    for placement in placements(free, mesh):
         states = ("params", "grads", "optimizer", "backward")
         moved = [state for state in states if getattr(placement, state) != getattr(choice.placement, state)]
         if len(moved) == 1:
@@ -105,10 +105,10 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
             place = getattr(placement, moved[0])
             word = "none" if name == "params_backward" and place < 0 else tiers[place + 1]
             found.append((f"{name} = {word}", choice._replace(placement=placement)))
-    sizes = micro_batches(free, shape.data)
+    sizes = micro_batches(free, mesh.total("data"))
     at = sizes.index(choice.micro_batch)
     for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
-        micros = task.batch // (shape.data * size)
+        micros = task.batch // (mesh.total("data") * size)
         unit = max(unit for unit in divisors(micros) if unit <= choice.unit)
         found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
     word = "none" if choice.recompute else "layers.*"

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from terrace.plan.mesh import Mesh
 from terrace.planner.estimate import Estimator, Part
-from terrace.planner.space import Rows, Shape
 from terrace.planner.stages import pipeline, share_layers
 from terrace.planner.task import EMBEDDING, HEAD, LAYER
 from terrace.program.schedules import Kind, Orders, Placement, TaskSeconds, Waiting
@@ -110,7 +110,7 @@ class Pipeline:
 
 def build_pipeline(
     estimator: Estimator,
-    shape: Shape,
+    mesh: Mesh,
     micro_batch: int,
     recompute: int,
     schedule: str,
@@ -119,10 +119,10 @@ def build_pipeline(
     unit: int = 1,
 ) -> Pipeline:
     """Return a pipeline; raises `PlanError` for numbers that the schedule cannot honour."""
-    orders, waiting = pipeline(schedule, shape.pipeline, chunks, num_micros, unit)
-    accumulate = estimator.accumulates(shape, micro_batch)
+    orders, waiting = pipeline(schedule, mesh.total("pipeline"), chunks, num_micros, unit)
+    accumulate = estimator.accumulates(mesh, micro_batch)
     alone = [
-        block_work(estimator, kind, (shape.inner,), micro_batch, recompute, accumulate)
+        block_work(estimator, kind, (mesh.inside,), micro_batch, recompute, accumulate)
         for kind in (EMBEDDING, LAYER, HEAD)
     ]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
@@ -135,9 +135,9 @@ def build_pipeline(
         waiting=waiting,
         parts=parts_of(counts, orders.placement),
         works=tuple(works),
-        edge_s=estimator.boundary_s(shape.rows, micro_batch),
+        edge_s=estimator.boundary_s(mesh, micro_batch),
         blocking_sends=estimator.task.software.blocking_sends,
-        slowed=estimator.edge_penalty(shape.rows),
+        slowed=estimator.edge_penalty(mesh),
     )
 
 
@@ -154,7 +154,7 @@ def layers_of(stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def block_work(
-    estimator: Estimator, kind: int, forms: Sequence[Rows], micro_batch: int, recompute: int, accumulate: bool
+    estimator: Estimator, kind: int, forms: Sequence[Mesh], micro_batch: int, recompute: int, accumulate: bool
 ) -> Work:
     """Seconds of a block on a micro-batch, the least of several forms; only layers are recomputed."""
     block = estimator.least_block(kind, forms, micro_batch, accumulate)

@@ -26,19 +26,19 @@ from functools import partial
 from terrace.base.errors import PlanError
 from terrace.plan import validate
 from terrace.plan.layout import DEVICE
-from terrace.planner.bound import Bounds, Core
+from terrace.planner.bound import Bounds, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.ranking import Window, ranked, window
 from terrace.planner.space import (
-    Shape,
+    OpenMesh,
     Space,
     closed,
+    meshes,
     micro_batches,
-    open_shapes,
+    open_meshes,
     passing_units,
     placements,
-    shapes,
     units,
 )
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
@@ -72,7 +72,7 @@ class Level(IntEnum):
     PLACED = 3  # a whole choice
 
 
-Entry = tuple[float, Level, tuple[object, ...], Core, Placement, int]
+Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int]
 Excess = tuple[float, Placement, int]  # seconds beyond the computing, of a placement and a unit
 
 _NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
@@ -129,12 +129,12 @@ class Search:
             return False
         return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
 
-    def _roots(self) -> Iterator[Core]:
+    def _roots(self) -> Iterator[PartialCandidate]:
         """Yield the roots that may fit. Memory grows with the micro-batch, so the first that cannot ends a shape."""
         space = self.space
-        for shape in open_shapes(space):
-            places = placements(space, shape)[::-1]  # the one that shards most first
-            for micro_batch in micro_batches(space, shape.data):
+        for shape in open_meshes(space):
+            places = placements(space, shape.mesh)[::-1]  # the one that shards most first
+            for micro_batch in micro_batches(space, shape.mesh.total("data")):
                 roots = roots_of(space, self.bounds, shape, micro_batch)
                 fitting = [root for root in roots if self._fits_somewhere(root, places)]
                 yield from fitting
@@ -145,7 +145,7 @@ class Search:
         """Yield what an entry stands for, one level further."""
         bound_s, level, _, core, _, _ = entry
         if level is Level.ROOT:
-            for open_core in self.bounds.cores(core, self._schedules_of(core.shape.pipeline)):
+            for open_core in self.bounds.cores(core, self._schedules_of(core.shape.mesh.total("pipeline"))):
                 for further in in_units(self.space, open_core):
                     yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
         elif level is Level.CORE and not core.played:
@@ -164,7 +164,7 @@ class Search:
                     return
                 yield from self._all_placed(bound_s, core)
 
-    def _all_placed(self, bound_s: float, core: Core) -> Iterator[Entry]:
+    def _all_placed(self, bound_s: float, core: PartialCandidate) -> Iterator[Entry]:
         """Yield the whole choices of a core, which is played first; raises `PlanError` as the schedule does."""
         played = core if core.played else self._played(core)
         if played is None:
@@ -174,11 +174,11 @@ class Search:
                 placed_s = max(bound_s, self.bounds.least_s(played, excess_s))
                 yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
 
-    def _closed(self, core: Core) -> Iterator[Core]:
+    def _closed(self, core: PartialCandidate) -> Iterator[PartialCandidate]:
         """Yield a core of an open shape in every form that its context ranks can have."""
-        places = placements(self.space, core.shape)[::-1]
-        for shape in closed(self.space, core.shape):
-            root = self.bounds.root(shape, core.micro_batch, core.recompute)
+        places = placements(self.space, core.shape.mesh)[::-1]
+        for mesh in closed(self.space, core.shape.mesh):
+            root = self.bounds.root(OpenMesh(mesh), core.micro_batch, core.recompute)
             found = self.bounds.core(root, core.schedule, core.chunks) if self._fits_somewhere(root, places) else None
             if found is not None:
                 yield found.passing(core.unit) if core.unit else found
@@ -188,7 +188,7 @@ class Search:
             self._schedules[stages] = schedules(self.space, stages)
         return self._schedules[stages]
 
-    def _played(self, core: Core) -> Core | None:
+    def _played(self, core: PartialCandidate) -> PartialCandidate | None:
         """Return a core played, unless what its stages keep fits nowhere; raises `PlanError` as the schedule does."""
         staged = self.bounds.staged(core)
         if not any(self._fits(staged, placement, unit) for _, placement, unit in self._placed(staged)):
@@ -196,7 +196,7 @@ class Search:
         self._num_played += 1
         return self.bounds.play(core)
 
-    def _placed(self, core: Core) -> list[Excess]:
+    def _placed(self, core: PartialCandidate) -> list[Excess]:
         """Return the placements and units that may fit, those of the shortest messages first.
 
         They are those of the root, for all its cores whose busiest stages hold the same.
@@ -207,22 +207,22 @@ class Search:
             root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
             found = self._excesses[key] = sorted(
                 (self.bounds.excess_s(core, placement, unit), placement, unit)
-                for placement in placements(self.space, core.shape)
+                for placement in placements(self.space, core.shape.mesh)
                 for unit in units_of(self.space, core, placement)
                 if self._fits(root, placement, unit)
             )
         return found
 
-    def _fits_somewhere(self, root: Core, places: Sequence[Placement]) -> bool:
+    def _fits_somewhere(self, root: PartialCandidate, places: Sequence[Placement]) -> bool:
         return any(self._fits(root, placement, 1) for placement in places)
 
-    def _fits(self, core: Core, placement: Placement, unit: int) -> bool:
+    def _fits(self, core: PartialCandidate, placement: Placement, unit: int) -> bool:
         least = self.bounds.least_bytes(core, placement, unit)
         return least <= self.capacity_bytes or self._has_room(least, partial(self._choice, core, placement, unit))
 
-    def _choice(self, core: Core, placement: Placement, unit: int) -> Choice:
-        shape = closed(self.space, core.shape)[0] if core.shape.is_open else core.shape
-        return core._replace(shape=shape).choice(placement, unit)
+    def _choice(self, core: PartialCandidate, placement: Placement, unit: int) -> Choice:
+        mesh = closed(self.space, core.shape.mesh)[0] if core.shape.is_open else core.shape.mesh
+        return core._replace(shape=OpenMesh(mesh)).choice(placement, unit)
 
     def _has_room(self, needed_bytes: float, choice: Callable[[], Choice]) -> bool:
         if needed_bytes <= self.capacity_bytes:
@@ -232,29 +232,30 @@ class Search:
         return False
 
 
-def cores_of(space: Space, bounds: Bounds, shape: Shape) -> Iterator[Core]:
+def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
     """Yield every choice of a shape without placement and unit."""
-    for micro_batch in micro_batches(space, shape.data):
+    for micro_batch in micro_batches(space, shape.mesh.total("data")):
         for root in roots_of(space, bounds, shape, micro_batch):
-            for schedule, chunks in schedules(space, shape.pipeline):
+            for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
                 core = bounds.core(root, schedule, chunks)
                 if core is not None:
                     yield from in_units(space, core)
 
 
-def in_units(space: Space, core: Core) -> Iterable[Core]:
+def in_units(space: Space, core: PartialCandidate) -> Iterable[PartialCandidate]:
     """Return a core, or where its schedule passes chunks in units, what it is with each unit that is allowed."""
     if not takes_unit(core.schedule):
         return (core,)
     return [core.passing(unit) for unit in passing_units(space, core.num_micros)]
 
 
-def units_of(space: Space, core: Core, placement: Placement) -> tuple[int, ...]:
+def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tuple[int, ...]:
     """Return the units of a core at a placement."""
-    return (core.unit,) if core.unit else units(space, core.num_micros, placement, core.shape.pipeline > 1)
+    pipelined = core.shape.mesh.total("pipeline") > 1
+    return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
 
 
-def roots_of(space: Space, bounds: Bounds, shape: Shape, micro_batch: int) -> list[Core]:
+def roots_of(space: Space, bounds: Bounds, shape: OpenMesh, micro_batch: int) -> list[PartialCandidate]:
     """Return the roots of a shape and a micro-batch: with and without recomputation, as the pins allow."""
     return [bounds.root(shape, micro_batch, again) for again in (0, 1) if space.pins.allows("recompute", again)]
 
@@ -281,8 +282,8 @@ def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
 def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> list[Estimate]:
     """Return every choice of a small space that fits, best first: what the search must agree with."""
     found = []
-    for core in (core for shape in shapes(space) for core in cores_of(space, evaluator.bounds, shape)):
-        for placement in placements(space, core.shape):
+    for core in (core for mesh in meshes(space) for core in cores_of(space, evaluator.bounds, OpenMesh(mesh))):
+        for placement in placements(space, core.shape.mesh):
             for unit in units_of(space, core, placement):
                 estimate = attempt(evaluator, core.choice(placement, unit))
                 if estimate is not None and estimate.needed_bytes <= capacity_bytes:

@@ -24,43 +24,18 @@ from typing import NamedTuple
 from terrace.plan import AXES
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
 from terrace.plan.layout import DEVICE
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
 from terrace.planner.pins import MOST, Pins
-from terrace.planner.task import CONTEXT, DATA, PIPELINE, TENSOR, Placement, Row, Task, columns_of, row_of, ulysses_of
-
-Rows = tuple[Row, ...]
+from terrace.planner.task import Placement, Task
 
 
-class Shape(NamedTuple):
-    """A mapping table with what follows from it: total degrees, and per tier those that states are sharded over.
+class OpenMesh(NamedTuple):
+    """A mesh of the space. An open one leaves the forms of its context ranks to be chosen: in `mesh` all are a ring."""
 
-    An *open* one leaves the forms of its context ranks to be chosen (`closed`); its rows say nothing of Ulysses.
-    """
-
-    rows: Rows
-    data: int
-    tensor: int
-    context: int
-    pipeline: int
-    columns: int  # of the tensor ranks
-    state: tuple[int, ...]
-    inner: Rows  # the tensor and context degrees alone: what the seconds of a block depend on
-    crossed: tuple[int, ...]  # the tiers that some boundary between pipeline stages crosses
-    ulysses: int  # of the context ranks
+    mesh: Mesh
     is_open: bool = False
-
-
-@lru_cache(maxsize=65536)
-def shape_of(rows: Rows) -> Shape:
-    """Return the shape of a mapping table."""
-    data, tensor, context, pipeline = (math.prod(row[axis] for row in rows) for axis in range(len(AXES)))
-    inner = tuple(row_of(1, row[TENSOR], row[CONTEXT], 1, columns_of(row), ulysses_of(row)) for row in rows)
-    state = tuple(row[DATA] * row[CONTEXT] for row in rows)
-    crossed = tuple(tier for tier, row in enumerate(rows) if row[PIPELINE] > 1)
-    columns = math.prod(columns_of(row) for row in rows)
-    ulysses = math.prod(ulysses_of(row) for row in rows)
-    return Shape(rows, data, tensor, context, pipeline, columns, state, inner, crossed, ulysses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +48,27 @@ class Space:
     placements: tuple[Placement, ...] | None = None
 
 
-def shapes(space: Space) -> Iterator[Shape]:
-    """Yield every mapping table that the model, the batch and the pins allow."""
-    for shape in open_shapes(space):
-        yield from closed(space, shape) if shape.is_open else (shape,)
+def meshes(space: Space) -> Iterator[Mesh]:
+    """Every mesh that the model, the batch and the pins allow."""
+    for each in open_meshes(space):
+        yield from closed(space, each.mesh) if each.is_open else (each.mesh,)
 
 
-def closed(space: Space, shape: Shape) -> list[Shape]:
-    """Return an open shape in every form that its context ranks can have, those with fewest Ulysses ranks first."""
-    found = []
-    for forms in forms_of(space, shape.inner):
-        rows = (row_of(*row[:4], columns_of(row), ulysses) for row, ulysses in zip(shape.rows, forms, strict=True))
-        found.append(shape_of(tuple(rows)))
-    return found
+def closed(space: Space, mesh: Mesh) -> list[Mesh]:
+    """An open mesh in every form that its context ranks can have, those with fewest Ulysses ranks first."""
+    return [mesh.with_ulysses(degrees) for degrees in forms_of(space, mesh)]
 
 
-def forms_of(space: Space, inner: Rows) -> tuple[tuple[int, ...], ...]:
-    """Return the Ulysses degrees of every tier that context ranks can have; the rest of them is a ring.
+def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """The Ulysses degrees per tier that the context ranks can have; the rest of them is a ring.
 
-    Heads are dealt out whole: Ulysses divides those of a tensor rank, and of its key-value heads it divides the
-    number or is a multiple.
+    Heads are dealt out whole: Ulysses divides the heads of a tensor rank, and divides its key-value heads or is a
+    multiple of their number.
     """
-    shape = shape_of(inner)
     return _forms(
-        tuple(row[CONTEXT] for row in inner),
+        mesh.group("context"),
         space.task.sequence,
-        space.task.heads(shape.tensor // shape.columns),
+        space.task.heads(mesh.total("rows")),
         tuple(space.pins.ranges.get(form, (1, MOST)) for form in CONTEXT_AXES),
     )
 
@@ -119,66 +89,77 @@ def _forms(
     return tuple(sorted(found, key=lambda forms: (math.prod(forms), forms)))
 
 
-def open_shapes(space: Space) -> Iterator[Shape]:
-    """Yield every mapping table, those with context ranks in no form yet."""
+def open_meshes(space: Space) -> Iterator[OpenMesh]:
+    """Every mesh, those with context ranks in no form yet."""
     task, pins = space.task, space.pins
     model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
-
     most_columns = pins.ranges.get("columns", (1, 1))[1]
 
-    def possible(data: int, tensor: int, context: int, pipeline: int, columns: int) -> bool:
-        """Degrees so far; they only grow, and what a degree divides is divided by its divisors too."""
+    def possible(columns: int, rows: int, context: int, data: int, pipeline: int) -> bool:
+        """Degrees of the tiers so far. They only grow, and a number that they divide has their divisors too."""
         cut_by_rows = (model.num_heads, model.num_kv_heads, model.intermediate_size)
         return (
             task.batch % data == 0
-            and all(size % (tensor // columns) == 0 for size in cut_by_rows)
+            and all(size % rows == 0 for size in cut_by_rows)
             and model.hidden_size % columns == 0
             and columns <= most_columns
             and task.sequence % context == 0
             and pipeline <= model.num_layers
         )
 
-    def extend(rows: Rows, degrees: tuple[int, int, int, int, int]) -> Iterator[Shape]:
-        tier = len(rows)
-        if tier == len(sizes):
-            if all(pins.allows(axis, degree) for axis, degree in zip((*AXES, "columns"), degrees, strict=True)):
-                shape = shape_of(rows)
-                if shape.context == 1:
+    def extend(tiers: tuple[_Degrees, ...], totals: _Degrees) -> Iterator[OpenMesh]:
+        if len(tiers) == len(sizes):
+            columns, rows, context, data, pipeline = totals
+            named = {"data": data, "tensor": columns * rows, "context": context, "pipeline": pipeline}
+            if all(pins.allows(axis, degree) for axis, degree in (*named.items(), ("columns", columns))):
+                mesh = _mesh(tiers)
+                if context == 1:
                     if all(pins.allows(form, 1) for form in CONTEXT_AXES):
-                        yield shape
-                elif forms_of(space, shape.inner):
-                    yield shape._replace(is_open=True)
+                        yield OpenMesh(mesh)
+                elif forms_of(space, mesh):
+                    yield OpenMesh(mesh, is_open=True)
             return
-        inner = rows[-1] if rows else None
-        for row in _rows(sizes[tier], space.axes, most_columns):
-            if inner is not None and row[TENSOR] > 1 and inner[TENSOR] != sizes[tier - 1]:
-                continue
-            if inner is not None and columns_of(row) > 1 and columns_of(inner) != inner[TENSOR]:
-                continue
-            if inner is not None and row[CONTEXT] > 1 and inner[TENSOR] * inner[CONTEXT] != sizes[tier - 1]:
+        for outer in _tier_degrees(sizes[len(tiers)], space.axes, most_columns):
+            if tiers and not _follows(tiers[-1], outer, sizes[len(tiers) - 1]):
                 continue
             grown = (
-                degrees[DATA] * row[DATA],
-                degrees[TENSOR] * row[TENSOR],
-                degrees[CONTEXT] * row[CONTEXT],
-                degrees[PIPELINE] * row[PIPELINE],
-                degrees[4] * columns_of(row),
+                totals[0] * outer[0],
+                totals[1] * outer[1],
+                totals[2] * outer[2],
+                totals[3] * outer[3],
+                totals[4] * outer[4],
             )
             if possible(*grown):
-                yield from extend((*rows, row), grown)
+                yield from extend((*tiers, outer), grown)
 
     yield from extend((), (1, 1, 1, 1, 1))
 
 
+_Degrees = tuple[int, int, int, int, int]  # columns, rows, context, data, pipeline
+
+
+@lru_cache(maxsize=65536)
+def _mesh(tiers: tuple[_Degrees, ...]) -> Mesh:
+    return Mesh(tuple((columns, rows, 1, *rest) for columns, rows, *rest in tiers))
+
+
+def _follows(inner: _Degrees, outer: _Degrees, inner_size: int) -> bool:
+    """Whether tensor and context ranks of a tier go on where those of the tier inside fill it."""
+    tensor = inner[0] * inner[1]
+    if outer[0] * outer[1] > 1 and tensor != inner_size:
+        return False
+    if outer[0] > 1 and inner[0] != tensor:
+        return False
+    return outer[2] == 1 or tensor * inner[2] == inner_size
+
+
 @lru_cache(maxsize=4096)
-def _rows(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tuple[Row, ...]:
-    """Return every way to share a tier of `size` among the axes, with at most so many columns of the tensor ranks."""
+def _tier_degrees(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tuple[_Degrees, ...]:
+    """Every way to share a tier of `size` among the axes, with at most `most_columns` columns of tensor ranks."""
     degrees = divisors(size)
-    tensors = degrees if "tensor" in axes else (1,)
-    contexts = degrees if "context" in axes else (1,)
-    pipelines = degrees if "pipeline" in axes else (1,)
-    plain: list[Row] = [
-        (size // (tensor * context * pipeline), tensor, context, pipeline)
+    tensors, contexts, pipelines = (degrees if axis in axes else (1,) for axis in ("tensor", "context", "pipeline"))
+    plain = [
+        (1, tensor, context, size // (tensor * context * pipeline), pipeline)
         for tensor in tensors
         for context in contexts
         if size % (tensor * context) == 0
@@ -186,11 +167,11 @@ def _rows(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tuple[Row,
         if size % (tensor * context * pipeline) == 0
     ]
     powers = [1 << power for power in range(1, min(most_columns, size).bit_length())]
-    factored: list[Row] = [
-        (row[DATA], row[TENSOR], row[CONTEXT], row[PIPELINE], columns)
-        for row in plain
+    factored = [
+        (columns, tensor // columns, context, data, pipeline)
+        for _, tensor, context, data, pipeline in plain
         for columns in powers
-        if row[TENSOR] % columns == 0
+        if tensor % columns == 0
     ]
     return (*plain, *factored)
 
@@ -202,12 +183,12 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def placements(space: Space, shape: Shape) -> tuple[Placement, ...]:
-    """Return the placements for a mapping table, innermost first."""
+def placements(space: Space, mesh: Mesh) -> tuple[Placement, ...]:
+    """The placements for a mesh, innermost first."""
     if space.placements is not None:
         return space.placements
     ranges = {name: span for name, span in space.pins.ranges.items() if name in (*_STATES, "params_backward")}
-    return _placements(shape.state, tuple(sorted(ranges.items())))
+    return _placements(mesh.state, tuple(sorted(ranges.items())))
 
 
 _STATES = ("params", "grads", "optimizer")

@@ -9,16 +9,12 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
-from terrace.plan import AXES, Plan
+from terrace.plan import Plan
 from terrace.plan.context import Heads, attention_heads
+from terrace.plan.mesh import Mesh
 from terrace.simulate.block_tape import Backend
 
 EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
-DATA, TENSOR, CONTEXT, PIPELINE = range(len(AXES))  # positions in a row of the mapping table
-
-# Degrees of one tier, in the order of AXES; they multiply to its size. A fifth is how many of the tensor ranks are
-# columns, a sixth how many of the context ranks are of Ulysses; where it is left out, one: rows and a ring.
-Row = tuple[int, int, int, int] | tuple[int, int, int, int, int] | tuple[int, int, int, int, int, int]
 _MOST = 10**9  # whose divisors are found in no time
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
 MOST_SEQUENCES = 100_000
@@ -138,65 +134,20 @@ class Choice(NamedTuple):
     chunks: int  # pipeline chunks per stage
     micro_batch: int
     placement: Placement
-    rows: tuple[Row, ...]  # innermost tier first
-
-    def degree(self, axis: int) -> int:
-        """Return the degree of an axis over all tiers."""
-        result = 1
-        for row in self.rows:
-            result *= row[axis]
-        return result
-
-
-def columns_of(row: Row) -> int:
-    """Return how many columns the tensor ranks of a tier have."""
-    return row[4] if len(row) == 5 else 1
-
-
-def ulysses_of(row: Row) -> int:
-    """Return how many of the context ranks of a tier exchange tokens for heads; the others are a ring."""
-    return row[5] if len(row) == 6 else 1
-
-
-def row_of(data: int, tensor: int, context: int, pipeline: int, columns: int = 1, ulysses: int = 1) -> Row:
-    """Return a row with no more numbers than it needs, so that equal ones are the same."""
-    if ulysses > 1:
-        return data, tensor, context, pipeline, columns, ulysses
-    return (data, tensor, context, pipeline, columns) if columns > 1 else (data, tensor, context, pipeline)
-
-
-def context_entry(row: Row) -> dict[str, int]:
-    """Return the context ranks of a tier as the mapping of a plan has them."""
-    forms = {"ulysses": ulysses_of(row), "ring": row[CONTEXT] // ulysses_of(row)}
-    return {form: degree for form, degree in forms.items() if degree > 1}
-
-
-def tensor_entry(row: Row) -> int | dict[str, int]:
-    """Return the tensor ranks of a tier as the mapping of a plan has them."""
-    columns = columns_of(row)
-    return row[TENSOR] if columns == 1 else {"rows": row[TENSOR] // columns, "columns": columns}
-
-
-def _entry(axis: str, row: Row, degree: int) -> int | dict[str, int]:
-    return tensor_entry(row) if axis == "tensor" else context_entry(row) if axis == "context" else degree
+    mesh: Mesh
 
 
 def num_micros(task: Task, choice: Choice) -> int:
     """Return the micro-batches of a step on each rank."""
-    return task.batch // (choice.degree(DATA) * choice.micro_batch)
+    return task.batch // (choice.mesh.total("data") * choice.micro_batch)
 
 
 def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
     """Return the choice as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
-    mapping = {
-        tier: {
-            axis: _entry(axis, row, degree) for axis, degree in zip(AXES, row[: len(AXES)], strict=True) if degree > 1
-        }
-        for tier, row in zip(tiers, choice.rows, strict=True)
-        if any(row[axis] > 1 for axis in (TENSOR, CONTEXT, PIPELINE))
-    }
+    # A tier with nothing but data ranks needs no row.
+    mapping = {tier: row for tier, row in choice.mesh.mapping(tiers).items() if row.keys() - {"data"}}
     return Plan(
         name=name,
         params=params,
@@ -211,7 +162,7 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
         recompute=("layers.*",) if choice.recompute else (),
         unit=choice.unit,
         sequence_parallel=task.software.sequence_parallel,
-        schedule=schedule_text(choice.schedule, choice.chunks) if choice.degree(PIPELINE) > 1 else None,
+        schedule=schedule_text(choice.schedule, choice.chunks) if choice.mesh.total("pipeline") > 1 else None,
     )
 
 

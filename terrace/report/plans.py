@@ -7,7 +7,6 @@ from rich.table import Table
 from terrace.plan import AXES
 from terrace.planner import Choice, Estimate, Point, Task, Verdict, plan_of
 from terrace.planner.figures import hfu, mfu, tokens_per_s
-from terrace.planner.space import shape_of
 from terrace.planner.stages import SERIAL
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
@@ -149,10 +148,10 @@ def percent(share: float) -> str:
 
 def _axes_words(task: Task, choice: Choice) -> str:
     """Return the degrees of all axes, or nothing where the data axis has every rank to itself."""
-    degrees = {name: choice.degree(axis) for axis, name in enumerate(AXES)}
+    degrees = {axis: choice.mesh.total(axis) for axis in AXES}
     if degrees["data"] == task.cluster.world_size:
         return ""
-    columns = shape_of(choice.rows).columns
+    columns = choice.mesh.total("columns")
     factors = {"tensor": f" ({degrees['tensor'] // columns} x {columns})"} if columns > 1 else {}
     return ", ".join(f"{name} {degree}{factors.get(name, '')}" for name, degree in degrees.items() if degree > 1)
 

@@ -13,22 +13,22 @@ from bench.zeropp import summary as summary_of
 from terrace.planner import Pins, Search, Space, Task, parse_pins
 from terrace.planner.explain import reasons
 from terrace.planner.search import cores_of, exhaustive, units_of
-from terrace.planner.space import placements, shapes
+from terrace.planner.space import placements
 from terrace.planner.stages import traits
-from terrace.planner.task import DATA, PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.planner.task import Choice, Placement, num_micros
 from terrace.program import Op
 from terrace.program.schedules import schedule_names, takes_unit
-from tests.support.planner_cases import CLUSTERS, evaluator_of, sized, small_task
+from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, sized, small_task
 from tests.support.planner_cases import gpt as small_gpt
 
 EIGHT = small_gpt(8, 512, 4, vocab=1000, positions=512)
 DGX = CLUSTERS["dgx 4x2"]
-ROWS = ((4, 1, 1, 1), (1, 1, 1, 2))  # four data ranks inside the node, two stages across nodes
+MESH = mesh_of((4, 1, 1, 1), (1, 1, 1, 2))  # four data ranks inside the node, two stages across nodes
 ZEROPP = Pins({"pipeline": (2, 8)}, "zeropp")
 
 
 def choice_in(unit: int, chunks: int = 4) -> Choice:
-    return Choice(0, unit, "zeropp", chunks, 1, Placement(0, 0, 0), ROWS)
+    return Choice(0, unit, "zeropp", chunks, 1, Placement(0, 0, 0), MESH)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
@@ -80,14 +80,15 @@ def test_bounds_of_units_never_exceed_the_evaluation(data: st.DataObject) -> Non
     name = data.draw(st.sampled_from(["dgx 4x2", "frontier 2x2x2", "ethernet 2x2", "lab 2x2x2"]))
     task = small_task(CLUSTERS[name], batch=24, model=EIGHT)
     space, evaluator = Space(task=task, pins=ZEROPP), evaluator_of(task)
-    shape = data.draw(st.sampled_from([each for each in shapes(space) if each.context == 1]))
+    mesh = data.draw(st.sampled_from([each for each in meshes(space) if each.total("context") == 1]))
+    shape = OpenMesh(mesh)
     cores = list(cores_of(space, evaluator.bounds, shape))
     if not cores:
         return
     core = data.draw(st.sampled_from(cores))
     root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
     played = evaluator.bounds.play(core)
-    placement = data.draw(st.sampled_from(placements(space, shape)))
+    placement = data.draw(st.sampled_from(placements(space, mesh)))
     (unit,) = units_of(space, core, placement)
     choice = played.choice(placement, unit)
     estimate = evaluator.evaluate(choice)
@@ -142,11 +143,11 @@ def test_both_sides_keep_their_rules_and_their_seconds(small: Task) -> None:
     for each in (found.megatron, found.with_tensor, found.waiting):
         assert (each.choice.placement.params, each.choice.placement.grads) == (-1, -1)
         assert each.choice.schedule in ("serial", "1f1b", "interleaved")
-    assert found.with_tensor.choice.degree(TENSOR) > 1
+    assert found.with_tensor.choice.mesh.total("tensor") > 1
     choice = found.zeropp.choice
-    assert (choice.schedule, choice.degree(TENSOR), choice.placement.params) == ("zeropp", 1, 0)
-    assert choice.rows[0][DATA] > 1
-    assert choice.degree(PIPELINE) > 1
+    assert (choice.schedule, choice.mesh.total("tensor"), choice.placement.params) == ("zeropp", 1, 0)
+    assert choice.mesh.group("data")[0] > 1
+    assert choice.mesh.total("pipeline") > 1
     assert found.megatron.step_s <= found.with_tensor.step_s * 1.001 <= found.waiting.step_s * 1.002
     for each in (found.megatron, found.with_tensor, found.zeropp):
         assert math.fsum(parts(small, each).values()) == pytest.approx(1, abs=2e-3)

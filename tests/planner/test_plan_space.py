@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import ModelError, PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.plan import AXES, validate
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import ORDER, Mesh
 from terrace.planner import (
     Space,
     Task,
@@ -21,51 +20,50 @@ from terrace.planner import (
     plan_of,
     runs_today,
 )
-from terrace.planner.space import placements, shapes
+from terrace.planner.space import meshes, placements
 from terrace.planner.stages import SERIAL, share_layers, traits
-from terrace.planner.task import PIPELINE, TENSOR, Choice, Placement, columns_of
+from terrace.planner.task import Choice, Placement
 from terrace.program.schedules import schedule_names
-from tests.support.planner_cases import CLUSTERS, SMALL, gpt, sized, small_task
+from tests.support.planner_cases import CLUSTERS, SMALL, gpt, mesh_of, sized, small_task
 
 
 def test_rows_multiply_to_the_tiers_and_tensor_takes_whole_tiers() -> None:
     task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
-    found = list(shapes(Space(task=task)))
-    assert len({shape.rows for shape in found}) == len(found) > 50
-    for shape in found:
-        for row, tier in zip(shape.rows, task.cluster.tiers, strict=True):
-            assert math.prod(row[: len(AXES)]) == tier.size
-        for inner, outer in pairwise(shape.rows):
-            assert outer[TENSOR] == 1 or inner[TENSOR] == math.prod(inner)
-        assert shape.pipeline <= 8
-        assert task.batch % shape.data == 0
-        assert 32 % shape.tensor == 0
+    found = list(meshes(Space(task=task)))
+    assert len(set(found)) == len(found) > 50
+    for mesh in found:
+        assert mesh.group(*ORDER) == tuple(tier.size for tier in task.cluster.tiers)
+        tensor = mesh.group("tensor")
+        for tier, outer in enumerate(tensor[1:]):
+            assert outer == 1 or tensor[tier] == task.cluster.tiers[tier].size
+        assert mesh.total("pipeline") <= 8
+        assert task.batch % mesh.total("data") == 0
+        assert 32 % mesh.total("tensor") == 0
 
 
 def test_columns_are_innermost_powers_of_two_and_only_there_by_a_pin() -> None:
     task = small_task(sized("frontier", 2, 4, 4), batch=64, model=gpt(8, 512, 32, vocab=1000))
-    assert all(shape.columns == 1 for shape in shapes(Space(task=task)))
+    assert all(mesh.total("columns") == 1 for mesh in meshes(Space(task=task)))
     pins = parse_pins(["columns<=4"], task.cluster, [])
-    found = [shape for shape in shapes(Space(task=task, pins=pins)) if shape.columns > 1]
-    assert {shape.columns for shape in found} == {2, 4}
-    for shape in found:
-        for inner, outer in pairwise(shape.rows):
-            assert columns_of(outer) == 1 or columns_of(inner) == inner[TENSOR]
-        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), shape.rows)
-        mesh = Mesh.of(task.cluster, plan_of(task, choice))
-        assert mesh.total("columns") == shape.columns
-        assert mesh.total("rows") * shape.columns == shape.tensor
+    found = [mesh for mesh in meshes(Space(task=task, pins=pins)) if mesh.total("columns") > 1]
+    assert {mesh.total("columns") for mesh in found} == {2, 4}
+    for mesh in found:
+        columns, tensor = mesh.group("columns"), mesh.group("tensor")
+        for tier, outer in enumerate(columns[1:]):
+            assert outer == 1 or columns[tier] == tensor[tier]
+        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh)
+        assert Mesh.of(task.cluster, plan_of(task, choice)) == mesh
     exact = parse_pins(["columns=2", "tensor=4"], task.cluster, [])
-    chosen = list(shapes(Space(task=task, pins=exact)))
+    chosen = list(meshes(Space(task=task, pins=exact)))
     assert chosen
-    assert {(shape.columns, shape.tensor) for shape in chosen} == {(2, 4)}
+    assert {(mesh.total("columns"), mesh.total("tensor")) for mesh in chosen} == {(2, 4)}
 
 
 def test_placements_are_ordered_distinct_and_all_there() -> None:
     task = small_task(CLUSTERS["frontier 2x1x2"])
     space = Space(task=task, axes=("data",))
-    (shape,) = shapes(space)
-    found = placements(space, shape)
+    (mesh,) = meshes(space)
+    found = placements(space, mesh)
     tiers = task.cluster.tiers
     spans = {
         tuple(1 if place < 0 else math.prod(tier.size for tier in tiers[: place + 1]) for place in each)
@@ -77,7 +75,7 @@ def test_placements_are_ordered_distinct_and_all_there() -> None:
     for each in found:
         assert each.params <= each.grads <= each.optimizer
         assert each.backward < max(each.params, 0)
-        choice = Choice(0, 1, SERIAL, 1, 1, each, shape.rows)
+        choice = Choice(0, 1, SERIAL, 1, 1, each, mesh)
         validate(task.cluster, plan_of(task, choice), task.blocks)
 
 
@@ -89,8 +87,8 @@ def test_pins_hold_in_all_that_is_found() -> None:
     found, _ = find(Space(task=task, pins=pins), count=3)
     assert found.best
     for each in found.best:
-        assert each.choice.degree(TENSOR) == 2
-        assert each.choice.degree(PIPELINE) <= 2
+        assert each.choice.mesh.total("tensor") == 2
+        assert each.choice.mesh.total("pipeline") <= 2
         plan = plan_of(task, each.choice)
         assert (plan.params, plan.micro_batch, plan.recompute) == ("package", 1, ("layers.*",))
         assert plan.optimizer in ("node", "system")
@@ -130,7 +128,7 @@ def test_axes_are_read_and_all_of_them_run() -> None:
     task = small_task(CLUSTERS["dgx 4x2"])
     for axis in AXES:
         row = tuple(4 if name == axis else 1 for name in AXES)
-        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((row[0], row[1], row[2], row[3]), (2, 1, 1, 1)))
+        choice = Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of(row, (2, 1, 1, 1)))
         assert runs_today(task, choice) is None
 
 

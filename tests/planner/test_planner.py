@@ -14,6 +14,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
 from terrace.plan import AXES, PRESETS, Layout, preset
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.mesh import Mesh
 from terrace.planner import (
     Estimate,
     Pins,
@@ -32,15 +33,15 @@ from terrace.planner.figures import hfu, mfu
 from terrace.planner.ranking import TIE, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import cores_of, exhaustive
-from terrace.planner.space import Rows, closed, open_shapes, placements, shape_of, shapes, units
+from terrace.planner.space import OpenMesh, closed, meshes, open_meshes, placements, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
-from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, PIPELINE, TENSOR, Choice, Placement, num_micros
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, num_micros
 from terrace.program import build
 from terrace.simulate import predict_step, simulate, step_costs
 from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.timeline import play
-from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, sized, small_task
+from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
 
 
 @pytest.mark.parametrize(
@@ -75,11 +76,12 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
 def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
     task = small_task(CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))], batch=24)
     space, evaluator = Space(task=task), evaluator_of(task)
-    shape = data.draw(st.sampled_from(list(shapes(space))))
+    mesh = data.draw(st.sampled_from(list(meshes(space))))
+    shape = OpenMesh(mesh)
     core = data.draw(st.sampled_from(list(cores_of(space, evaluator.bounds, shape))))
     root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
     # Where its context ranks have no form yet, what is said of all forms holds for this one.
-    unformed = next((each for each in open_shapes(space) if each.is_open and shape in closed(space, each)), shape)
+    unformed = next((each for each in open_meshes(space) if each.is_open and mesh in closed(space, each.mesh)), shape)
     open_root = evaluator.bounds.root(unformed, core.micro_batch, core.recompute)
     open_core = evaluator.bounds.core(open_root, core.schedule, core.chunks)
     assert open_core is not None
@@ -88,7 +90,7 @@ def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
         played = core if core.played else evaluator.bounds.play(core)
     except PlanError:
         return
-    placement = data.draw(st.sampled_from(placements(space, shape)))
+    placement = data.draw(st.sampled_from(placements(space, mesh)))
     unit = data.draw(st.sampled_from(units(space, core.num_micros, placement, core.schedule != SERIAL)))
     estimate = evaluator.evaluate(played.choice(placement, unit))
     placed_s = evaluator.bounds.placed_s(played, placement, unit)
@@ -113,8 +115,8 @@ def test_a_task_of_the_search_takes_few_evaluations() -> None:
     assert found.num_evaluated <= 15
     assert found.proved
     assert len(found.best) == 5
-    assert found.best[0].choice.degree(TENSOR) > 1
-    assert found.best[0].choice.degree(PIPELINE) > 1
+    assert found.best[0].choice.mesh.total("tensor") > 1
+    assert found.best[0].choice.mesh.total("pipeline") > 1
 
 
 GROUPED = replace(SMALL, num_kv_heads=2)
@@ -136,8 +138,8 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
     task = replace(small_task(CLUSTERS[cluster], batch=48), **numbers)
     evaluator = evaluator_of(task)
     for unit, micro_batch in ((1, 3), (1, 2), (2, 1), (3, 1), (1, 1)):
-        rows = tuple((tier.size, 1, 1, 1) for tier in task.cluster.tiers)
-        choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), rows)
+        mesh = mesh_of(*((tier.size, 1, 1, 1) for tier in task.cluster.tiers))
+        choice = Choice(1, unit, SERIAL, 1, micro_batch, Placement(0, 1, 2), mesh)
         estimate = evaluator.evaluate(choice)
         program, costs = evaluator.program(Part(True, (4,), True), choice, num_micros(task, choice))
         plan = plan_of(task, choice)
@@ -155,16 +157,16 @@ def test_a_plan_of_the_data_axis_is_priced_as_its_program_is_simulated(cluster: 
 
 
 @pytest.mark.parametrize(
-    "rows",
+    "mesh",
     [
-        ((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1)),
-        ((1, 2, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1)),
-        ((1, 2, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 1)),
-        ((1, 2, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)),
+        mesh_of((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1)),
+        mesh_of((1, 2, 1, 1), (1, 2, 1, 1), (2, 1, 1, 1)),
+        mesh_of((1, 2, 1, 1, 2), (2, 1, 1, 1), (2, 1, 1, 1)),
+        mesh_of((1, 2, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)),
     ],
 )
 @pytest.mark.parametrize("again", [0, 1])
-def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(rows: Rows, again: int) -> None:
+def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(mesh: Mesh, again: int) -> None:
     """The same for rows and columns, no tolerance but the rounding of sums: both play one program."""
     task = small_task(CLUSTERS["frontier 2x2x2"], batch=48)
     evaluator = evaluator_of(task)
@@ -173,7 +175,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(rows: R
         (2, 2, Placement(-1, 1, 2)),
         (1, 6, Placement(2, 2, 2)),
     ):
-        choice = Choice(again, unit, SERIAL, 1, micro_batch, placement, rows)
+        choice = Choice(again, unit, SERIAL, 1, micro_batch, placement, mesh)
         plan, micros = plan_of(task, choice), num_micros(task, choice)
         estimate = evaluator.evaluate(choice)
         real = build(task.cluster, plan, task.blocks, micros, task.sequence)
@@ -190,7 +192,7 @@ def test_a_plan_of_the_tensor_axis_is_priced_as_its_program_is_simulated(rows: R
         for name in ("params", "grads", "optimizer", "secondary", "buffers"):
             assert estimate.memory_bytes.get(name, 0) == states.get(name, 0)
         # What the search bounds this by is the same computing and the same messages inside.
-        blocks = [evaluator.estimator.block(kind, rows, micro_batch) for kind in KINDS]
+        blocks = [evaluator.estimator.block(kind, mesh, micro_batch) for kind in KINDS]
         passes = sum(count * (b.forward_s + b.backward_s) for count, b in zip((1, 4, 1), blocks, strict=True))
         more = 4 * blocks[LAYER].again_s if again else 0.0
         own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait tensor"))
@@ -202,7 +204,7 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=16, model=gpt(8, 512, 4, vocab=1000))
     evaluator = evaluator_of(task)
     for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):
-        choice = Choice(0, 1, "1f1b", 1, 1, placement, ((2, 1, 1, 2), (1, 1, 1, 2)))
+        choice = Choice(0, 1, "1f1b", 1, 1, placement, mesh_of((2, 1, 1, 2), (1, 1, 1, 2)))
         estimate = evaluator.evaluate(choice)
         pipeline, stages = evaluator.stages(choice)
         stretch = [stage.unit_s / own_s for stage, own_s in zip(stages, pipeline.stages_s, strict=True)]
@@ -213,18 +215,17 @@ def test_a_pipeline_is_near_its_orders_played_with_all_waiting() -> None:
 
 def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
     estimator = Estimator(small_task(CLUSTERS["frontier 2x2x2"]))
-    rows = ((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1))
+    mesh = mesh_of((1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1))
     for kind in KINDS:
         for again in (0, 1):
-            fresh = Estimator(estimator.task).kept_bytes(kind, rows, 1, again)
-            assert estimator.kept_bytes(kind, rows, 6, again) == 6 * fresh
-    whole = estimator.numels(1)
+            fresh = Estimator(estimator.task).kept_bytes(kind, mesh, 1, again)
+            assert estimator.kept_bytes(kind, mesh, 6, again) == 6 * fresh
+    whole = estimator.numels(Mesh.build(3))
     task = estimator.task
     for kind in (EMBEDDING, HEAD):  # they see tokens alone, so half of a sequence twice is one sequence
-        one, two = (
-            block_seconds(task.cluster.device, estimator.work(((1, 2, context, 1), rows[1], rows[2]), context), block)
-            for context, block in ((1, estimator.index(kind)), (2, estimator.index(kind)))
-        )
+        index = estimator.index(kind)
+        works = (estimator.work(mesh_of((1, 2, context, 1), (2, 1, 1, 1), (2, 1, 1, 1)), context) for context in (1, 2))
+        one, two = (block_seconds(task.cluster.device, work, index) for work in works)
         assert one == two
     assert whole[EMBEDDING] + 4 * whole[LAYER] + whole[HEAD] == sum(b.num_trainable for b in estimator.task.blocks)
 
@@ -241,7 +242,7 @@ def test_data_ranks_of_a_tier_that_is_wired_in_pairs_reach_less_of_it() -> None:
 
 def test_utilisation_follows_its_formula() -> None:
     task = small_task(CLUSTERS["dgx 4x2"])
-    choice = Choice(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((4, 1, 1, 1), (2, 1, 1, 1)))
+    choice = Choice(1, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
     estimate = evaluator_of(task).evaluate(choice)
     hidden, layers, vocab, tokens = 512, 4, 1000, 8 * 256
     # Narayanan et al. 2104.04473, equation 3, and Korthikanti et al. 2205.05198, section 6.
@@ -363,11 +364,11 @@ def test_a_search_leaves_the_garbage_collector_as_it_was(monkeypatch: pytest.Mon
 def test_what_is_as_good_as_equally_fast_is_ranked_by_simplicity() -> None:
     """A difference below a thousandth decides nothing; groups begin at their fastest, so they do not run on."""
     simple = evaluator_of(small_task(CLUSTERS["dgx 4x2"])).evaluate(
-        Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), ((4, 1, 1, 1), (2, 1, 1, 1)))
+        Choice(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of((4, 1, 1, 1), (2, 1, 1, 1)))
     )
 
     def plan(step_s: float, recompute: int = 0, more_bytes: int = 0, tensor: int = 1) -> Estimate:
-        choice = simple.choice._replace(recompute=recompute, rows=((4 // tensor, tensor, 1, 1), (2, 1, 1, 1)))
+        choice = simple.choice._replace(recompute=recompute, mesh=mesh_of((4 // tensor, tensor, 1, 1), (2, 1, 1, 1)))
         memory = dict(simple.memory_bytes) | {"context": simple.memory_bytes["context"] + more_bytes}
         return replace(simple, choice=choice, step_s=step_s, memory_bytes=memory)
 
@@ -388,7 +389,8 @@ def _total(estimate: Estimate) -> float:
 
 def test_seconds_sum_to_the_step() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=16)
-    for schedule, rows in ((SERIAL, ((4, 1, 1, 1), (2, 1, 1, 1))), ("zb-h1", ((2, 1, 1, 2), (1, 1, 1, 2)))):
-        estimate = evaluator_of(task).evaluate(Choice(0, 1, schedule, 1, 1, Placement(1, 1, 1), rows))
+    serial, pipelined = mesh_of((4, 1, 1, 1), (2, 1, 1, 1)), mesh_of((2, 1, 1, 2), (1, 1, 1, 2))
+    for schedule, mesh in ((SERIAL, serial), ("zb-h1", pipelined)):
+        estimate = evaluator_of(task).evaluate(Choice(0, 1, schedule, 1, 1, Placement(1, 1, 1), mesh))
         assert estimate.step_s == pytest.approx(_total(estimate))
-        assert shape_of(rows).pipeline == 1 or estimate.time_s["wait pipeline"] > 0
+        assert mesh.total("pipeline") == 1 or estimate.time_s["wait pipeline"] > 0

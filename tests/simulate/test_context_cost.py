@@ -13,9 +13,10 @@ from terrace.cluster import Cluster, Device, Tier
 from terrace.model.config import forward_flops
 from terrace.plan import MessageClass, step_bytes
 from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.plan.mesh import Mesh
 from terrace.planner import Pins, Space, Task, find, plan_of
 from terrace.planner.estimate import Part
-from terrace.planner.space import Rows, closed, open_shapes
+from terrace.planner.space import OpenMesh, closed, open_meshes
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
 from terrace.program import Instruction, Op, Program, build
@@ -38,17 +39,17 @@ from terrace.simulate.layers import core_rounds
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 from tests.support.attention_waits import attention_waits
-from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, small_task
+from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task
 
 REPLICATED = Placement(-1, -1, -1)
-FORMS: tuple[Rows, ...] = (  # of tiers of 4 and 4: Ulysses inside, the reverse, both on one tier, one of them alone
-    ((1, 1, 4, 1, 1, 4), (1, 1, 4, 1)),
-    ((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)),
-    ((1, 1, 4, 1, 1, 2), (2, 1, 2, 1)),
-    ((1, 1, 4, 1), (1, 1, 4, 1)),
-    ((1, 1, 4, 1), (2, 1, 2, 1)),
-    ((2, 1, 2, 1), (4, 1, 1, 1)),
-    ((1, 1, 4, 1, 1, 4), (4, 1, 1, 1)),
+FORMS: tuple[Mesh, ...] = (  # of tiers of 4 and 4: Ulysses inside, the reverse, both on one tier, one of them alone
+    mesh_of((1, 1, 4, 1, 1, 4), (1, 1, 4, 1)),
+    mesh_of((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)),
+    mesh_of((1, 1, 4, 1, 1, 2), (2, 1, 2, 1)),
+    mesh_of((1, 1, 4, 1), (1, 1, 4, 1)),
+    mesh_of((1, 1, 4, 1), (2, 1, 2, 1)),
+    mesh_of((2, 1, 2, 1), (4, 1, 1, 1)),
+    mesh_of((1, 1, 4, 1, 1, 4), (4, 1, 1, 1)),
 )
 
 
@@ -68,8 +69,8 @@ def two_tiers(outer_bytes_per_s: float = 2e9) -> Cluster:
     return Cluster(name="two tiers", device=device, tiers=tiers)
 
 
-def choice_of(rows: Rows, recompute: int = 0, micro_batch: int = 1) -> Choice:
-    return Choice(recompute, 1, SERIAL, 1, micro_batch, REPLICATED, rows)
+def choice_of(mesh: Mesh, recompute: int = 0, micro_batch: int = 1) -> Choice:
+    return Choice(recompute, 1, SERIAL, 1, micro_batch, REPLICATED, mesh)
 
 
 def program_of(task: Task, choice: Choice) -> Program:
@@ -103,14 +104,14 @@ def by_hand(program: Program, steps: Steps, first_s: float, later_s: float) -> f
     return waited_s
 
 
-@pytest.mark.parametrize("rows", FORMS)
+@pytest.mark.parametrize("mesh", FORMS)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 50.0])
-def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(rows: Rows, scale: float) -> None:
+def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh, scale: float) -> None:
     """Whatever the rounds hide: nothing, some, all. Also the bytes that a task's numbers say are the program's."""
     task = replace(
         small_task(two_tiers(20e9), batch=16, model=gpt(2, 512, 8, vocab=1000, positions=4096)), sequence=4096
     )
-    choice = choice_of(rows, recompute=1, micro_batch=2 if rows[1][0] == 4 else 1)
+    choice = choice_of(mesh, recompute=1, micro_batch=2 if mesh.group("data")[1] == 4 else 1)
     program = program_of(task, choice)
     work = work_of(task.cluster, program.plan, task.model, task.sequence)
     attention = program.context.attention(program.blocks[LAYER])
@@ -133,11 +134,11 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(rows: Rows
     assert alone[MessageClass.CONTEXT] >= recomputed_s
 
 
-@pytest.mark.parametrize("rows", FORMS[:4])
-def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(rows: Rows) -> None:
+@pytest.mark.parametrize("mesh", FORMS[:4])
+def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(mesh: Mesh) -> None:
     """The same step, bytes and waits in the planner, in the program that runs, and on its critical path."""
     task = replace(small_task(two_tiers(), batch=16, model=gpt(4, 512, 8, vocab=1000, positions=4096)), sequence=1024)
-    evaluator, choice = evaluator_of(task), choice_of(rows)
+    evaluator, choice = evaluator_of(task), choice_of(mesh)
     plan, micros, program = plan_of(task, choice), num_micros(task, choice), program_of(task, choice)
     costs = step_costs(program, work_of(task.cluster, plan, task.model, task.sequence))
     whole = simulate(program, costs)
@@ -147,7 +148,7 @@ def test_a_plan_of_the_context_axis_is_priced_as_its_program_is_simulated(rows: 
     assert evaluator.played(choice).sent_bytes == sent
     assert whole.sent_bytes == step_bytes(task.cluster, plan, program.blocks, micros, task.sequence)
     # What the search bounds it by is the same computing and the same waits.
-    blocks = [evaluator.estimator.block(kind, rows, 1) for kind in KINDS]
+    blocks = [evaluator.estimator.block(kind, mesh, 1) for kind in KINDS]
     passes = sum(count * (each.forward_s + each.backward_s) for count, each in zip((1, 4, 1), blocks, strict=True))
     own = math.fsum(whole.time_s[name] for name in ("forward", "backward", "wait context"))
     assert micros * passes == pytest.approx(own, rel=1e-3)  # sums of gradients slow a few of them
@@ -162,11 +163,11 @@ def test_ulysses_goes_inside_a_slow_tier_and_the_ring_across_it() -> None:
     task = Task(model=model, cluster=two_tiers(6e9), batch=1, sequence=1 << 17)
     found, evaluator = find(Space(task=task, axes=("data", "context")), count=1)
     best = found.best[0].choice
-    assert best.rows == ((1, 1, 4, 1, 1, 4), (1, 1, 4, 1))
+    assert best.mesh == mesh_of((1, 1, 4, 1, 1, 4), (1, 1, 4, 1))
     assert found.proved
     mapping = plan_of(task, best).mapping
     assert mapping == {"node": {"context": {"ulysses": 4}}, "system": {"context": {"ring": 4}}}
-    reverse = best._replace(rows=((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)))
+    reverse = best._replace(mesh=mesh_of((1, 1, 4, 1), (1, 1, 4, 1, 1, 4)))
     steps = {}
     for name, choice in (("best", best), ("reverse", reverse)):
         program = program_of(task, choice)
@@ -188,20 +189,21 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
     task = small_task(CLUSTERS["dgx 4x2"], batch=8, model=replace(SMALL, num_kv_heads=2))
     space = Space(task=task)
     evaluator, seen = evaluator_of(task), set[tuple[int, ...]]()
-    for shape in open_shapes(space):
-        for form in closed(space, shape) if shape.is_open else ():
-            heads = task.heads(form.tensor)
-            assert heads.can_split(form.ulysses)
-            assert task.sequence % (2 * form.context // form.ulysses) == 0 or form.context == form.ulysses
-            seen.add((form.ulysses, form.context // form.ulysses))
+    for shape in open_meshes(space):
+        for form in closed(space, shape.mesh) if shape.is_open else ():
+            heads = task.heads(form.total("tensor"))
+            assert heads.can_split(form.total("ulysses"))
+            assert task.sequence % (2 * form.total("ring")) == 0 or form.total("context") == form.total("ulysses")
+            seen.add((form.total("ulysses"), form.total("ring")))
             for again in (0, 1):
-                roots = [evaluator.bounds.root(each, 1, again) for each in (shape, form)]
+                roots = [evaluator.bounds.root(each, 1, again) for each in (shape, OpenMesh(form))]
                 assert roots[0].bound_s <= roots[1].bound_s * (1 + 1e-12)
                 least = [evaluator.bounds.least_bytes(root, Placement(-1, -1, -1), 1) for root in roots]
                 assert least[0] <= least[1]
     assert {(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2)} == seen
     pinned = replace(space, pins=Pins({"ulysses": (2, 2), "ring": (1, 2)}))
-    forms = {(form.ulysses, form.context) for shape in open_shapes(pinned) for form in closed(pinned, shape)}
+    closed_forms = (form for shape in open_meshes(pinned) for form in closed(pinned, shape.mesh))
+    forms = {(form.total("ulysses"), form.total("context")) for form in closed_forms}
     assert forms == {(2, 2), (2, 4)}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from terrace.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
+from terrace.plan.mesh import Mesh
 from terrace.planner import Evaluator, Task
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
@@ -46,3 +47,12 @@ CLUSTERS = {
     "ethernet 2x2": sized("ethernet", 2, 2),
     "lab 2x2x2": sized("lab", 2, 2, 2),
 }
+
+
+def mesh_of(*tiers: tuple[int, ...]) -> Mesh:
+    """A mesh of (data, tensor, context, pipeline) of every tier; a fifth number are columns, a sixth Ulysses ranks."""
+    found = []
+    for data, tensor, context, pipeline, *factors in tiers:
+        columns, ulysses = (*factors, *(1, 1)[len(factors) :])
+        found.append((columns, tensor // columns, ulysses, context // ulysses, data, pipeline))
+    return Mesh(tuple(found))
