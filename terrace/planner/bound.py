@@ -28,64 +28,17 @@ Memory. Each state over the ranks it is sharded over, one block gathered, and th
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
+from terrace.planner.candidate import SLACK, PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.messages import Mail, Messages
 from terrace.planner.pipelines import Pipeline, Work, block_work, build_pipeline, head_layers, parts_of
 from terrace.planner.shares import Counts, heaviest, shares_of
 from terrace.planner.space import OpenMesh, Space, closed
-from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, SIMPLEST, held, share_layers, traits
-from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement
-
-_SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
-
-
-class PartialCandidate(NamedTuple):
-    """A choice without placement and unit: what its computing takes at least.
-
-    `span_s` are the seconds of the computing, `mean_s` those of a stage in the mean, `heavy` what the stage with most
-    layers holds, if known. `stages` holds (parameters per tensor rank, bytes of one micro-batch that wait at the peak)
-    of stages of which one needs most memory.
-    """
-
-    shape: OpenMesh
-    micro_batch: int
-    recompute: int
-    schedule: str
-    chunks: int
-    num_micros: int
-    heavy: Counts | None
-    mean_s: float
-    span_s: float
-    stages: tuple[tuple[int, int], ...]
-    played: bool
-    unit: int = 0  # of a schedule that passes chunks in units, whose order depends on it; `stages` then count it
-
-    @property
-    def bound_s(self) -> float:
-        """Seconds that no choice of placement gets below."""
-        return self.span_s * _SLACK
-
-    @property
-    def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
-        """What orders cores of one bound."""
-        return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape, self.unit
-
-    def passing(self, unit: int) -> "PartialCandidate":
-        """Return the core with units of so many micro-batches, all of which a stage keeps before its first backward.
-
-        Its messages are those of whole chunks (`Bounds._chunks_excess_s`), so what a stage holds tells nothing.
-        """
-        stages = tuple((numel, unit * kept) for numel, kept in self.stages)
-        return self._replace(unit=unit, stages=stages, heavy=None)
-
-    def choice(self, placement: Placement, unit: int) -> Choice:
-        """Return the whole choice; a root stands for its simplest schedule."""
-        schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
-        return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)
+from terrace.planner.stages import MOST_CHUNKS, MOST_PASSES, SERIAL, held, share_layers, traits
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Placement
 
 
 def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
@@ -251,7 +204,7 @@ class Bounds:
     @staticmethod
     def least_s(core: PartialCandidate, excess_s: float) -> float:
         """Return the seconds of a step that is longer than its computing by `excess_s` or more."""
-        return (core.span_s + excess_s) * _SLACK
+        return (core.span_s + excess_s) * SLACK
 
     def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
         """Return the seconds by which a step is longer than its computing, at least; it needs a core's `heavy` alone.
@@ -357,7 +310,7 @@ class Bounds:
         )
         times = 1 if core.unit else unit
         least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
-        return self.estimator.whole_bytes(least) * _SLACK
+        return self.estimator.whole_bytes(least) * SLACK
 
     def _works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
         """Return what each kind of block does of a micro-batch; of an open shape the least that any form does."""

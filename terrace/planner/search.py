@@ -26,7 +26,8 @@ from functools import partial
 from terrace.base.errors import PlanError
 from terrace.plan import validate
 from terrace.plan.layout import DEVICE
-from terrace.planner.bound import Bounds, PartialCandidate
+from terrace.planner.bound import Bounds
+from terrace.planner.candidate import PartialCandidate
 from terrace.planner.estimate import Estimator
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.ranking import Window, ranked, window
