@@ -28,7 +28,7 @@ from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, layers_of, parts_of
 from terrace.planner.stages import SERIAL, pipeline
-from terrace.planner.task import KINDS, PIPELINE, Choice, Software, Task, Wire, num_micros, plan_of
+from terrace.planner.task import KINDS, Choice, Software, Task, Wire, num_micros, plan_of
 from terrace.program import Program, build
 from terrace.program.schedules import takes_unit
 from terrace.simulate import Costs, Prediction, Step, predict_step
@@ -148,7 +148,7 @@ class Evaluator:
             return self.estimator.memory_bytes(choice, self._whole(), (choice.unit,), micros)
         orders, waiting = pipeline(
             choice.schedule,
-            choice.degree(PIPELINE),
+            choice.mesh.total("pipeline"),
             choice.chunks,
             micros,
             choice.unit if takes_unit(choice.schedule) else 1,

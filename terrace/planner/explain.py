@@ -10,7 +10,7 @@ from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, preset, valid
 from terrace.planner.evaluate import Cost, Estimate, Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
-from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, shape_of, units
+from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, Placement, Task, num_micros
 from terrace.program.schedules import takes_unit
@@ -93,7 +93,7 @@ def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]
 
 
 def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
-    task, shape = space.task, shape_of(choice.rows)
+    task, mesh = space.task, choice.mesh
     free = Space(task=task, axes=space.axes)  # values that the pins rule out deserve a verdict, too
     tiers = ["device", *(tier.name for tier in task.cluster.tiers)]
     found = []

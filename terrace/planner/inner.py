@@ -4,14 +4,12 @@ The steps of an embedding, a layer and a head do not depend on the tiers on whic
 message do. So steps are kept by degrees and tokens, prices by mapping.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.plan import MessageClass, Plan
-from terrace.plan.mesh import Mesh
+from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.tensor_traffic import Tensor
-from terrace.planner.space import Rows, shape_of
-from terrace.planner.task import CONTEXT, LAYER, TENSOR, Task, columns_of, tensor_entry, ulysses_of
+from terrace.planner.task import LAYER, Task
 from terrace.program.block_program import Moment, attention_moments, moments_of
 from terrace.program.block_program.regions import tensor_steps
 from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
@@ -37,28 +35,28 @@ class Inner:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._lines: dict[tuple[int, Rows], tuple[Passes, Passes]] = {}
+        self._lines: dict[tuple[int, Mesh], tuple[Passes, Passes]] = {}
         self._moments: dict[tuple[int, ...], list[tuple[Moment, ...]]] = {}
-        self._priced: dict[tuple[int, Rows, int], Passes] = {}
-        self._prices: dict[Rows, InBlockPrices] = {}
+        self._priced: dict[tuple[int, Mesh, int], Passes] = {}
+        self._prices: dict[Mesh, InBlockPrices] = {}
         self._contexts: dict[tuple[object, ...], PassSeconds] = {}
 
-    def seconds(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> InnerSeconds:
+    def seconds(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> InnerSeconds:
         """Seconds that a block waits on one micro-batch, where its products take `own`."""
-        tensor = self._tensor(kind, rows, work, own) if work.tensor > 1 else _NOTHING
-        return InnerSeconds(tensor, self.context(rows, work) if kind == LAYER and work.context > 1 else _NOTHING)
+        tensor = self._tensor(kind, mesh, work, own) if work.tensor > 1 else _NOTHING
+        return InnerSeconds(tensor, self.context(mesh, work) if kind == LAYER and work.context > 1 else _NOTHING)
 
-    def _tensor(self, kind: int, rows: Rows, work: Work, own: BlockSeconds) -> PassSeconds:
+    def _tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
         hides = self.task.software.hides_messages
         rooms = rooms_of(own.forward_s, own.input_s, own.weight_s) if hides else {}
         forward_s, backward_s, with_forward_s = (
-            exposed(moments, rooms).get(MessageClass.TENSOR, 0.0) for moments in self._passes(kind, rows, work.tokens)
+            exposed(moments, rooms).get(MessageClass.TENSOR, 0.0) for moments in self._passes(kind, mesh, work.tokens)
         )
         return forward_s, backward_s, with_forward_s - backward_s
 
-    def context(self, rows: Rows, work: Work) -> PassSeconds:
+    def context(self, mesh: Mesh, work: Work) -> PassSeconds:
         """Seconds that a layer waits for its context ranks."""
-        degrees = context_degrees(rows)
+        degrees = mesh.group("ulysses"), mesh.group("ring")
         key = (degrees, work.rows, work.micro_batch)
         found = self._contexts.get(key)
         if found is None:
@@ -74,14 +72,14 @@ class Inner:
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
         return found
 
-    def _passes(self, kind: int, rows: Rows, num_tokens: int) -> Passes:
+    def _passes(self, kind: int, mesh: Mesh, num_tokens: int) -> Passes:
         """Priced messages of a forward, a backward, and a backward that recomputes.
 
         All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
         unless the tokens are padded, or their message, to a whole part for each rank.
         """
-        group: Rows = tuple((1, row[TENSOR], 1, 1, columns_of(row)) for row in rows)
-        num_ranks = shape_of(group).tensor
+        group = mesh.only("tensor")
+        num_ranks = group.total("tensor")
         if num_tokens % num_ranks or MessageClass.TENSOR.value in self.task.wire:
             return self._passes_of(kind, group, num_tokens)
         size = num_ranks * self.task.sequence
@@ -95,7 +93,7 @@ class Inner:
             for first, second in zip(*found, strict=True)
         )
 
-    def _passes_of(self, kind: int, group: Rows, num_tokens: int) -> Passes:
+    def _passes_of(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
         key = (kind, group, num_tokens)
         if key not in self._priced:
             if group not in self._prices:
@@ -104,18 +102,17 @@ class Inner:
             self._priced[key] = tuple(map(priced, self._moments_of(kind, group, num_tokens)))
         return self._priced[key]
 
-    def _moments_of(self, kind: int, group: Rows, num_tokens: int) -> list[tuple[Moment, ...]]:
-        shape = shape_of(group)
-        key = (kind, shape.tensor, shape.columns, num_tokens)
+    def _moments_of(self, kind: int, group: Mesh, num_tokens: int) -> list[tuple[Moment, ...]]:
+        key = (kind, group.total("rows"), group.total("columns"), num_tokens)
         if key not in self._moments:
-            blocks = kind_blocks(self.task.model, {"rows": shape.tensor // shape.columns, "columns": shape.columns})
+            blocks = kind_blocks(self.task.model, {axis: group.total(axis) for axis in TENSOR})
             tensor, nothing = self._axis(group, num_tokens), ((), ())
             forward, backward = tensor_steps(tensor, blocks, blocks[kind], nothing, False)
             again = tensor_steps(tensor, blocks, blocks[kind], nothing, True)
             self._moments[key] = [moments_of(steps) for steps in (forward, backward, again[0] + again[1])]
         return self._moments[key]
 
-    def _axis(self, rows: Rows, num_tokens: int) -> Tensor:
+    def _axis(self, mesh: Mesh, num_tokens: int) -> Tensor:
         """The tensor axis of a mapping, for micro-batches of so many tokens."""
         task = self.task
         tiers = [tier.name for tier in task.cluster.tiers]
@@ -123,7 +120,7 @@ class Inner:
             params="device",
             grads="device",
             optimizer="device",
-            mapping={tier: {"tensor": tensor_entry(row)} for tier, row in zip(tiers, rows, strict=True)},
+            mapping=mesh.mapping(tiers),
             wire={name: row for name, row in task.wire.items() if name == MessageClass.TENSOR.value},
             compute=task.compute,
             master=task.master,
@@ -136,15 +133,3 @@ def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMom
     """The moment of a micro-batch that is `more` times as large again as that of `one`, whose double is `two`."""
     parts = zip(one.parts, two.parts, strict=True)
     return one._replace(parts=tuple((a + more * (b - a), penalty) for (a, penalty), (b, _) in parts))
-
-
-@lru_cache(maxsize=65536)
-def context_degrees(rows: Rows) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the Ulysses and the ring degrees of every tier."""
-    ulysses = tuple(map(ulysses_of, rows))
-    return ulysses, tuple(row[CONTEXT] // here for row, here in zip(rows, ulysses, strict=True))
-
-
-def axis_group(rows: Rows, axis: int) -> tuple[int, ...]:
-    """Return the shape of a group of an axis: its degree on every tier."""
-    return tuple(row[axis] for row in rows)

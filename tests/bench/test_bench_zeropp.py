@@ -13,7 +13,7 @@ from bench.zeropp import summary as summary_of
 from terrace.planner import Pins, Search, Space, Task, parse_pins
 from terrace.planner.explain import reasons
 from terrace.planner.search import cores_of, exhaustive, units_of
-from terrace.planner.space import placements
+from terrace.planner.space import OpenMesh, meshes, placements
 from terrace.planner.stages import traits
 from terrace.planner.task import Choice, Placement, num_micros
 from terrace.program import Op
