@@ -76,8 +76,7 @@ def test_the_search_equals_trying_everything(name: str, axes: tuple[str, ...], b
 def test_bounds_never_exceed_the_evaluation(data: st.DataObject) -> None:
     task = small_task(CLUSTERS[data.draw(st.sampled_from(sorted(CLUSTERS)))], batch=24)
     space, evaluator = Space(task=task), evaluator_of(task)
-    mesh = data.draw(st.sampled_from(list(meshes(space))))
-    shape = OpenMesh(mesh)
+    shape = OpenMesh(mesh := data.draw(st.sampled_from(list(meshes(space)))))
     core = data.draw(st.sampled_from(list(cores_of(space, evaluator.bounds, shape))))
     root = evaluator.bounds.root(shape, core.micro_batch, core.recompute)
     # Where its context ranks have no form yet, what is said of all forms holds for this one.
@@ -223,9 +222,8 @@ def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
     whole = estimator.numels(Mesh.build(3))
     task = estimator.task
     for kind in (EMBEDDING, HEAD):  # they see tokens alone, so half of a sequence twice is one sequence
-        index = estimator.index(kind)
         works = (estimator.work(mesh_of((1, 2, context, 1), (2, 1, 1, 1), (2, 1, 1, 1)), context) for context in (1, 2))
-        one, two = (block_seconds(task.cluster.device, work, index) for work in works)
+        one, two = (block_seconds(task.cluster.device, work, estimator.index(kind)) for work in works)
         assert one == two
     assert whole[EMBEDDING] + 4 * whole[LAYER] + whole[HEAD] == sum(b.num_trainable for b in estimator.task.blocks)
 
