@@ -22,6 +22,7 @@ from terrace.simulate.stages import activation_bytes
 from terrace.simulate.timeline import play
 from tests.program.test_schedules import any_orders, seconds_of
 from tests.simulate.test_timeline import Row, rows, weight_share
+from tests.support.planner_cases import mesh_of
 from tests.support.toys import cluster_of
 
 ENDLESS = 1e18  # bytes/s: a message takes its latency alone
@@ -194,8 +195,8 @@ def test_what_ranks_pipelines_in_a_search_is_near_what_their_programs_take(place
     machine = load_cluster("frontier").resized(4)
     task = Task(model=parse_model(LAYERED), cluster=machine, batch=256, sequence=2048)
     chunks, unit = traits()[schedule].chunks[0], 4 if schedule == "zeropp" else 1
-    rows = ((2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 1, 4))
-    choice = Choice(0, unit, schedule, chunks, 1, Placement(place, place, place), rows)
+    mesh = mesh_of((2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 1, 4))
+    choice = Choice(0, unit, schedule, chunks, 1, Placement(place, place, place), mesh)
     evaluator = Evaluator(Bounds(Estimator(task)))
     ranked, played = evaluator.evaluate(choice), evaluator.played(choice)
     assert ranked.step_s / played.step_s - 1 == pytest.approx(0.0, abs=0.06 if place > 0 else 0.02)
