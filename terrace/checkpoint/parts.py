@@ -16,8 +16,8 @@ from torch import Tensor
 
 from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, within
 from terrace.model.spec import ParamSpec
+from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
-from terrace.plan.tensor_traffic import Tensor as TensorAxis
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.states import FROZEN, KINDS
 
@@ -43,9 +43,9 @@ class Part:
     values: dict[str, Tensor]
 
 
-def slices_of(tensor: TensorAxis, rank: int) -> Slices:
-    """The slice of each whole parameter that `rank` holds."""
-    return partial(rank_slices, places=tensor.places(rank), degrees=tensor.degrees)
+def slices_of(mesh: Mesh, rank: int) -> Slices:
+    """The slice of each parameter that `rank` holds."""
+    return partial(rank_slices, mesh=mesh, rank=rank)
 
 
 def held(flat: FlatParam) -> list[Held]:

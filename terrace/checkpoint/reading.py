@@ -206,7 +206,7 @@ def load_state(state: ModelState, checkpoint: Checkpoint) -> None:
     Raises `CheckpointError` as `restore` does.
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
-    slices = slices_of(state.program.tensor, state.rank)
+    slices = slices_of(state.program.mesh, state.rank)
     with torch.no_grad():
         for flat in state:
             restore_flat(flat, checkpoint, slices)

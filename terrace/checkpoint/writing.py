@@ -49,7 +49,7 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
 
 def snapshot_of(state: ModelState) -> Snapshot:
     """The part of the model's state that this rank writes."""
-    return Snapshot(state, slices_of(state.program.tensor, state.rank))
+    return Snapshot(state, slices_of(state.program.mesh, state.rank))
 
 
 def partial_of(folder: Path, life: str = "") -> Path:

@@ -17,8 +17,9 @@ class ParamSpec:
     """One parameter: its name inside the block and its shape.
 
     `dims` declares what each dim counts, with how many units that cannot be cut ("heads" of 64 elements, say); empty
-    where nothing is declared. Of a slice on one tensor rank, `shape` is what the rank holds, padding included, `whole`
-    the shape before slicing, `cuts` the axes that cut each dim, and `shared` the axes whose ranks all hold the same.
+    where nothing is declared. In the slice that one rank holds (terrace.plan.slices), `shape` includes padding, `whole`
+    is the shape before slicing, `cuts` names the axes that cut each dim, and `replicated_over` the axes whose ranks all
+    hold this slice and shard its states.
     """
 
     name: str
@@ -27,12 +28,16 @@ class ParamSpec:
     dims: tuple[tuple[str, int], ...] = ()
     whole: tuple[int, ...] = ()  # empty: `shape` is whole
     cuts: tuple[tuple[str, ...], ...] = ()
-    shared: tuple[str, ...] = ()
+    replicated_over: tuple[str, ...] | None = None  # None: not sliced, every axis of the stage
 
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a scalar."""
         return math.prod(self.shape)
+
+    def is_replicated_over(self, axis: str) -> bool:
+        """Whether several ranks of `axis` hold this slice."""
+        return axis in (self.replicated_over or ())
 
     @property
     def decays(self) -> bool:

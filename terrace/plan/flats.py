@@ -1,8 +1,9 @@
 """The flat buffers of a block: which parameters stand together, and which ranks hold them.
 
-Parameters of one block that are held by the same ranks and train, or do not, stand in one buffer. Without a tensor
-axis that is one buffer of trainable and one of frozen parameters. With it, what the axis does not cut (norms, say) has
-buffers of its own, which the tensor ranks share as data ranks do.
+Parameters of one block that are replicated over the same axes and train, or do not, stand in one buffer. Without a
+tensor axis that is one buffer of trainable and one of frozen parameters. With it, parameters that the axis does not cut
+(norms, say) have buffers of their own, which tensor ranks hold as data ranks do. A parameter cut by an axis of the data
+ranks, as experts are, would have a buffer with fewer holders than the others.
 """
 
 from collections.abc import Sequence
@@ -56,26 +57,28 @@ def world(cluster: Cluster, plan: Plan) -> Layout:
 
 
 def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tuple[tuple[FlatParamSpec, ...], ...]:
-    """Return the flat buffers of every block, the trainable ones first.
+    """The flat buffers of every block, the trainable ones first.
 
-    `blocks` is what one tensor rank holds. Raises `PlanError` for whole blocks of a plan with a tensor axis.
+    `blocks` are the slices of one rank. Raises `PlanError` for whole blocks of a plan with a tensor axis.
     """
     _check_sliced(cluster, plan, blocks)
-    layouts: dict[tuple[str, ...], Layout] = {}
+    mesh, layouts = Mesh.of(cluster, plan), dict[tuple[str, ...], Layout]()
     known: dict[tuple[tuple[ParamSpec, ...], bool], tuple[FlatParamSpec, ...]] = {}  # most blocks of a model are alike
     found: dict[tuple[int, bool], tuple[FlatParamSpec, ...]] = {}  # and share a tuple, whose number is read faster
 
     def flats(params: tuple[ParamSpec, ...], orthogonal: bool) -> tuple[FlatParamSpec, ...]:
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
         for param in params:
-            groups.setdefault((param.trainable and param.numel > 0, param.shared), []).append(param)
+            held_over = HOLDERS if param.replicated_over is None else param.replicated_over
+            axes = tuple(axis for axis in STAGE if axis in held_over and mesh.total(axis) > 1)
+            groups.setdefault((param.trainable and param.numel > 0, axes), []).append(param)
         made = []
-        for (trainable, shared), members in sorted(groups.items(), key=lambda item: (not item[0][0], item[0][1])):
-            if shared not in layouts:
-                layouts[shared] = Layout.of(cluster, plan, (*HOLDERS, *shared))
-            ordered = tuple(sorted(members, key=lambda param: not param.decays))
+        for trainable, axes in sorted(groups, key=_order):
+            if axes not in layouts:
+                layouts[axes] = Layout.of(cluster, plan, axes)
+            ordered = tuple(sorted(groups[trainable, axes], key=lambda param: not param.decays))
             whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
-            made.append(FlatParamSpec(layouts[shared], ordered, trainable, whole))
+            made.append(FlatParamSpec(layouts[axes], ordered, trainable, whole))
         return tuple(made)
 
     keys = []
@@ -90,6 +93,11 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
     return tuple(found[key] for key in keys)
 
 
+def _order(group: tuple[bool, tuple[str, ...]]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    trainable, axes = group
+    return not trainable, tuple(axis for axis in axes if axis not in HOLDERS), axes
+
+
 def is_layer(block: int, num_blocks: int) -> bool:
     """Whether a block is a layer: neither the first, which embeds, nor the last, the head."""
     return 0 < block < num_blocks - 1
@@ -101,9 +109,8 @@ def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]
 
 
 def _check_sliced(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
-    """A parameter that `slice_blocks` has been at is cut by some axis, or shared, or says that it is neither."""
     first = next((param for block in blocks for param in block.params), None)
-    if first is None or first.cuts or first.shared:
+    if first is None or first.replicated_over is not None:
         return
     if Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(

@@ -150,6 +150,10 @@ class Mesh:
             index = index * degree + here
         return index
 
+    def part(self, rank: int, axis: str) -> int:
+        """The part that `rank` holds of a dim cut by `axis`: tier after tier, innermost first, divides what is left."""
+        return position(self.group(axis), self.coordinates(rank, (axis,)))
+
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` on `axes` alone, itself included, in the order of their places."""
         found: tuple[int, ...] = (rank,)

@@ -1,16 +1,16 @@
-"""Cutting a model over the tensor axis: what each rank holds of every parameter.
+"""Cutting a model over axes: the slice each rank holds of every parameter.
 
-What a dim counts says which axis cuts it (Megatron-LM, 1909.08053, section 3; the rows x columns form is AxoNN's,
-2305.13525, section 4):
+Each dim of a parameter declares what it counts, and a table says which axes cut that (Megatron-LM, 1909.08053, section
+3; the rows x columns form is AxoNN's, 2305.13525, section 4):
 
     heads, kv_heads, intermediate   rows: the inner dim of attention and of the MLP
     hidden                          columns: the residual stream
     vocab                           columns and rows together: embedding and head
 
-Heads are never cut themselves. With more rows than key-value heads every rank holds all of those and uses the one that
-its queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add
-nothing to any product and get no gradient. The other dims stay whole, and a parameter with no cut by an axis is shared
-by the ranks of that axis: each has a part of its gradient.
+A single head is never cut. With more rows than key-value heads every rank holds all of them and uses the one that its
+queries need. A vocabulary or an inner MLP size that does not divide is padded with zeros at the end, which add nothing
+to any product and get no gradient. The other dims stay whole. A parameter is replicated over the axes that do not cut
+it: each of their ranks has a part of its gradient, and together they shard its states.
 """
 
 import math
@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.mesh import STAGE, TENSOR, Mesh
 
-CUT_BY = {
+CUT_BY: Mapping[str, tuple[str, ...]] = {
     "heads": ("rows",),
     "kv_heads": ("rows",),
     "intermediate": ("rows",),
@@ -31,29 +31,31 @@ CUT_BY = {
 _PADDED = ("vocab", "intermediate")
 
 
-def slice_blocks(blocks: Sequence[BlockSpec], mesh: Mesh) -> tuple[BlockSpec, ...]:
-    """Return what one tensor rank holds of `blocks`; all ranks hold the same sizes.
+def slice_blocks(
+    blocks: Sequence[BlockSpec], mesh: Mesh, cut_by: Mapping[str, tuple[str, ...]] = CUT_BY
+) -> tuple[BlockSpec, ...]:
+    """The slice of `blocks` that one rank holds; all ranks hold the same sizes.
 
-    Raises `PlanError` for a dim that the tensor degrees do not divide, and for a block that declares no dims.
+    `cut_by` names the axes of a stage that cut each kind of dim. Raises `PlanError` for a dim that their degrees do not
+    divide, and under a tensor axis for a parameter that declares no dims.
     """
-    degrees = {axis: mesh.total(axis) for axis in TENSOR}
-    if all(degree == 1 for degree in degrees.values()):
+    if all(mesh.total(axis) == 1 for axes in cut_by.values() for axis in axes):
         return tuple(blocks)
     known: dict[int, tuple[ParamSpec, ...]] = {}  # most blocks of a model share their parameters' specs, and still do
 
     def sliced(block: BlockSpec) -> tuple[ParamSpec, ...]:
         if id(block.params) not in known:
-            known[id(block.params)] = tuple(_slice(block.name, param, degrees) for param in block.params)
+            known[id(block.params)] = tuple(_slice(block.name, param, mesh, cut_by) for param in block.params)
         return known[id(block.params)]
 
     return tuple(replace(block, params=sliced(block)) for block in blocks)
 
 
 def whole_blocks(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """Return the blocks that `slice_blocks` made these of."""
+    """The blocks before `slice_blocks`."""
 
     def whole(param: ParamSpec) -> ParamSpec:
-        return replace(param, shape=param.whole or param.shape, whole=(), cuts=(), shared=())
+        return replace(param, shape=param.whole or param.shape, whole=(), cuts=(), replicated_over=None)
 
     known: dict[int, tuple[ParamSpec, ...]] = {}
     for block in blocks:
@@ -62,29 +64,25 @@ def whole_blocks(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
     return tuple(replace(block, params=known[id(block.params)]) for block in blocks)
 
 
-def rank_slices(param: ParamSpec, places: Mapping[str, int], degrees: Mapping[str, int]) -> tuple[slice, ...]:
-    """Return the part of the whole parameter that a rank at `places` on the tensor axes holds, without padding."""
+def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
+    """The part of the whole parameter that a rank holds, without padding."""
     if not param.cuts:
         return tuple(slice(0, size) for size in param.shape)
     parts = []
     for size, whole, cut in zip(param.shape, param.whole, param.cuts, strict=True):
-        start = size * place_on(cut, places, degrees)
-        parts.append(slice(min(start, whole), min(start + size, whole)))
+        place = 0
+        for axis in reversed(cut):  # the first axis counts fastest
+            place = place * mesh.total(axis) + mesh.part(rank, axis)
+        parts.append(slice(min(size * place, whole), min(size * place + size, whole)))
     return tuple(parts)
 
 
-def place_on(axes: Sequence[str], places: Mapping[str, int], degrees: Mapping[str, int]) -> int:
-    """Return the place on several axes together, the first one fastest."""
-    place = 0
-    for axis in reversed(axes):
-        place = place * degrees[axis] + places[axis]
-    return place
-
-
-def _slice(block: str, param: ParamSpec, degrees: Mapping[str, int]) -> ParamSpec:
-    shared = tuple(axis for axis in TENSOR if degrees[axis] > 1)
+def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[str, ...]]) -> ParamSpec:
+    axes = tuple(axis for axis in STAGE if mesh.total(axis) > 1)
     if not param.shape:
-        return replace(param, whole=(), shared=shared)  # a scalar has nothing to cut
+        return replace(param, whole=(), replicated_over=axes)  # a scalar has nothing to cut
+    if not param.dims and mesh.total("tensor") == 1:
+        return replace(param, whole=param.shape, cuts=((),) * len(param.shape), replicated_over=axes)
     if len(param.dims) != len(param.shape):
         raise PlanError(
             f"mapping has a tensor axis, but {block}.{param.name} does not declare what its dims count: "
@@ -93,23 +91,27 @@ def _slice(block: str, param: ParamSpec, degrees: Mapping[str, int]) -> ParamSpe
     shape: list[int] = []
     cuts: list[tuple[str, ...]] = []
     for size, (name, units) in zip(param.shape, param.dims, strict=True):
-        cut = tuple(axis for axis in CUT_BY.get(name, ()) if degrees[axis] > 1)
-        degree = math.prod(degrees[axis] for axis in cut)
+        cut = tuple(axis for axis in cut_by.get(name, ()) if mesh.total(axis) > 1)
         if any(axis in cut for other in cuts for axis in other):
             raise PlanError(
-                f"{block}.{param.name} has two dims that tensor {' x '.join(cut)} would cut, {param.dims}: no rank "
+                f"{block}.{param.name} has two dims that {_axes_words(cut)} would cut, {param.dims}: no rank "
                 "then holds what is off the diagonal; declare the dims in another way"
             )
+        degree = math.prod(mesh.total(axis) for axis in cut)
         if name == "kv_heads" and degree > units and degree % units == 0:
             cut, degree = (), 1  # every rank holds all of them
         if units % degree and name not in _PADDED:
             fix = max(d for d in range(1, degree) if units % d == 0)
             raise PlanError(
-                f"{block}.{param.name} has {units} {name}, which tensor {' x '.join(cut)} = {degree} do not divide: "
+                f"{block}.{param.name} has {units} {name}, which {_axes_words(cut)} = {degree} do not divide: "
                 f"use {fix}, or another number of {name}"
             )
         shape.append(-(-units // degree) * (size // units) if units else 0)
         cuts.append(cut)
     used = {axis for cut in cuts for axis in cut}
-    shared = tuple(axis for axis in shared if axis not in used)
-    return replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), shared=shared)
+    replicated = tuple(axis for axis in axes if axis not in used)
+    return replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), replicated_over=replicated)
+
+
+def _axes_words(axes: Sequence[str]) -> str:
+    return ("tensor " if set(axes) <= set(TENSOR) else "") + " x ".join(axes)

@@ -31,7 +31,7 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.context import batch_shape
 from terrace.plan.hops import Hop, gather_hops, reduce_hops
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import Mesh, position
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import CUT_BY
 from terrace.plan.wire import FORMATS, MessageClass
@@ -107,11 +107,6 @@ class Tensor:
     def degrees(self) -> dict[str, int]:
         """Number of ranks on each of the axes."""
         return {"columns": self.columns.degree, "rows": self.rows.degree}
-
-    def places(self, rank: int) -> dict[str, int]:
-        """The place of `rank` on each of the axes, which is the part of a cut dim that it holds."""
-        lines = {"columns": self.columns, "rows": self.rows}
-        return {axis: position(line.degrees, line.coordinates(rank)) for axis, line in lines.items()}
 
     @property
     def padded_tokens(self) -> int:
@@ -211,7 +206,9 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
                 ]
                 backward += [TensorMessage(Leg.GATHER, rows, cut)] if regathers else []
             else:
-                one_of = weight.dims[0][1] if "rows" in weight.shared else 1  # of key-value heads that all ranks hold
+                one_of = (
+                    weight.dims[0][1] if weight.is_replicated_over("rows") else 1
+                )  # of key-value heads that all ranks hold
                 forward += all_reduce(columns, _inner(tensor, weight.shape[0] // one_of))
     forward += forward_norms
     backward += forward_norms

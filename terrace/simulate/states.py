@@ -159,7 +159,7 @@ def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
     """Elements of a block on one tensor rank, by the axes that share them."""
     total: dict[tuple[str, ...], int] = defaultdict(int)
     for param in block.params:
-        total[param.shared] += param.numel
+        total[tuple(filter(param.is_replicated_over, TENSOR))] += param.numel
     return total
 
 

@@ -17,7 +17,7 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     the first to hold, as for a checkpoint.
     """
     engine.drain()
-    slices = slices_of(engine.program.tensor, engine.rank)
+    slices = slices_of(engine.program.mesh, engine.rank)
     for index, spec in enumerate(engine.state.specs):
         own: list[tuple[str, Box, Tensor]] = []
         for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True):

@@ -56,7 +56,7 @@ def check_restored(checkpoint: Checkpoint, blocks: Blocks, spread: Spread, truth
     for rank in ranks:
         program = programs[rank]
         for flat in flats_of(program, rank):
-            restore_flat(flat, checkpoint, slices_of(program.tensor, rank))
+            restore_flat(flat, checkpoint, slices_of(program.mesh, rank))
             for kind, kept, values in truth.of(program, rank, flat):
                 assert torch.equal(kept, values), (rank, flat.name, kind)
             assert flat.optimizer is None or flat.optimizer.num_steps == NUM_UPDATES
@@ -112,14 +112,14 @@ def test_ranks_of_one_plan_hand_over_to_ranks_of_another_without_files(source: s
     blocks = DECODERS["llama, frozen in part"]()
     truth, given = Truth(blocks), dict[str, list[Part]]()
     for rank, program in enumerate(SPREADS[source].programs(blocks)):
-        for block, part in parts_of(filled(program, rank, truth), slices_of(program.tensor, rank), first=True):
+        for block, part in parts_of(filled(program, rank, truth), slices_of(program.mesh, rank), first=True):
             given.setdefault(block, []).append(part)
     for rank, program in enumerate(SPREADS[target].programs(blocks)):
         for flat in flats_of(program, rank):
             for each in held(flat):
                 for values in each.values.values():
                     values.zero_()
-            hand_over(given[flat.name], [part for _, part in parts_of([flat], slices_of(program.tensor, rank))])
+            hand_over(given[flat.name], [part for _, part in parts_of([flat], slices_of(program.mesh, rank))])
             for kind, kept, expected in truth.of(program, rank, flat):
                 assert torch.equal(kept, expected), (rank, flat.name, kind)
 

@@ -142,13 +142,11 @@ def test_slices_of_all_ranks_are_the_parameter(rows: int, columns: int, vocab: i
     (block,) = slice_blocks([BlockSpec(name="b", params=(spec,))], mesh)
     (local,) = block.params
     held = []
-    for row in range(rows):
-        for column in range(columns):
-            places, degrees = {"rows": row, "columns": column}, {"rows": rows, "columns": columns}
-            part = rank_slices(local, places, degrees)
-            held += list(range(*part[0].indices(vocab)))
-            assert part[0].stop - part[0].start <= local.shape[0]
-            assert part[1] == slice(0, other)
+    for rank in range(rows * columns):
+        part = rank_slices(local, mesh, rank)
+        held += list(range(*part[0].indices(vocab)))
+        assert part[0].stop - part[0].start <= local.shape[0]
+        assert part[1] == slice(0, other)
     assert sorted(held) == list(range(vocab))
 
 

@@ -62,7 +62,7 @@ def test_a_state_is_loaded_and_handed_over_without_an_engine(tmp_path: Path) -> 
     engine.close()
     loaded, handed = fresh_state(), fresh_state()
     load_state(loaded[0], Checkpoint(folder))
-    slices = slices_of(engine.program.tensor, 0)
+    slices = slices_of(engine.program.mesh, 0)
     for source, target in zip(engine.state, handed[0], strict=True):
         hand_over(*([part for _, part in parts_of([flat], slices)] for flat in (source, target)))
     engine.state.gather(engine.comm.uncounted())

@@ -163,12 +163,11 @@ def assemble(engine: Engine) -> Tensor:
         block: [(name, p.detach()) for name, p in engine.state.named_parameters(block)] for block in program.stage.held
     }
     for rank, states in enumerate(engine.comm.exchange(held)):
-        places = program.tensor.places(rank)
         for block, values in states.items():
             spec, whole = program.blocks[block], wholes[block]
             params = {param.name: param for param in spec.params}
             for name, value in values:
-                target = whole[name][rank_slices(params[name], places, program.tensor.degrees)]
+                target = whole[name][rank_slices(params[name], program.mesh, rank)]
                 own = value[tuple(slice(0, size) for size in target.shape)]
                 assert bool(torch.isnan(target).all()) or torch.equal(target, own), (spec.name, name, rank)
                 assert value.count_nonzero() == own.count_nonzero(), "padding stays zero"

@@ -15,6 +15,7 @@ from terrace.checkpoint.snapshot import Snapshot
 from terrace.comm import Meter
 from terrace.model.spec import BlockSpec
 from terrace.plan import Plan
+from terrace.plan.mesh import STAGE
 from terrace.plan.slices import rank_slices
 from terrace.program import Program, build_stages
 from terrace.runtime.flat_param import FlatParam
@@ -71,15 +72,16 @@ class Spread:
             num_micros=1,
             sequence=8,
         )
-        tensor = tuple(axis for axis, degree in stages[0].tensor.degrees.items() if degree > 1)
-        whole = tuple(with_scalars(*pair, tensor) for pair in zip(stages[0].blocks, blocks, strict=True))
+        whole = tuple(with_scalars(*pair, STAGE) for pair in zip(stages[0].blocks, blocks, strict=True))
         ranked = [replace(program, blocks=whole) for program in stages]
         return [ranked[ranked[0].mesh.stage(rank)] for rank in range(cluster.world_size)]
 
 
-def with_scalars(sliced: BlockSpec, whole: BlockSpec, shared: tuple[str, ...]) -> BlockSpec:
+def with_scalars(sliced: BlockSpec, whole: BlockSpec, axes: tuple[str, ...]) -> BlockSpec:
     own = {param.name: param for param in sliced.params}
-    return replace(whole, params=tuple(own.get(param.name) or replace(param, shared=shared) for param in whole.params))
+    return replace(
+        whole, params=tuple(own.get(param.name) or replace(param, replicated_over=axes) for param in whole.params)
+    )
 
 
 class Truth:
@@ -98,9 +100,9 @@ class Truth:
 
     def buffer(self, program: Program, rank: int, flat: FlatParam, kind: str) -> Tensor:
         """What a whole flat buffer of a rank holds, padding included."""
-        full, tensor = torch.zeros(flat.padded), program.tensor
+        full = torch.zeros(flat.padded)
         for spec, start, stop in flat.extents:
-            part = self.values[flat.name][spec.name][kind][rank_slices(spec, tensor.places(rank), tensor.degrees)]
+            part = self.values[flat.name][spec.name][kind][rank_slices(spec, program.mesh, rank)]
             local = torch.zeros(spec.shape)
             local[tuple(slice(size) for size in part.shape)] = part
             full[start:stop] = local.flatten()
@@ -146,7 +148,7 @@ def save(folder: Path, blocks: Blocks, spread: Spread, truth: Truth) -> Checkpoi
     """Write a checkpoint of all simulated ranks."""
     files: Files = {}
     for rank, program in enumerate(spread.programs(blocks)):
-        snapshot = Snapshot(filled(program, rank, truth), slices_of(program.tensor, rank))
+        snapshot = Snapshot(filled(program, rank, truth), slices_of(program.mesh, rank))
         snapshot.take()
         if snapshot.pieces:
             files[f"rank-{rank:05d}.safetensors"] = snapshot.write(folder / f"rank-{rank:05d}.safetensors")

@@ -69,7 +69,9 @@ def _parts(tensor: Tensor, block: BlockSpec) -> list[_Part]:
         if is_norm(param):
             found.append(_NORM)
         elif is_inner(param) and param.dims[0][0] != "hidden":
-            one_of = param.dims[0][1] if "rows" in param.shared else 1  # of key-value heads that all ranks hold
+            one_of = (
+                param.dims[0][1] if param.is_replicated_over("rows") else 1
+            )  # of key-value heads that all ranks hold
             products.append(_inner(tensor, param.shape[0] // one_of))
         elif is_inner(param):
             attends = param.dims[1][0] == "heads"

@@ -75,13 +75,12 @@ class _Cutter:
     def __init__(self, program: Program, rank: int, axis: TensorAxis) -> None:
         self._specs = [{param.name: param for param in block.params} for block in program.blocks]
         self._blocks: Sequence[BlockSpec] = program.blocks
-        self._places = program.tensor.places(rank)
-        self._degrees = program.tensor.degrees
+        self._mesh, self._rank = program.mesh, rank
         self._axis = axis
 
     def part(self, block: int, name: str) -> tuple[slice, ...]:
         """Return the part of a whole parameter that this rank holds."""
-        return rank_slices(self._specs[block][name], self._places, self._degrees)
+        return rank_slices(self._specs[block][name], self._mesh, self._rank)
 
     def embedding(self, module: decoder.Embedding) -> Embedding:
         positions = None if module.positions is None else self._parameter(0, "positions")
@@ -123,10 +122,10 @@ class _Cutter:
     def _used(self, spec: ParamSpec) -> slice | None:
         """What this rank's queries need of the output: None for all of a slice, one head of whole key-value heads."""
         name, units = spec.dims[0]
-        if name != "kv_heads" or "rows" not in spec.shared:
+        if name != "kv_heads" or not spec.is_replicated_over("rows"):
             return None
-        size, rows = spec.shape[0] // units, self._degrees["rows"]
-        head = self._places["rows"] * units // rows
+        size = spec.shape[0] // units
+        head = self._mesh.part(self._rank, "rows") * units // self._mesh.total("rows")
         return slice(head * size, (head + 1) * size)
 
     def _norm(self, block: int, name: str, module: nn.Module) -> Norm:
@@ -147,7 +146,7 @@ def slice_value(value: Tensor, spec: ParamSpec, program: Program, rank: int) -> 
     """Return this rank's slice of the whole `value` of a parameter, padded with zeros."""
     if not spec.cuts:
         return value
-    parts = rank_slices(spec, program.tensor.places(rank), program.tensor.degrees)
+    parts = rank_slices(spec, program.mesh, rank)
     local = value[parts]
     if tuple(local.shape) == spec.shape:
         return local
