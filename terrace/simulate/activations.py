@@ -1,23 +1,23 @@
-"""What the blocks of a decoder keep between forward and backward, and the peaks of running them.
+"""Activations of a decoder's blocks: bytes kept between forward and backward, and peaks while a block runs.
 
-Each block is a tape (terrace.simulate.tape) of the operations in `terrace/model/decoder.py` and `layers.py`, with
-the tensors that each keeps. The kernels differ in what they keep, so a backend is named:
+Each block is a tape (terrace.simulate.tape) of the operations in `terrace/model/decoder.py` and `layers.py`, with the
+tensors that each operation keeps. Kernels keep different tensors, so a backend is named:
 
 - `cpu`, `cuda`: this decoder under autograd, counted tensor by tensor. A norm keeps its input and a mean or a
   root per token; an rms norm on a CPU is several operations, which keep the input in fp32 and once more normalised.
   Attention keeps q, k, v, its output and one log-sum per token and head. A gated MLP keeps gate, up, act(gate) and
-  the product. The head's logits are there a chunk of tokens at a time (terrace.runtime.head), all in its
-  backward: it keeps its input alone. Where attention is plain products, it keeps q, k, v and
-  the softmax in fp32, and a copy of its output with the heads merged.
+  the product. The head computes its logits in chunks of tokens during its backward (terrace.runtime.head), so it
+  keeps only its input. Attention by plain products keeps q, k, v and the softmax in fp32, and a copy of its
+  output with the heads merged.
 
 Documents and windows are in terrace.simulate.masks.
 
-T tokens on this context rank, tensor ranks in r rows and c columns. What lies inside attention and MLP is cut by r,
-the residual stream and the norms by c and under sequence parallelism by r too. A matrix product then takes a whole
-input (T x hidden / c), which is gathered while its region runs, and once more in the backward; a recomputed layer
-gathers it once. The head keeps its normalised input whole, a few numbers a token, and of a small vocabulary the
-logits. Only `cpu` has been compared with a running decoder; what `cuda` keeps
-follows from the documented outputs of its kernels. RoPE's tables are one for all layers and are not counted here.
+With T tokens on this context rank and tensor ranks in r rows and c columns: attention and MLP are cut by r, the
+residual stream and the norms by c, and under sequence parallelism by r too. A matrix product then takes a whole input
+(T x hidden / c), which is gathered while its region runs, and again in the backward; a recomputed layer gathers it
+once. The head of several tensor ranks keeps its normalised input whole, a few numbers per token, and the logits of a
+small vocabulary. Only `cpu` has been compared with a running decoder; `cuda` follows the documented outputs of its
+kernels. RoPE's tables are shared by all layers and are not counted here.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ _RANDOM_STATE_BYTES: dict[Backend, int] = {"cpu": 5056, "cuda": 16}
 class BlockActivations:
     """Bytes of one block and one micro-batch on one rank.
 
-    `kept_bytes` is held from forward to backward: the block's input (which is the output of the block before, so it
-    is counted once) and what its operations keep (`saved`); of a recomputed block only a random state. The peaks hold
-    what is kept, both ends of the block, gradients and temporary tensors.
+    `kept_bytes` is held from forward to backward: the block's input (the output of the block before, so it is counted
+    once) and the tensors its operations keep (`saved`); a recomputed block keeps only a random state. The peaks hold
+    the kept tensors, both ends of the block, gradients and temporary tensors.
     """
 
     input_bytes: int
@@ -67,7 +67,7 @@ class BlockActivations:
 
 @lru_cache(maxsize=4096)
 def block_activation_bytes(work: Work, kind: BlockKind, backend: Backend = "cuda") -> BlockActivations:
-    """Return what a block of `kind` holds of one micro-batch. Results are kept: planning asks for the same ones.
+    """Bytes that a block of `kind` holds for one micro-batch. Cached, since planning asks for the same ones.
 
     Raises `PlanError` for a kind or a backend that does not exist.
     """
@@ -89,8 +89,8 @@ def block_activation_bytes(work: Work, kind: BlockKind, backend: Backend = "cuda
 def activations_by_block(
     work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend
 ) -> list[tuple[int, int]]:
-    """Return, for every block of a decoder, the bytes that one micro-batch keeps from its forward to its backward, and
-    what the backward needs on top while it runs. The plan's patterns say what is recomputed.
+    """For every block of a decoder: bytes one micro-batch keeps from forward to backward, and extra bytes while its
+    backward runs. The plan's patterns say which blocks are recomputed.
     """
     again = recomputed(plan, blocks)
     kinds: list[BlockKind] = ["embedding", *["layer"] * (len(blocks) - 2), "head"]  # type: ignore[list-item]
@@ -102,8 +102,6 @@ def activations_by_block(
 
 
 class _Decoder(BlockTape):
-    """Embedding, layer and head."""
-
     def result(self, again: bool) -> BlockActivations:
         """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
         tape, sizes = self.operations, self.sizes
@@ -166,7 +164,6 @@ class _Decoder(BlockTape):
             self._add("loss", ("head input",), OUTPUT, ("head input",), forward_adds=adds, backward_adds=adds)
 
     def _exchanged_loss(self, source: str, vocab: int) -> None:
-        """The loss of tensor ranks, which runs forward first: what a token is known by, and one chunk of logits."""
         tokens = self.work.tokens
         # The label's place, whether it is here, whether it counts; the log-sum.
         self.sizes["statistics of tokens"] = tokens * (_TOKEN_BYTES + 2 + self.wide)
@@ -220,7 +217,6 @@ class _Decoder(BlockTape):
         return self.work.ulysses * self.work.places > 1
 
     def _seen(self) -> tuple[str, ...]:
-        """Return what the core of attention reads, once it has copied what it must not read in place."""
         copied = copied_bytes(self.work, self.backend, self.sizes["key"], self.sizes["query"])
         if not copied:
             return "query", "key", "value"
@@ -230,7 +226,6 @@ class _Decoder(BlockTape):
         return "query", "key", "value", "copied key", "copied value"
 
     def _core(self) -> None:
-        """Softmax of the products of queries and keys, times the values."""
         if self._is_spread:
             self._spread_core()
             return
@@ -250,12 +245,12 @@ class _Decoder(BlockTape):
         self._add("attention", reads, "mixed", (*inputs, "softmax"), forward_adds=adds, backward_adds=adds)
 
     def _spread_core(self) -> None:
-        """Attention over context ranks (terrace.runtime.context): its operands and its output are kept where it runs.
+        """Attention over context ranks (terrace.runtime.context); it keeps its operands and output where it runs.
 
-        With Ulysses these are other tensors than the layer's own, made of the messages that bring them. Of a ring there
-        are the keys of two rounds and a message of them, in the backward with their gradients. With `balance = "cost"`
-        it is the most that there can be: all of `most_attended` come in messages, and what documents and rounds make of
-        a row is added up in fp32 at least, beside one result.
+        Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two
+        rounds and one message of keys, in the backward with their gradients. `balance = "cost"` is counted at its upper
+        bound: all of `most_attended` arrives in messages, and a row's partial results are summed in fp32 at least, next
+        to one result.
         """
         work, reads, output = self.work, ("query", "key", "value"), "mixed"
         row = work.most_attended * work.model.head_dim * self.item  # of a head

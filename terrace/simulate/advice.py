@@ -57,7 +57,7 @@ class Advice:
 def fullest_stage(
     job: Job, model: ModelConfig, sequence: int, backend: Backend | None = None
 ) -> tuple[int, dict[str, int]]:
-    """The pipeline stage whose ranks need most memory, and its footprint; `backend` is the device's by default."""
+    """The pipeline stage with the highest memory per rank, and its footprint; `backend` is the device's by default."""
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
     num_stages = axis_degree(cluster, plan, "pipeline")
     if num_stages == 1:
@@ -135,7 +135,6 @@ def _first_that_fits(job: Job, lacking: Callable[[Job], int]) -> Job | None:
 
 
 def _apply(job: Job, chosen: list[_Steps]) -> Iterator[Job]:
-    """Yield every combination of the steps of the chosen kinds, the smallest first."""
     if not chosen:
         yield job
         return
@@ -169,7 +168,6 @@ def _further_out(job: Job) -> Iterator[Job]:
 
 
 def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
-    """Drop the wire formats of messages that no longer cross their tier, which a plan must not name."""
     layout = Layout.of(cluster, plan)
     wire = {
         message: {
@@ -181,7 +179,6 @@ def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
-    """The job on the fewest members of the outermost tier that suffice: memory does not grow with them."""
     data = Mesh.of(job.cluster, job.plan).group("data")[-1]
     too_few, enough = data, data * MAX_GROWTH
     if lacking(_with_data_degree(job, enough)) > 0:
@@ -196,7 +193,6 @@ def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
 
 
 def _with_data_degree(job: Job, degree: int) -> Job:
-    """The job with another data degree on the outermost tier, its micro-batches spread over the new ranks."""
     tier = job.cluster.tiers[-1]
     before = Mesh.of(job.cluster, job.plan).group("data")[-1]
     plan, row = job.plan, job.plan.mapping.get(tier.name)

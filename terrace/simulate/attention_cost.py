@@ -1,4 +1,4 @@
-"""What attention costs on a cluster's devices and links, as the balancer of `balance = "cost"` takes it."""
+"""Cost of attention on a cluster's devices and links, for the balancer of `balance = "cost"`."""
 
 from collections.abc import Collection
 
@@ -18,10 +18,10 @@ def attention_cost(
     compute: str = "bf16",
     recomputed: Collection[int] = (),
 ) -> WorkCost:
-    """Return what a layer of `model` costs one of rows x columns tensor ranks and of `ulysses` parts of a place.
+    """Cost of a layer of `model` on one of rows x columns tensor ranks and one of `ulysses` context ranks.
 
-    What is not attention is that of all blocks, shared among the layers, at the share of the peak that products reach.
-    The forward of the blocks with the indices `recomputed` runs twice, and layers cost what they do in the mean.
+    Everything but attention, in all blocks, is averaged over the layers and priced at the share of the peak that matrix
+    products reach. Blocks with indices in `recomputed` run their forward twice; each layer costs the mean over layers.
     Raises `ClusterError` for a device that has no peak of the dtype.
     """
     peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm

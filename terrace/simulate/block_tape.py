@@ -1,6 +1,6 @@
-"""Writing down the operations of a block for `terrace.simulate.tape`: norms, products, residuals, messages.
+"""Builder of a block's operations for `terrace.simulate.tape`: norms, products, residuals, messages.
 
-What each keeps, by backend, is told in terrace.simulate.activations.
+terrace.simulate.activations lists the tensors each operation keeps, by backend.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _STATISTIC_BYTES = 4  # log-sums and roots are kept in fp32 at least
 
 @dataclass
 class BlockTape:
-    """Operations and sizes of tensors in bytes; a subclass says of which block."""
+    """Operations and tensor sizes in bytes; a subclass adds the operations of a block."""
 
     work: Work
     backend: Backend
@@ -58,7 +58,6 @@ class BlockTape:
     def _normalise(
         self, name: str, source: str, target: str, num_rows: int, norm: str, keeps_target: bool = False
     ) -> None:
-        """A norm over each of `num_rows` rows of `source`."""
         numel = self.sizes[target] // self.item
         statistics, normalised = f"statistics of {name}", f"normalised by {name}"
         widened = f"widened by {name}"
@@ -80,7 +79,6 @@ class BlockTape:
         self._add(name, (source,), target, (*keeps, target) if keeps_target else keeps, backward_adds=adds)
 
     def _gathered(self, source: str, whole: int) -> str:
-        """Return the name of a product's input once tensor ranks have put it together, in `whole` bytes (0: it is)."""
         if not whole:
             return source
         self.sizes[f"whole {source}"] = whole
@@ -99,11 +97,6 @@ class BlockTape:
         variables: tuple[str, ...] = (),
         whole: int = 0,
     ) -> None:
-        """A matrix product keeps its input; the gradient of its weight is a tensor until it is added up.
-
-        Beside it, `whole` bytes of an input or an output that is not kept so live while it runs; in the backward the
-        input that is gathered again and the gradient of the region's output, which the weights wait for.
-        """
         self._add(
             name,
             (source,),

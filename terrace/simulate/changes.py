@@ -94,7 +94,6 @@ def _plan_changes(step: Step, program: Program) -> Iterator[Change]:
 
 
 def _schedule_changes(step: Step) -> Iterator[Change]:
-    """Every other schedule of a pipeline that needs no number of its own."""
     cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
     if num_stages == 1:
         return
@@ -108,7 +107,6 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
 
 
 def _cluster_changes(step: Step, program: Program) -> Iterator[Change]:
-    """Twice the FLOP/s, and twice the bandwidth and half the latency of the tiers that messages cross."""
     cluster, plan = step.cluster, step.plan
     crossed = {tier for tier, degree in enumerate(program.everyone.degrees) if degree > 1}
     crossed |= {tier for tier, degree in enumerate(program.mesh.group("pipeline")) if degree > 1}
@@ -132,7 +130,6 @@ def _with_tier(cluster: Cluster, index: int, tier: Tier) -> Cluster:
 
 
 def _next_tier(layout: Layout, index: int, *, outward: bool) -> int | None:
-    """The nearest tier index at which a state would be sharded over another number of ranks."""
     tried = range(index + 1, layout.outermost + 1) if outward else range(index - 1, DEVICE - 1, -1)
     return next((other for other in tried if layout.span(other) != layout.span(index)), None)
 
@@ -146,7 +143,6 @@ def _moved(layout: Layout, plan: Plan, states: tuple[str, ...], outward: bool) -
 
 
 def _crossing(cluster: Cluster, plan: Plan) -> Plan:
-    """Drop the wire formats of messages that no longer cross their tier: they would be refused."""
     layout = Layout.of(cluster, plan)
     crossed = {message.value: [layout.tiers[tier] for tier in layout.route(message)] for message in PLACEABLE}
     crossed[MessageClass.TENSOR.value] = list(layout.tiers)  # where tensor ranks are does not change
@@ -158,7 +154,6 @@ def _crossing(cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _int8(plan: Plan, program: Program, tier: str) -> Plan:
-    """Let every message that crosses a tier in a dtype cross it in int8."""
     layout = program.everyone
     index = layout.tiers.index(tier)
     wire = {message: dict(row) for message, row in plan.wire.items()}

@@ -1,19 +1,19 @@
-"""What an instruction costs on a device and a tier.
+"""Seconds of an instruction on a device and a tier.
 
 Compute is either priced kernel by kernel from a `Work` (`terrace.simulate.layers`), or from FLOPs as a roofline: the
-larger of FLOPs over the peak of the compute dtype and bytes over the memory bandwidth. A collective on a tier
-with n members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
+larger of FLOPs over the peak of the compute dtype and bytes over the memory bandwidth. A collective on a tier with n
+members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
 
-    (n - 1) * latency + B / rate
+(n - 1) * latency + B / rate
 
-with the rate that such messages reach (`terrace.simulate.links`), and a collective over several tiers the sum over
-them, since each waits for the one before. Coding and decoding block formats is bound by memory: what it reads and
-writes over the share of the bandwidth that codecs reach, before and after the message on its lane. So is the memory of
-a whole block, gathered or of gradients, where it is new each time (`kernels.fresh`). The constants are
-the cluster's, and its `marks` say whether they are preset, measured or fitted.
+with the rate that messages of this size reach (`terrace.simulate.links`). A collective over several tiers takes the sum
+over them, since each hop waits for the one before. Coding and decoding block formats is bound by memory: bytes read and
+written over the share of the bandwidth that codecs reach, before and after the message on its lane. The memory of a
+whole block, gathered or of gradients, costs time as well where it is newly allocated each time (`kernels.fresh`). The
+constants are the cluster's; its `marks` say whether they are preset, measured or fitted.
 
-A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with
-members and padding of its own. What is sent inside a block is priced by `terrace.simulate.inside`.
+A block may have several flat buffers (terrace.plan.flats): each is a message of its own, one after the other, with its
+own members and padding. Messages inside a block are priced by `terrace.simulate.inside`.
 """
 
 import math
@@ -55,11 +55,11 @@ class Costs:
     rounds: Rounds = NO_ROUNDS  # of a layer's attention, behind which messages of context ranks hide
 
     def collective_s(self, instruction: Instruction) -> float:
-        """Return the seconds a collective instruction occupies the lane."""
+        """Seconds a collective instruction occupies its lane."""
         return self._own_s(instruction) + sum(seconds for _, seconds in self._hops(instruction))
 
     def penalty(self, instruction: Instruction) -> float:
-        """Return how much computing slows beside a collective instruction: the mean over its time on each tier."""
+        """Slow-down of compute during a collective: the mean over its time on each tier."""
         cluster = self.program.cluster
         own_s = self._own_s(instruction)
         total_s, slowed_s = own_s, cluster.device.overlap_penalty * own_s
@@ -69,13 +69,12 @@ class Costs:
         return slowed_s / total_s if total_s else 0.0
 
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
-        """Return the seconds of a message to another stage, and how much computing slows beside it."""
+        """Seconds of a message to another stage, and the slow-down of compute during it."""
         cluster = self.program.cluster
         ((tier, num_bytes),) = self.program.message(instruction).sends
         return send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier)
 
     def _own_s(self, instruction: Instruction) -> float:
-        """Return the seconds of a collective that pass inside the rank: coding, and the memory of the whole block."""
         device = self.program.cluster.device
         message = self.program.message(instruction)
         seconds = message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
@@ -86,7 +85,6 @@ class Costs:
         return seconds
 
     def _hops(self, instruction: Instruction) -> Iterator[tuple[int, float]]:
-        """Yield the tiers that a collective crosses, with the seconds it takes on each."""
         for hop in self.program.message(instruction).hops:
             yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
 
@@ -109,12 +107,11 @@ class Costs:
 
 
 def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
-    """Price a program, from what a rank computes of a micro-batch or from the forward FLOPs of every whole block.
+    """Prices of a program, from a rank's `Work` on a micro-batch or from the forward FLOPs of every whole block.
 
-    Tensor and context ranks share the FLOPs of a block evenly.
-    From FLOPs, the backward of a block takes twice its forward: one product for the gradient of the input and
-    one for that of the weight, which a frozen block does without.
-    Raises `PlanError` when the plan and the work disagree.
+    Tensor and context ranks share the FLOPs of a block evenly. From FLOPs, the backward of a block takes twice its
+    forward: one product for the gradient of the input and one for the gradient of the weight, which a frozen block
+    skips. Raises `PlanError` when the plan and the work disagree.
     """
     return _from_work(program, work) if isinstance(work, Work) else _from_flops(program, work)
 
@@ -153,7 +150,6 @@ def _costs(
     weight: Sequence[float],
     rounds: Rounds,
 ) -> Costs:
-    """Return the costs; of a head whose loss goes in chunks all is in its backward (terrace.runtime.head)."""
     if program.tensor.degree == 1:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
         forward, weight = [*forward[:-1], 0.0], [*weight[:-1], 0.0]
@@ -168,7 +164,6 @@ def _costs(
 
 
 def _trained_part(block: BlockSpec) -> float:
-    """Return the part of a block's matrices whose gradients are computed; a block that borrows has the lender's."""
     sizes = [(param.numel, param.trainable) for param in block.params if len(param.shape) >= 2]
     total = sum(numel for numel, _ in sizes)
     if not total or block.borrows:
@@ -177,7 +172,7 @@ def _trained_part(block: BlockSpec) -> float:
 
 
 def update_seconds(program: Program) -> tuple[float, ...]:
-    """Return the seconds of the optimizer on a rank's part of every block; its constant lies with the last held."""
+    """Seconds of the optimizer on a rank's part of every block; its constant is added to the last block held."""
     device = program.cluster.device
     update = [
         optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
@@ -188,7 +183,7 @@ def update_seconds(program: Program) -> tuple[float, ...]:
 
 
 def newton_schulz_s(program: Program, flats: Sequence[FlatParamSpec]) -> float:
-    """Return the seconds of Muon's products on the matrices that reach into a rank's part of a block; else 0."""
+    """Seconds of Muon's products on the matrices that reach into a rank's part of a block; else 0."""
     device, dtype = program.cluster.device, program.plan.compute
     return NUM_STEPS * sum(
         gemm_s(device, m, k, n, 1, dtype)
@@ -200,7 +195,6 @@ def newton_schulz_s(program: Program, flats: Sequence[FlatParamSpec]) -> float:
 
 
 def _owned(flats: Sequence[FlatParamSpec]) -> int:
-    """Return how many parameters of a block a rank updates."""
     return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in flats if flat.trainable)
 
 
@@ -225,7 +219,6 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
 
 
 def _rounds(program: Program, peak: float) -> Rounds:
-    """Return the rounds of a layer's attention from the FLOPs of its scores and their products with the values."""
     heads = next(filter(None, (attention_heads(each, program.mesh.total("rows")) for each in program.blocks)), None)
     if heads is None:
         return NO_ROUNDS

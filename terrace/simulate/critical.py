@@ -1,11 +1,10 @@
 """The critical path: from the end of a step back through everything it waited for.
 
-The walk starts at the end of the compute stream. Computing came after the stream's work before it; a wait
-came after a message; a message came after whichever was last of its being issued, its lane being free, and
-what it reads being there. The pieces so found lie behind one another without a gap and cover the step. A
-message that crosses several tiers shares its seconds out to them as latency and bytes over bandwidth do. What a block
-waits for inside itself (terrace.simulate.inside) is on the path as messages of class `tensor`
-or `context`.
+The walk starts at the end of the compute stream. Compute follows the stream's earlier work; a wait follows a message; a
+message follows the last of three: its issue, its lane being free, and its input being ready. The pieces are contiguous
+and cover the step. The seconds of a message over several tiers are split among them in proportion to latency plus bytes
+over bandwidth. Waits inside a block (terrace.simulate.inside) are on the path as messages of class `tensor` or
+`context`.
 """
 
 from collections import defaultdict
@@ -96,10 +95,10 @@ def exposed_by_tier(recordings: Sequence[Recording], stage: int = 0) -> dict[str
 
 
 def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tuple[str, str], float]:
-    """The same by (axis, tier).
+    """Seconds that the compute stream of a stage waits for messages in the step, by (axis, tier).
 
-    A wait is cut into the messages under way in it, the last of which ends it. What is waited for inside a block
-    goes to the tiers of its messages. Of a wait for another stage only the message counts, not the computing before it.
+    A wait is split over the messages in flight during it, the last of which ends it. Waits inside a block go to the
+    tiers of the block's messages. A wait for another stage counts only its message, not the compute before it.
     """
     recording = recordings[stage]
     program, spans = recording.program, recording.spans
@@ -129,7 +128,6 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
 
 
 def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict[str, float]:
-    """Seconds of a wait for another stage in which its message was under way, by tier."""
     span = sender.spans[wait.after]
     if span.lane == COMPUTE:
         return {}

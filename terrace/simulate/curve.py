@@ -47,11 +47,11 @@ def memory_curve(
     activation_bytes: Sequence[float] | None = None,
     working_bytes: Sequence[float] | None = None,
 ) -> MemoryCurve:
-    """The memory of a recorded step.
+    """Memory of one rank over a recorded step.
 
     `activation_bytes` are, for every block, the bytes that one micro-batch keeps from its forward to its backward;
-    `working_bytes` those that its backward needs on top while it runs, such as recomputed activations. Raises
-    `ValueError` when their number is not that of the blocks.
+    `working_bytes` the extra bytes while its backward runs, such as recomputed activations. Raises `ValueError` unless
+    each has one entry per block.
     """
     num_blocks = len(recording.program.blocks)
     for given in (activation_bytes, working_bytes):
@@ -77,7 +77,6 @@ _Step = tuple[float, int, str, float]  # moment, position in the program, catego
 
 
 def _steps(recording: Recording, kept: Sequence[float], working: Sequence[float]) -> list[_Step]:
-    """Every change of memory, in the order of time; at one moment in program order."""
     changes: dict[tuple[float, int, str, bool], float] = defaultdict(float)
     for category, span, num_bytes in _lives(recording.program, kept, working):
         if num_bytes:

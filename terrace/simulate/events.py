@@ -1,21 +1,21 @@
 """Event simulation of a program on one rank: a compute stream and a lane for every tier.
 
 The rules are the executor's: communication is issued in program order onto the lane of the outermost tier it crosses
-and starts when the lane is free and what it reads is there; an instruction on the compute stream waits only for what
-it reads. Messages inside a block take no lane: computing waits for them where they stand. Computing beside a busy lane
-is slowed by the overlap penalty of the lane's newest message, for the time they share:
+and starts when the lane is free and its input is ready; an instruction on the compute stream waits only for its inputs.
+Messages inside a block take no lane: compute waits for them in place. Compute that overlaps a busy lane is slowed by
+the overlap penalty of the lane's newest message, for the time they share:
 
-- on a device with cores of its own for messages (CUDA), computing takes longer, and messages take what they take;
-  with several busy lanes the largest penalty counts;
-- on a CPU the same cores do both. A penalty is the part of the cores that a message needs, and where all that runs
-  needs more than there is, all of it takes longer. `now_s` and the times of lanes are then those of a clock that
-  stands still as long as that lasts: by it nothing is ever slowed. Seconds by category are those of the wall.
+- on a device with separate cores for messages (CUDA), only compute is slowed; with several busy lanes the largest
+  penalty counts;
+- on a CPU the same cores do both. A penalty is the part of the cores that a message needs; where compute and
+  messages together need more cores than there are, all of them take longer. `now_s` and the times of lanes are then
+  read from a clock that stops for the extra time, so nothing is slowed by it. Seconds by category are wall time.
 
-The step is played twice and the second is reported, so that refreshes which overlap the start of
-the next step are seen in their steady state.
+The step is played twice and the second is reported, so that refreshes which overlap the start of the next step are in
+their steady state.
 
-A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and
-the play itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps every span.
+A program repeats the same few instructions for every micro-batch, so each distinct one is priced once and the play
+itself only adds and compares. `terrace.simulate.recording` plays by the same rules and keeps every span.
 """
 
 import math
@@ -91,7 +91,7 @@ Moment = tuple[float, int]  # when a message will be there; for a recording, the
 
 
 def price(program: Program, costs: Costs) -> list[Play]:
-    """The play of every instruction, in order; those that differ in their micro-batch alone share an event."""
+    """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
     pricing = _Pricing(program, costs)
     known: dict[_Alike, Play] = {}
     plays = []
@@ -105,8 +105,6 @@ def price(program: Program, costs: Costs) -> list[Play]:
 
 
 class _Pricing:
-    """Turns an instruction into its event."""
-
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
         self._again = recomputed(program.plan, program.blocks)
@@ -233,7 +231,7 @@ class Rank:
         self._run(event)
 
     def run_replicated(self, event: Event) -> None:
-        """The same where parameters are replicated: they wait for the refresh."""
+        """FORWARD and BACKWARD with replicated parameters: they wait for the refresh."""
         for block in event.needs:
             if block in self.gathers:
                 self.wait(*self.gathers.pop(block))

@@ -77,14 +77,15 @@ def footprint(
 ) -> dict[str, int]:
     """Bytes of one rank by category at the worst moment of a step, or of its `phase`; their sum is the peak.
 
-    `in_flight` is how many micro-batches pipeline stage `stage` holds at most, as its schedule says (an interleaved
-    one may say 5.5); by default min(num_micros, stages - stage), as under 1F1B, and without a pipeline
-    those of a unit. `layers` tells which layers the stage holds, where they are not spread evenly; `whole` the bytes
-    of parameters and of gradients that are whole at once, where not block after block passes. `documents` tells that
-    rows may hold several, whose masks and copies are counted at their most. `backend`, by default
-    the device's, decides what kernels keep, and the defaults of `context_bytes` and `allocator_factor`.
-    Raises `PlanError` for a stage, a backend or a number in flight that cannot be, and `ClusterError` for an unknown
-    tier.
+    - `in_flight`: the most micro-batches pipeline stage `stage` holds, as its schedule says (5.5 is possible when
+      interleaved). Default: min(num_micros, stages - stage), as under 1F1B; without a pipeline, the micros of a unit.
+    - `layers`: the layers of the stage, where they are not spread evenly.
+    - `whole`: bytes of parameters and of gradients that are whole at once, where blocks do not pass one by one.
+    - `documents`: rows may hold several; their masks and copies are counted at their upper bound.
+    - `backend`: the device's by default; decides the tensors that kernels keep, and the defaults of `context_bytes`
+      and `allocator_factor`.
+
+    Raises `PlanError` for an invalid stage, backend or number in flight, and `ClusterError` for an unknown tier.
     """
     backend = backend or cluster.device.backend
     layout = state_layout(cluster, plan)
@@ -169,9 +170,10 @@ def has_flash_attention(
 ) -> bool:
     """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 
-    On CUDA torch's flash kernel takes half precision, its other fused kernel fp32 and masks too, but no grouped heads
-    (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. What neither takes is
-    done by plain products. On a CPU these are for short rows or pieces of rows in bf16, and so for what may be short.
+    On CUDA torch's flash kernel takes half precision; its other fused kernel takes fp32 and masks too, but no grouped
+    heads (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. All other cases
+    use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
+    pieces may be short, so plain products are assumed.
     """
     masked = documents or 0 < model.sliding_window < sequence
     if backend == "cpu":
@@ -183,8 +185,6 @@ def has_flash_attention(
 
 @dataclass(frozen=True)
 class _Moment:
-    """The activations alive while a block of `kind` runs."""
-
     phase: Phase
     kind: BlockKind
     activations: int
@@ -194,8 +194,6 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Run:
-    """The last block of a kind that is or is not recomputed, and the bytes one micro-batch keeps up to it."""
-
     kind: BlockKind
     block: BlockActivations
     activations: int  # with this block's, without logits
@@ -206,11 +204,6 @@ class _Run:
 def _moments(
     work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend, in_flight: float, pipelined: bool
 ) -> tuple[_Moment, ...]:
-    """The moments among which every phase has its worst.
-
-    In a pipeline the other micro-batches in flight have passed the whole stage. In a unit they have passed the same
-    block, or are about to, and the output or the gradient of each waits to go on.
-    """
     runs = _runs(work, stage, recompute, backend)
     others = in_flight - 1
     moments = []
@@ -251,8 +244,8 @@ def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend
 
 @lru_cache(maxsize=4096)
 def _recomputed(patterns: tuple[str, ...], layers: range) -> tuple[bool, bool, tuple[int, int], tuple[int, int]]:
-    """Whether embedding and head are recomputed; then for the last layer that is not recomputed, and for the
-    last that is, how many layers up to it are not and are: (0, 0) where there is none.
+    """Whether embedding and head are recomputed; then (plain layers, recomputed layers) up to the last plain layer and
+    up to the last recomputed layer, (0, 0) without one.
     """
 
     def hit(name: str) -> bool:

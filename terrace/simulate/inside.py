@@ -64,7 +64,7 @@ class InBlockPrices:
         return {tier: send_s(self._cluster, tier, num_bytes) for tier, num_bytes in sends}
 
     def price(self, message: InBlockMessage) -> tuple[float, float]:
-        """Seconds of a message, and the share of them by which computing beside it slows."""
+        """Seconds of a message, and the share of them by which overlapping compute slows."""
         found = self._known.get(message)
         if found is None:
             own_tier = -1 if isinstance(message, TensorMessage) else message.tier
@@ -115,7 +115,7 @@ def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass,
 
 
 def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:
-    """Seconds of the pieces of a block whose outputs, gradients of inputs and of weights take so long."""
+    """Seconds of compute behind which messages of a block can hide, by piece."""
     (first, first_back), (later, later_back) = rounds
     seconds = forward_s, input_s, weight_s, first, later, first_back, later_back
     return dict(zip(_PIECES, seconds, strict=True))
@@ -137,7 +137,7 @@ def inside_seconds(program: Program, instruction: Instruction, message_class: Me
 
 
 def attention_bytes(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> AttentionBytes:
-    """Bytes of the messages in a layer's attention; the degrees by tier multiply to those of `work`."""
+    """Bytes of the messages in a layer's attention; the degrees by tier multiply to the degrees of `work`."""
     head_bytes = work.model.head_dim * FORMATS[work.compute].element_bytes
     queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
     return AttentionBytes(

@@ -5,10 +5,10 @@ A product of (m, k) and (k, n) is a roofline with the shape in it:
     seconds = max( 2 m k n / (peak * eps), bytes / (bandwidth * stream) ) + launch
     eps     = gemm * max over tiles( share * tile_fill * wave_fill ) * k / (k + half_depth)
 
-`tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last round of tiles that
-has work (tiles are dealt to the cores in rounds), and the depth term is what filling a tile's pipeline and
-writing it back cost beside its k steps. The constants are `Kernels` of the device; with their defaults this is the
-plain roofline. Not modelled: clocks that fall under load, caches, split of the inner dimension among cores.
+`tile_fill` is the part of the tiles that the result covers, `wave_fill` the part of the last wave of tiles that has
+work, and the depth term is the cost of filling a tile's pipeline and writing it back, relative to its k steps. The
+constants are `Kernels` of the device; with their defaults this is the plain roofline. Not modelled: clocks that fall
+under load, caches, split of the inner dimension among cores.
 """
 
 import math
@@ -23,7 +23,7 @@ _FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are
 
 
 def peak_flops_per_s(device: Device, dtype: str) -> float:
-    """Return the dense peak of `dtype`; raises `ClusterError` when the device states none."""
+    """The device's dense peak for `dtype`; raises `ClusterError` when it states none."""
     peak = device.peak_flops_per_s.get(dtype)
     if peak is None:
         known = did_you_mean(dtype, device.peak_flops_per_s)
@@ -32,7 +32,7 @@ def peak_flops_per_s(device: Device, dtype: str) -> float:
 
 
 def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = "bf16") -> float:
-    """Return the seconds of `batch` products of (m, k) and (k, n)."""
+    """Seconds of `batch` products of (m, k) and (k, n)."""
     item = FORMATS[dtype].element_bytes
     flops = 2.0 * m * k * n * batch
     share = gemm_share(device, m, k, n, batch)
@@ -41,7 +41,7 @@ def gemm_s(device: Device, m: int, k: int, n: int, batch: int = 1, dtype: str = 
 
 
 def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
-    """Return the share of the peak that `batch` products of (m, k) and (k, n) reach while memory keeps up."""
+    """Share of the peak that `batch` products of (m, k) and (k, n) reach when compute-bound."""
     kernels = device.kernels
     num_cores, best = kernels.num_cores, 0.0
     for rows, columns, share in kernels.tiles:
@@ -68,13 +68,13 @@ def attention_s(
     dropout: bool = False,
     dtype: str = "bf16",
 ) -> tuple[float, float]:
-    """Return (forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
+    """(forward, backward) seconds of softmax(Q K^T) V for (batch, heads, queries x keys) scores.
 
-    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, at the share `attention` of the
-    peak, and 2.5 times as much backward; its traffic is neglected (Dao 2307.08691, section 2). Without it there are
-    two batched products forward and four backward over the full square, and the scores pass through memory: with
-    bf16, 4 bytes a score forward and 6 backward for the fused scale, mask and softmax, 5 each way for dropout and
-    its mask of one byte (Korthikanti et al. 2205.05198, section 4.1, lists what is stored).
+    A flash kernel counts 4 b a q k d FLOPs forward, half of them when `causal`, at the share `attention` of the peak,
+    and 2.5 times as much backward; its traffic is neglected (Dao 2307.08691, section 2). Without it there are two
+    batched products forward and four backward over the full square, and the scores pass through memory: with bf16, 4
+    bytes a score forward and 6 backward for the fused scale, mask and softmax, 5 each way for dropout and its mask of
+    one byte (Korthikanti et al. 2205.05198, section 4.1, lists the stored tensors).
     """
     pairs = batch * heads
     if flash:
@@ -94,19 +94,19 @@ def attention_s(
 
 
 def memory_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
-    """Return the seconds of `num_kernels` kernels that read and write `num_bytes` together and compute little."""
+    """Seconds of `num_kernels` memory-bound kernels that read and write `num_bytes` together."""
     bandwidth = device.memory_bandwidth_bytes_per_s * device.kernels.memory
     return num_bytes / bandwidth + num_kernels * device.kernels.launch_s
 
 
 def stream_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
-    """Return the same of kernels that do nothing but read, add and write long rows, which may be quicker at it."""
+    """Same as `memory_s`, for kernels that only read, add and write long rows, which may be faster."""
     share = device.kernels.stream or device.kernels.memory
     return num_bytes / (device.memory_bandwidth_bytes_per_s * share) + num_kernels * device.kernels.launch_s
 
 
 def fresh_s(device: Device, num_bytes: float) -> float:
-    """Return the seconds that a buffer costs because it is new from the system; small ones are kept."""
+    """Extra seconds of a buffer newly allocated from the system; 0 for small ones, which the allocator keeps."""
     share = device.kernels.fresh
     if not share or num_bytes < KEPT_BYTES:
         return 0.0

@@ -1,19 +1,18 @@
 """Seconds of a block on a micro-batch, its FLOPs, and the seconds of an optimizer step.
 
-A layer is priced kernel by kernel (`terrace.simulate.kernels`): its matrix products, its attention core, and
-what passes through memory between them. With T tokens on a rank, hidden size H, intermediate size I, query width
-Q, key and value width K each, t tensor rows and e bytes an element (m: 1 for a dropout mask, else 0), the passes are
+A layer is priced kernel by kernel (`terrace.simulate.kernels`): its matrix products, its attention core, and the passes
+over memory between them. With T tokens on a rank, hidden size H, intermediate size I, query width Q, key and value
+width K each, t tensor rows and e bytes an element (m: 1 for a dropout mask, else 0), the passes are
 
     forward    2 norms 2eHT, 2 residual sums (3e + m)HT; activation 2eIT/t (gated 3eIT/t), RoPE 2e(Q + K)T/t
     backward   2 norms 5eHT, 2 residual sums (3e + m)HT; activation 3eIT/t (gated 5eIT/t), RoPE 2e(Q + K)T/t
 
-and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention
-is not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient.
-For GPT with dropout that is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. What stands outside the
-tensor-parallel products is cut over the rows under sequence parallelism. Tensor columns cut the residual stream and
-the hidden side of every product, and repeat the rest. Query, key and value count as one product, and so do gate and
-up. Attention goes over the rounds of a ring, and over the heads of a Ulysses rank. Messages are not in these figures
-(`terrace.simulate.inside`).
+and, where queries and keys have norms of their own, 2e(Q + K)T/t forward and 5e(Q + K)T/t backward; where attention is
+not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the bias gradient. For GPT with dropout this
+is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. Sequence parallelism cuts everything outside the
+tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
+repeat the rest. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
+of a ring and covers the heads of a Ulysses rank. Messages are priced in `terrace.simulate.inside`.
 """
 
 import math
@@ -38,8 +37,8 @@ _OPTIMIZER_BYTES = 44
 class BlockSeconds:
     """Seconds of one block on one micro-batch; a backward is its two parts, and `again_s` when it recomputes.
 
-    `input_s` is the gradient of the input, which the block before waits for; `weight_s` that of the weights, which
-    only the reduction waits for.
+    `input_s` computes the gradient of the input, which the block before waits for; `weight_s` the gradient of the
+    weights, which only the reduction waits for.
     """
 
     forward_s: float
@@ -49,15 +48,15 @@ class BlockSeconds:
 
     @property
     def backward_s(self) -> float:
-        """Gradients of input and weights, with what is recomputed for them."""
+        """Seconds of both gradients and of recomputation."""
         return self.input_s + self.weight_s + self.again_s
 
 
 def block_seconds(device: Device, work: Work, block: int, *, accumulate: bool = False) -> BlockSeconds:
-    """Return the seconds of block `block` (0 the embedding, then the layers, then the head) on a micro-batch.
+    """Seconds of block `block` (0 the embedding, then the layers, then the head) on a micro-batch.
 
-    `accumulate`: the weight gradient is added to one that is there, which reads and writes it once more.
-    Raises `IndexError` for a block that does not exist and `ClusterError` for a dtype without a peak.
+    `accumulate`: the weight gradient is added to an existing one, which reads and writes it once more. Raises
+    `IndexError` for a block that does not exist and `ClusterError` for a dtype without a peak.
     """
     num_blocks = work.model.num_blocks
     if not 0 <= block < num_blocks:
@@ -71,36 +70,36 @@ def block_seconds(device: Device, work: Work, block: int, *, accumulate: bool = 
 
 @lru_cache(maxsize=65536)
 def optimizer_s(device: Device, num_params_shard: float) -> float:
-    """Return the seconds of an Adam step on a shard of that many parameters.
+    """Seconds of an Adam step on a shard of `num_params_shard` parameters.
 
-    44 bytes a parameter (fp32 master and moments beside 16-bit parameters, with the norm and clipping), and
-    the device's constant for everything that does not grow with the shard.
+    44 bytes a parameter (fp32 master and moments with 16-bit parameters, norm and clipping included), and the device's
+    constant for all costs that do not grow with the shard.
     """
     return stream_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
 
 
 def at_once(head: BlockSeconds) -> BlockSeconds:
-    """Return the seconds of a head all of which is in its input's backward: its loss goes in chunks.
+    """Seconds of a head that computes its loss in chunks: forward and backward both run in its backward.
 
-    So the runtime has it where no tensor ranks share the vocabulary (terrace.runtime.head).
+    The runtime does this where no tensor ranks share the vocabulary (terrace.runtime.head).
     """
     return BlockSeconds(forward_s=0.0, input_s=head.forward_s + head.input_s + head.weight_s, weight_s=0.0)
 
 
 def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
-    """Return the FLOPs that `batch` sequences need: three times the forward's products, the full S x S square.
+    """FLOPs that `batch` sequences need: three times the forward's products, the full S x S square.
 
-    For GPT that is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which
-    they take the model FLOPs utilization (MFU).
+    For GPT this is 72 B S L H^2 (1 + S / 6H + V / 12LH): Korthikanti et al. 2205.05198, section 6, from which they take
+    the model FLOPs utilization (MFU).
     """
     return 3 * sum(forward_flops(model, block, batch, sequence) for block in range(model.num_blocks))
 
 
 def hardware_flops(work: Work, batch: int) -> int:
-    """Return the FLOPs that `batch` sequences of `work.sequence` cost, with what recomputation runs again.
+    """FLOPs that `batch` sequences of `work.sequence` cost, recomputation included.
 
     With full recomputation of the layers, for GPT, 96 B S L H^2 (1 + S / 6H + V / 16LH): Narayanan et al.
-    2104.04473, equation 3, by which their Table 1 counts. What a flash kernel recomputes inside itself is not counted.
+    2104.04473, equation 3, as used in their Table 1. Recomputation inside a flash kernel is not counted.
     """
     model, sequence = work.model, work.sequence
     again = model.num_layers * forward_flops(model, 1, batch, sequence) if work.recompute == "full" else 0
@@ -127,7 +126,6 @@ def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds
 
 
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
-    """Raise each direction to the time in which the host launches it."""
     slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
     return BlockSeconds(
         forward_s=max(seconds.forward_s, host_s),
@@ -137,7 +135,6 @@ def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
 
 
 def _layer_products(work: Work) -> list[tuple[int, int, int]]:
-    """Return the (m, k, n) of a layer's products on one rank: query-key-value, output, up (and gate), down."""
     model, tokens = work.model, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.intermediate_size / work.rows)
@@ -151,19 +148,19 @@ def _layer_products(work: Work) -> list[tuple[int, int, int]]:
 
 
 def _widths(work: Work) -> tuple[int, int]:
-    """Return a rank's width of the queries and of the keys; a key-value head is never cut."""
     heads, kv_heads = (math.ceil(count / work.rows) for count in (work.model.num_heads, work.model.num_kv_heads))
     return heads * work.model.head_dim, kv_heads * work.model.head_dim
 
 
 @lru_cache(maxsize=65536)
 def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return (forward, backward) seconds of a layer's attention: of the first round of a ring, and of every later one.
+    """(forward, backward) seconds of a layer's attention: of the first round of a ring, and of every later one.
 
-    Rows are taken for one document each. Without a window every round has as many products, for the chunks of a place
-    are an early and a late one: in the first those of a causal square over both, later half of that square. From the
-    second on, results are added to those before: outputs forward, backward gradients of queries and of keys. A window
-    leaves nearly all to the first rounds: all is counted there, so that nothing hides behind the others.
+    Rows are assumed to hold one document each. Without a window every round has the same number of products, because a
+    ring rank holds one early and one late chunk: the first round computes a causal square over both, later rounds half
+    of the full square. From the second round on, results are added to earlier ones: outputs in the forward, gradients
+    of queries and keys in the backward. With a window nearly all work is in the first rounds, so all products are
+    counted in the first one, and later rounds have none for messages to hide behind.
     """
     keys, causal = core_keys(work, device.backend)
     queries = math.ceil(work.attended / work.micro_batch)
@@ -195,7 +192,6 @@ def _core_seconds(device: Device, work: Work) -> tuple[float, float]:
 
 
 def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
-    """Return (forward, backward) seconds of a layer's passes over memory, attention scores aside."""
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.intermediate_size / work.rows)
@@ -217,7 +213,6 @@ def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: i
 
 @lru_cache(maxsize=65536)
 def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
-    """A look-up: rows read and written; backward, a dense gradient of zeros to which rows are added."""
     model, item = work.model, FORMATS[work.compute].element_bytes
     row = item * model.hidden_size
     rows = work.tokens * (2 + (2 if model.learned_positions else 0)) * row
@@ -230,7 +225,6 @@ def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSec
 
 @lru_cache(maxsize=65536)
 def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
-    """Final norm, the product with V / t words, and the cross-entropy over them, half of its bytes each way."""
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
     logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way

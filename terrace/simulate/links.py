@@ -35,9 +35,9 @@ def rate_bytes_per_s(cluster: Cluster, tier: int, num_bytes: float, *, degree: i
 
 
 def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
-    """Return the seconds in which every one of `degree` members of a tier sends `num_bytes` to the others together.
+    """Seconds in which each of `degree` members of a tier sends `num_bytes` to the others together.
 
-    (degree - 1) latency + bytes / rate, at the rate that a message of all their parts reaches.
+    (degree - 1) latency + bytes / rate, at the rate of a message as large as all their parts.
     """
     whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
     rate = rate_bytes_per_s(cluster, tier, whole, degree=degree)
@@ -45,7 +45,7 @@ def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
 
 
 def gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
-    """Seconds until every rank of a group holds all `num_bytes`, of which each began with its part.
+    """Seconds until every rank of a group holds all `num_bytes`, starting from one part each.
 
     A reduction takes as long. Raises `ClusterError` for a group that the cluster cannot hold.
     """
@@ -58,10 +58,10 @@ def gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
 
 
 def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, int]]) -> dict[int, float]:
-    """Return the seconds, by tier index, of an exchange in which each rank sends bytes over (tier, bytes).
+    """Seconds, by tier index, of an exchange in which each rank sends `sends`, pairs of (tier, bytes).
 
-    Messages to all peers start together, so a tier's latency counts once; tiers follow one another. The launch counts
-    on the first tier.
+    Messages to all peers start together, so a tier's latency counts once; tiers follow each other. The launch counts on
+    the first tier.
     """
     found: dict[int, float] = {}
     launch_s = cluster.device.kernels.launch_s
@@ -73,13 +73,13 @@ def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, 
 
 
 def tier_penalty(cluster: Cluster, tier: int) -> float:
-    """Return by what part of the time that a message takes on a tier computing beside it slows."""
+    """Slow-down of compute while a message is on a tier, as a share of the message's time."""
     own = cluster.tiers[tier].overlap_penalty
     return cluster.device.overlap_penalty if own is None else own
 
 
 def send_s(cluster: Cluster, tier: int, num_bytes: float) -> float:
-    """Return the seconds of a message of `num_bytes` from one rank to one other across tier `tier`."""
+    """Seconds of a message of `num_bytes` from one rank to another across tier `tier`."""
     if not num_bytes:
         return 0.0
     here = cluster.tiers[tier]
@@ -88,7 +88,6 @@ def send_s(cluster: Cluster, tier: int, num_bytes: float) -> float:
 
 
 def _degrees(cluster: Cluster, group: Group) -> tuple[int, ...]:
-    """Return the degrees of a group that exists; raises `ClusterError` for one that does not."""
     degrees = tuple(group)
     if len(degrees) > len(cluster.tiers):
         raise ClusterError(f"a group on {len(degrees)} tiers: cluster {cluster.name!r} has {len(cluster.tiers)}")

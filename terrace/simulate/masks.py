@@ -1,9 +1,9 @@
-"""What documents and sliding windows change of attention over whole rows (terrace.model.attention): bytes and keys.
+"""Effect of documents and sliding windows on attention over whole rows (terrace.model.attention): bytes and keys.
 
-On a CPU rows are attended to piece by piece: the pieces of the output are kept beside the whole, and under a window
-each piece keeps a copy of the keys and values that it sees. Elsewhere one mask lies over whole rows, and grouped heads
-are repeated for a kernel that takes a mask. What documents there are is not known, so what depends on them is counted
-at its most: in bf16 on a CPU as if all pieces were plain products.
+On a CPU rows are attended to piece by piece: the pieces of the output are kept in addition to the whole, and under a
+window each piece keeps a copy of the keys and values that it sees. Elsewhere one mask covers whole rows, and grouped
+heads are repeated for a kernel that takes a mask. The documents are unknown here, so everything that depends on them is
+counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
 """
 
 from terrace.plan.wire import FORMATS
@@ -15,14 +15,14 @@ CPU_SHORT_PIECE = 64  # likewise what it takes together of short documents, and 
 
 
 def piece_tokens(window: int, sequence: int) -> int:
-    """Return the most tokens of a row of one document that attend together on a CPU."""
+    """The most tokens of a one-document row that attend together on a CPU."""
     return min(sequence, max(window, CPU_SHORT_PIECE)) if window else sequence
 
 
 def core_keys(work: Work, backend: str) -> tuple[int, bool]:
-    """Return with how many keys the core of attention multiplies a query, on average, and whether a causal kernel does.
+    """Keys that the core of attention multiplies with each query, on average, and whether its kernel is causal.
 
-    Documents are not known, so rows are taken for one: what is priced so is an upper bound.
+    Rows are assumed to hold one document each, so a price from these keys is an upper bound.
     """
     window, sequence = work.model.sliding_window, work.sequence
     if not 0 < window < sequence:
@@ -34,9 +34,9 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
 
 
 def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:
-    """Return the bytes of keys, or of values, that attention copies of `key_bytes`, so as to have them in one piece.
+    """Bytes of keys (or of values) that attention copies to make them contiguous, out of `key_bytes`.
 
-    On a CPU every piece under a window but the first copies its own and those of the piece before.
+    On a CPU with a window, every piece but the first copies its own keys and the keys of the piece before.
     """
     if not work.is_masked:
         return 0
@@ -48,9 +48,9 @@ def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> 
 
 
 def mask_bytes(work: Work, backend: str) -> int:
-    """Return the bytes of the masks of a micro-batch, which all layers share; at most, where documents decide.
+    """Bytes of the masks of a micro-batch, which all layers share; an upper bound where they depend on documents.
 
-    Without documents the same masks, of one row, serve all micro-batches.
+    Without documents the masks of one row serve all micro-batches.
     """
     if not work.is_masked:
         return 0

@@ -57,7 +57,7 @@ class RecordedStep:
 
     @cached_property
     def fullest(self) -> int:
-        """The stage whose memory peaks highest."""
+        """The stage with the highest memory peak."""
         return max(range(len(self.curves)), key=lambda stage: self.curves[stage].peak[0])
 
 

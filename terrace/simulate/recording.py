@@ -1,4 +1,4 @@
-"""A recording: when every instruction of a step ran, on which lane, and after which other.
+"""A recording: the time, the lane and the predecessor of every instruction of a step.
 
 It is played by the rules of `terrace.simulate.events`, so a recording and a plain simulation cannot differ.
 """
@@ -18,10 +18,10 @@ COMPUTE = -1  # the lane of the compute stream; the others are tier indexes
 
 
 class Span(NamedTuple):
-    """Something that took time: compute, a wait of the compute stream, or a message on its lane.
+    """A timed event: compute, a wait of the compute stream, or a message on its lane.
 
-    `after` is the number of the span whose end let this one start (for a wait: let it end); -1 where there
-    was none. In a pipeline it may be a span of another stage, which `stage` names; -1 is the span's own.
+    `after` is the number of the span that this one started after (for a wait: that ended it); -1 if there is none. In a
+    pipeline that span may be on another stage, named by `stage`; -1 is this span's own stage.
     """
 
     lane: int
@@ -37,10 +37,10 @@ class Span(NamedTuple):
 class Recording:
     """A steady step of one rank. Times are relative to its start, `begin_s` after the first stage's start.
 
-    `spans` holds the step before as well, whose last messages reach into this one: its times are negative, and
-    `first` is the number of the first span of this step. An instruction `started_s` when the compute stream ran
-    or issued it, and was `done_s` when it had run or its message was there. `slowed_s` is how much longer the
-    step's compute took because messages travelled meanwhile.
+    `spans` also holds the step before, because its last messages reach into this one: its times are negative, and
+    `first` is the number of the first span of this step. `started_s` is the time at which the compute stream ran or
+    issued an instruction; `done_s` the time at which it finished or its message arrived. `slowed_s` is the extra
+    compute time of the step due to concurrent messages.
     """
 
     program: Program
@@ -65,10 +65,10 @@ class Recording:
         return tiers[lane] if lane < len(tiers) else "stages"
 
     def awaited(self, wait: Span) -> list[Instruction]:
-        """The messages that a wait of the compute stream outlasts, in order: the message under way when it begins,
-        and messages that could only start after it, on its lane or because they read its data.
+        """The messages that a wait of the compute stream outlasts, in order: the message in flight when it begins, and
+        messages that could only start after it, on its lane or because they read its data.
 
-        A wait for a GATHER may so be for the REFRESH of the block before all.
+        A wait for a GATHER may therefore begin with the REFRESH of the block.
         """
         found, number = [], wait.after if wait.stage < 0 else -1
         while number >= 0:
@@ -150,7 +150,7 @@ class Recorder(Rank):
         self.done_s.append(self.now_s)
 
     def recording(self, begin_s: float = 0.0) -> Recording:
-        """The last step, which ran every distinct instruction so often."""
+        """The recording of the last step."""
         wall_s = self.wall()
         origin_s = wall_s(self.origin)
         spans = (

@@ -49,7 +49,7 @@ def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> Stag
 
 
 def record_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[Recording]:
-    """The recording of a steady step of every stage; their reports are those of `simulate_stages`.
+    """Recordings of a steady step, one per stage; their reports equal the reports of `simulate_stages`.
 
     Without a pipeline, the one recording of `record`.
     """
@@ -64,7 +64,7 @@ def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> i
     """Peak bytes of activations on a rank, the running block's working memory included.
 
     `by_block` has (bytes that a forward keeps, bytes that a backward takes on top) for each block and one micro-batch.
-    Half a backward is taken to keep all: the inputs and output gradients of linear layers are most of it.
+    After BACKWARD_INPUT all are taken as still kept: the inputs and output gradients of linear layers are most of them.
     """
     now = most = 0
     for instruction in program.instructions:
@@ -79,8 +79,6 @@ def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> i
 
 
 class _Clock(NamedTuple):
-    """Marks that stages leave for the stages that wait for them."""
-
     arrived_s: dict[_Key, float]
     met_s: dict[tuple[object, ...], dict[int, tuple[float, int]]]  # where stages meet: when each came, its last span
     spans: dict[_Key, tuple[int, int]]  # where stages are recorded: (sender, span) of every message
@@ -144,7 +142,6 @@ class _Pipeline:
         return reason in clock.arrived_s
 
     def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
-        """Play one stage; yields the message or meeting it waits for."""
         rank, program, read = self.ranks[index], self.programs[index], dict[tuple[bool, int, int], int]()
         recorder = rank if isinstance(rank, Recorder) else None
         plays = zip(program.instructions, self.plays[index], strict=True)
@@ -190,7 +187,6 @@ class _Pipeline:
     def _meet(
         self, index: int, clock: _Clock, place: tuple[object, ...], number: int, category: str
     ) -> Generator[object, None, None]:
-        """Wait until `number` stages have come to a place, and for the last of them."""
         rank = self.ranks[index]
         newest = rank.newest[COMPUTE] if isinstance(rank, Recorder) else -1
         clock.met_s[place][index] = self._now_s(index), newest
@@ -202,7 +198,6 @@ class _Pipeline:
         self._wait_until(index, moment_s, category)
 
     def _now_s(self, index: int) -> float:
-        """The wall's time, which a rank's own clock is not on a CPU."""
         return self.begun_s[index] + sum(self.ranks[index].time_s.values())
 
     def _wait_until(self, index: int, moment_s: float, category: str) -> None:

@@ -51,7 +51,7 @@ Sizes = tuple[int, int, int]  # elements of an embedding, of each layer, and of 
 class Stage:
     """The part of a model on one rank: padded elements of each kind of block, 0 where the stage has none.
 
-    `shared` maps tensor axes to the part of them whose buffers the ranks of these axes share.
+    `shared` maps tensor axes to the sizes of the buffers that the ranks of these axes share.
     """
 
     embedding: int
@@ -74,7 +74,7 @@ class Stage:
 
     @property
     def flats(self) -> tuple[tuple[tuple[str, ...], Sizes], ...]:
-        """The flat buffers by the tensor axes that share them: first those that only data ranks do."""
+        """The flat buffers by the tensor axes that share them; first the ones shared by data ranks only."""
         own = [self.embedding, self.layer, self.head]
         for _, sizes in self.shared:
             own = [whole - part for whole, part in zip(own, sizes, strict=True)]
@@ -156,7 +156,6 @@ def kind_blocks(model: ModelConfig, degrees: Mapping[str, int]) -> tuple[BlockSp
 
 
 def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
-    """Elements of a block on one tensor rank, by the axes that share them."""
     total: dict[tuple[str, ...], int] = defaultdict(int)
     for param in block.params:
         total[tuple(filter(param.is_replicated_over, TENSOR))] += param.numel
@@ -166,7 +165,8 @@ def _local_numels(block: BlockSpec) -> dict[tuple[str, ...], int]:
 def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
     """The most parameters that are whole at once while a block of `kind` runs.
 
-    They are those of `prefetch + 1` neighbours; at the head the visits turn round, so no further block comes in.
+    These are the parameters of `prefetch + 1` neighbours. At the head the order of visits reverses, so no further block
+    is gathered.
     """
     reach, num = prefetch + 1, len(stage.layers)
     begins, ends = stage.embedding > 0, stage.head > 0
@@ -189,8 +189,9 @@ def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
 def gradient_numel(stage: Stage, kind: BlockKind, again: bool) -> int:
     """The most gradients that are whole at once in the backward of a block of `kind`.
 
-    They are its own, the one before it that is still being reduced, and the one of the embedding that a tied head
-    borrowed; `again`: micro-batches follow one another, so the head may find the first block's still under way.
+    These are its own, the gradient of the block before it in the backward, which is still being reduced, and the
+    gradient of the embedding that a tied head borrowed. With `again` another micro-batch came before, and its last
+    block's gradient may still be in flight at the head.
     """
     layer = stage.layer if stage.layers else 0
     newest = stage.embedding or layer or stage.head  # the last block that the micro-batch before reduced
@@ -258,7 +259,6 @@ def model_states(
 
 
 def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
-    """Number of elements without a second moment, which AdamW would keep (terrace.plan.memory)."""
     span, spared = layout.span(layout.optimizer), 0
     for kind, (count, size) in enumerate(zip((1, len(stage.layers), 1), sizes, strict=True)):
         elementwise = stage.layer_vectors if plan.update == "muon" and kind == 1 else size
@@ -277,7 +277,6 @@ def _messages(
     stage: Stage,
     again: bool,
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Bytes of the message buffers of every lane, and of the residuals of error feedback."""
     table = {message: dict(row) for message, row in wires}
     plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
     cases: list[tuple[MessageClass, int | None]] = [

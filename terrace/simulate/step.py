@@ -133,7 +133,7 @@ def predict_step(step: Step) -> Prediction:
 
 
 def play_whole(step: Step) -> Prediction:
-    """The same with every micro-batch in its place, however many there are: for timelines and traces."""
+    """The prediction with every micro-batch played, however many there are: for timelines and traces."""
     step = resolved(step)
     return _play(step, step.num_micros)
 
@@ -171,7 +171,6 @@ def best_stages(step: Step) -> tuple[int, ...]:
 
 
 def _block_s(costs: Costs, block: int) -> float:
-    """Seconds of a block's forward and backward on one micro-batch."""
     again_s = costs.forward_s[block] if costs.program.recomputes(block) else 0.0
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
@@ -179,7 +178,6 @@ def _block_s(costs: Costs, block: int) -> float:
 
 
 def _play(step: Step, num_micros: int) -> Prediction:
-    """The step with `num_micros` micro-batches, played as it is."""
     programs = build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence)
     costs = [first := step_costs(programs[0], step.work)]
     for program in programs[1:]:  # blocks cost the same everywhere; the optimizer's constant is with a stage's last
@@ -195,7 +193,6 @@ def _play(step: Step, num_micros: int) -> Prediction:
 
 
 def _agree(one: Prediction, other: Prediction) -> bool:
-    """Whether every stage takes and waits as long in both."""
     pairs = zip(one.reports, other.reports, strict=True)
     return all(
         abs(seconds_of(first) - seconds_of(second)) <= SETTLED * second.step_s
@@ -205,7 +202,6 @@ def _agree(one: Prediction, other: Prediction) -> bool:
 
 
 def _line(short: Prediction, long: Prediction) -> Prediction:
-    """The longer of two predictions, carried on in a straight line to the micro-batches of their step."""
     further = (long.step.num_micros - long.played_micros) / (long.played_micros - short.played_micros)
     reports = []
     for one, two in zip(short.reports, long.reports, strict=True):

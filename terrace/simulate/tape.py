@@ -1,12 +1,12 @@
 """A tape: the operations of a block in order, and the memory that playing it forward and backward holds.
 
-An operation reads tensors, writes one, and keeps some for its backward. What a block keeps between forward and
-backward is the union of what its operations keep. The peaks follow by playing the tape with autograd's rules:
+An operation reads tensors, writes one, and keeps some for its backward. A block keeps the union of its operations'
+tensors between forward and backward. The peaks follow by playing the tape with autograd's rules:
 
 - forward: a tensor stays until nothing more reads it and no variable holds it, or, once it is kept, to the end;
-- backward: an operation makes a gradient of the size of each tensor it read; then the gradient of what it wrote
-  goes, and so does what nothing earlier on the tape still keeps. A sum hands its gradient on as it is. Where a
-  tensor was read twice, the second gradient is added into the first, or into a new one while others hold that.
+- backward: an operation makes a gradient of the size of each tensor it read; then the gradient of its output is
+  freed, and every kept tensor that no earlier operation keeps. A sum passes its gradient on unchanged. Where a
+  tensor was read twice, the second gradient is added into the first, or into a new one if the first is shared.
 
 The block's input, its output and the gradient of its output stay to the end, since the executor holds them.
 """
@@ -21,8 +21,8 @@ INPUT, OUTPUT = "input", "output"
 class Operation:
     """One node of autograd's graph, or a few that always come together.
 
-    `keeps` may name tensors that no operation reads or writes, such as the statistics of a norm. `backward_adds`
-    is what lives only while its backward runs: the gradient of a weight before it is added up, for one.
+    `keeps` may name tensors that no operation reads or writes, such as the statistics of a norm. `backward_adds` counts
+    memory that lives only while its backward runs, such as the gradient of a weight before it is accumulated.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Operation:
 
 
 def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes that each operation is the first to keep, without the block's input."""
+    """Bytes that each operation is the first to keep, without the block's input."""
     seen = {INPUT}
     kept: dict[str, int] = {}
     for operation in tape:
@@ -48,7 +48,7 @@ def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> di
 
 
 def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: bool) -> int:
-    """Return the most bytes alive during a forward, the input and (if `keeping`) all that is kept included."""
+    """Peak bytes alive during a forward, with the input and (if `keeping`) all kept tensors."""
     last_read = {name: index for index, use in enumerate(tape) for name in (*use.reads, *use.variables)}
     alive, kept = {INPUT}, {INPUT, OUTPUT}
     peak = sizes[INPUT]
@@ -61,7 +61,7 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
 
 
 def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
-    """Return the most bytes alive during a backward, what was kept and the gradients at both ends included."""
+    """Peak bytes alive during a backward, with kept tensors and the gradients at both ends."""
     first_keeper = {name: index for index, operation in reversed(list(enumerate(tape))) for name in operation.keeps}
     held = {INPUT, OUTPUT, *first_keeper}
     gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient

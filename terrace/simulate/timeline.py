@@ -57,12 +57,12 @@ class Timeline:
 
     @property
     def spans_s(self) -> list[float]:
-        """Of every stage, from the start of its first task to the end of its last."""
+        """Seconds from the start of each stage's first task to the end of its last."""
         return [ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)]
 
     @cached_property
     def busy_s(self) -> list[float]:
-        """Of every stage, the seconds in which it computes."""
+        """Seconds that each stage computes."""
         return [
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.starts_s, self.ends_s, strict=True)
@@ -112,7 +112,8 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
     """Start times of every task. Linear in the number of tasks.
 
     Raises `PlanError` when `seconds` is for another number of virtual stages, and `ProgramError` when stages wait for
-    each other in a circle or for a task that is in no order: it names who waits and for what.
+    each other in a circle or for a task that is in no order; the message names each waiting stage and the task it
+    needs.
     """
     check_seconds(seconds, orders.num_virtual)
     slots = orders.num_virtual * orders.num_micros
@@ -135,7 +136,7 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
 
 
 def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[int, int, float, float]]]:
-    """For every kind and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
+    """Per kind and chunk of a stage: slot read, slot written, seconds, seconds of the message."""
     num_micros, last = orders.num_micros, orders.num_virtual - 1
     slots = orders.num_virtual * num_micros
     local = set(orders.placement[stage])
@@ -162,7 +163,6 @@ def _run(
     ready: list[int],
     begun: list[float],
 ) -> Generator[int, None, None]:
-    """Play one stage; yields the slot that it has to wait for, and goes on when that is filled."""
     moves = _moves(orders, seconds, stage)
     w_slots = [2 * orders.num_virtual * orders.num_micros + k * orders.num_micros for k in orders.placement[stage]]
     begin, now = begun.append, 0.0
@@ -186,9 +186,8 @@ def _run(
 
 
 def _reads(orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task: Task) -> tuple[int, list[Task]]:
-    """The stage that makes the input of `task`, and the task that does, or the two of which one does.
-
-    There is none for a forward on the first virtual stage.
+    """The stage that makes the input of `task`, and the task that makes it, or two candidates. Empty for a forward on
+    the first virtual stage.
     """
     kind, chunk, micro = task
     virtual = orders.placement[stage][chunk]
@@ -206,7 +205,6 @@ def _reads(orders: Orders, holders: Sequence[tuple[int, int]], stage: int, task:
 
 
 def _who_waits(orders: Orders, positions: Sequence[int], stuck: int) -> str:
-    """Follow the waits from a stuck stage until they close or end."""
     words, seen, stage, holders = [], set(), stuck, orders.holders()
     while stage not in seen and positions[stage] < len(orders.tasks[stage]):
         seen.add(stage)

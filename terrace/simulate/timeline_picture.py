@@ -24,7 +24,7 @@ class Span(NamedTuple):
 def task_spans(stage: Stage, passes: Sequence[Passed]) -> list[Span]:
     """The tasks of a stage's played program: a micro-batch passes all blocks of a chunk, one after the other.
 
-    What a task waits for between its blocks, and for the parameters of the first, is part of it.
+    A task includes its waits between blocks and its wait for the first block's parameters.
     """
     chunk_of = {block: chunk for chunk, blocks in enumerate(stage.chunks) for block in blocks}
 
@@ -78,7 +78,6 @@ def memory_picture(curves: Sequence[MemoryCurve], step_s: float, width: int = 10
 
 
 def _names(num_stages: int, width: int) -> tuple[list[str], int]:
-    """The beginnings of the lines, all of one length, and the columns that are left for time."""
     names = [f"stage {stage} " for stage in range(num_stages)]
     indent = max(map(len, names))
     return [name.ljust(indent) for name in names], max(8, width - indent)
@@ -96,7 +95,6 @@ def _row(spans: Iterable[tuple[Task, float, float]], columns: int, column_s: flo
 def _runs(
     spans: Sequence[tuple[Task, float, float]], columns: int, column_s: float
 ) -> Iterator[tuple[Task | None, int]]:
-    """Yield the task in the middle of neighbouring columns, and their number."""
     position, shown = 0, []
     for column in range(columns):
         middle_s = (column + 0.5) * column_s

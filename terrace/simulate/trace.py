@@ -19,10 +19,9 @@ _US = 1e6  # microseconds in a second
 
 
 def trace_json(recording: Recording, curve: MemoryCurve) -> str:
-    """The text of a trace file: the steady step, with the memory of its rank.
+    """Text of a trace file: the steady step, with the memory of its rank.
 
-    Messages of the step before that reach into this one begin at 0; those that
-    reach into the next one end after it.
+    Messages of the step before that reach into this one begin at 0; messages that reach into the next one end after it.
     """
     program = recording.program
     name = f"a rank of {program.cluster.world_size}: plan {program.plan.name} on {program.cluster.name}"
@@ -32,9 +31,9 @@ def trace_json(recording: Recording, curve: MemoryCurve) -> str:
 
 
 def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recording, *, step: int, rank: int) -> str:
-    """The text of a trace with two processes: the predicted step and the measured step `step`.
+    """Text of a trace with two processes: the predicted step and the measured step `step`.
 
-    Both begin at 0. Of a pipeline the prediction is the passes of the rank's stage.
+    Both begin at 0. For a pipeline the prediction is the passes of the rank's stage.
     """
     program = measured.program
     where = f"plan {program.plan.name} on {program.cluster.name}"
@@ -121,7 +120,6 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
 
 
 def _counters(curve: MemoryCurve, pid: int = _PID) -> list[dict[str, Any]]:
-    """One counter a category that changes; of several values at one moment the last, as a trace can show one."""
     constant = sum(curve.constant_bytes.values())
     events = []
     for index, moment_s in enumerate(curve.times_s):

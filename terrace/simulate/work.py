@@ -1,4 +1,4 @@
-"""Work: what one rank computes of one micro-batch, in the numbers that costs and activations depend on."""
+"""Work: one rank's part of one micro-batch, in the numbers that costs and activations depend on."""
 
 import math
 from dataclasses import dataclass
@@ -15,16 +15,17 @@ class Work:
     """A micro-batch of `micro_batch` sequences of `sequence` tokens, cut over tensor and context ranks.
 
     The `tensor` ranks are rows x columns (terrace.plan.slices): linear layers are cut by both, the core of attention
-    and what lies inside the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows too.
+    and the inner tensors of the MLP by rows, the residual stream by columns and, under sequence parallelism, by rows
+    too.
 
     `recompute` says whether a layer's backward runs its forward again. `flash` is a kernel that never writes the S x S
-    scores, and recomputes the core of attention (QK^T, softmax and the product with V) by itself.
-    `documents` tells that a row may hold several, which attend to themselves alone (terrace.model.attention).
+    scores, and recomputes the core of attention (QK^T, softmax and the product with V) by itself. `documents`: a row
+    may hold several, each of which attends only to itself (terrace.model.attention).
 
-    The context axis is `ulysses` x `ring` ranks (terrace.plan.context): between attention each holds `tokens`, padding
-    included; for attention the `ulysses` ranks of a place have `attended` tokens and a part of the heads each. With
-    `balance = "cost"` that is an even share: a place has up to `most_attended`, and the rows of `pooled` data ranks are
-    attended to by all their places together.
+    The context axis is `ulysses` x `ring` ranks (terrace.plan.context). Between attention each rank holds `tokens`,
+    padding included. In attention the `ulysses` ranks of one ring place share its `attended` tokens and each has a part
+    of the heads. With `balance = "cost"` this is an even share: a place has up to `most_attended`, and the rows of
+    `pooled` data ranks are attended to by all their places together.
     """
 
     model: ModelConfig
@@ -82,7 +83,7 @@ class Work:
 
     @property
     def attended(self) -> int:
-        """Tokens of the micro-batch that a rank has in attention: those of all ranks of its place."""
+        """Tokens of the micro-batch that a rank has in attention, equal to the tokens of all ranks of its place."""
         return self.ulysses * self.tokens
 
     @property
