@@ -15,7 +15,7 @@ _LAZY = {"Trainer": "terrace.train.trainer", "blocks_of": "terrace.model.hf.bloc
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for, so that `import terrace` does not."""
+    """Torch-dependent names are imported on first access, so that `import terrace` does not import torch."""
     if name not in _LAZY:
         raise AttributeError(f"module 'terrace' has no attribute {name!r}")
     import importlib

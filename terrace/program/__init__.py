@@ -1,4 +1,4 @@
-"""The program: what each rank does in one step, in order."""
+"""The program: the instructions of each rank for one step, in order."""
 
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.lowering import build, build_stages, forward_programs

@@ -56,6 +56,7 @@ class Buffer:
 
 def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
     """The most bytes of each category at once. Categories need not peak together."""
+    # Categories are summed apart: each has its own row in reports, and its own closed formula to be compared with.
     peaks = dict.fromkeys(CATEGORIES, 0)
     changes: dict[str, dict[int, int]] = {}
     for buffer in buffers:
@@ -65,6 +66,7 @@ def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
         of_category = changes.setdefault(buffer.category, defaultdict(int))
         for span in buffer.spans:
             of_category[span.first] += buffer.num_bytes
+            # A buffer freed at a position is gone before that instruction allocates, so equal positions cancel.
             of_category[span.freed] -= buffer.num_bytes
     for category, of_category in changes.items():
         now = most = 0
@@ -83,7 +85,7 @@ def state_buffers(
     instructions: Sequence[Instruction],
     messages: Iterable[Message],
 ) -> tuple[Buffer, ...]:
-    """The buffers of model state of a rank that runs `instructions`, whose distinct messages are `messages`.
+    """Model-state buffers of a rank that runs `instructions` and sends `messages` (distinct).
 
     `flats` are the flat buffers of every block of the model.
     """
@@ -113,6 +115,7 @@ def _lanes(messages: Iterable[Message]) -> Iterator[Buffer]:
         for transfer in message.transfers:
             for sizes in (transfer.reduce_buffers, transfer.gather_buffers):
                 largest[transfer.lane] = max(largest.get(transfer.lane, 0), arena_bytes(sizes))
+    # A lane runs one message at a time, so all its messages share one arena as large as the largest of them.
     yield from (Buffer(f"messages on lane {lane}", "buffers", size) for lane, size in largest.items() if size)
 
 
@@ -126,12 +129,12 @@ def _visiting(
     flats: Sequence[Sequence[FlatParamSpec]],
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
-    """Full parameters, Muon's momentum and the gradients of shared blocks: taken and given back by instructions."""
     item = FORMATS[plan.compute].element_bytes
     taken: dict[tuple[Op, int], int] = {}
     spans: dict[tuple[Op, int], list[Span]] = defaultdict(list)
     for position, instruction in enumerate(instructions):
         op, block = instruction.op, instruction.block
+        # A TIE's receive buffer lives for its own instruction alone.
         if op is Op.TIE:
             spans[op, block].append(Span(position, position, position + 1))
         elif op in _TAKES:
@@ -148,6 +151,7 @@ def _visiting(
         elif op is Op.TIE:  # one flat buffer after the other
             size = max((tie_bytes([flat], plan.master) for flat in parts), default=0)
         else:
+            # An unsharded optimizer state holds whole matrices already and needs no gather.
             layouts = ((flat, flat.layout) for flat in parts if flat.num_orthogonal)
             size = sum(flat.padded for flat, layout in layouts if layout.span(layout.optimizer) > 1) * item
         yield Buffer(f"{op.value} of {name}", _TAKES[op], size, tuple(lives))
@@ -159,10 +163,7 @@ def _gradients(
     flats: Sequence[Sequence[FlatParamSpec]],
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
-    """Gradients on their way to be reduced, where autograd does not add into the accumulated gradient itself.
-
-    A backward that takes one waits for all reductions but the newest; TIE and CLIP wait for all.
-    """
+    # Only gradients that autograd cannot add into the accumulated shard need a buffer of their own.
     item = FORMATS[plan.compute].element_bytes
     sizes = [
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout)) * item
@@ -174,6 +175,7 @@ def _gradients(
     reducing: list[tuple[int, int, int]] = []  # block, first, last
     spans: dict[int, list[Span]] = defaultdict(list)
 
+    # Reductions of a lane finish in the order of issue, so waiting frees the oldest first.
     def wait(num_left: int, position: int) -> None:
         while len(reducing) > num_left:
             block, first, last = reducing.pop(0)
@@ -182,12 +184,15 @@ def _gradients(
     for position, instruction in enumerate(instructions):
         op, block = instruction.op, instruction.block
         if op in PASSES and op is not Op.FORWARD:
+            # A backward also adds to the gradients of borrowed blocks, such as a tied embedding.
             for needed in (block, *blocks[block].borrows):
+                # One reduction may stay in flight while the next gradient fills; a second would cost a third buffer.
                 if sizes[needed] and needed not in opened:
                     wait(1, position)
                     opened[needed] = position
         elif op is Op.REDUCE and block in opened:
             reducing.append((block, opened.pop(block), position))
+        # Both read accumulated gradients, so no reduction may be in flight.
         elif op in (Op.TIE, Op.CLIP):
             wait(0, position)
     wait(0, len(instructions))

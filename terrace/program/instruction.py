@@ -17,7 +17,7 @@
 | REFRESH         | bring the new parameters back to the params tier                                  |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
-Communication is issued without blocking; an instruction waits only for what it reads. `SPECS` declares the fields and
+Communication is issued without blocking; an instruction waits only for its operands. `SPECS` declares the fields and
 the message class of every op, once for the verifier, the printer, the simulator and the executor.
 """
 

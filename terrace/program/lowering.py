@@ -2,22 +2,21 @@
 
 Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the order of its schedule, each task as
 
-    RECV        what it reads, if another stage makes it; issued one task ahead
+    RECV        its input, if another stage makes it; issued one task ahead
     GATHER      `prefetch` visits before the first block that reads it (terrace.plan.residency)
     FORWARD, BACKWARD, or one half of a backward, of each block
     FREE        after the last visit that reads it
-    REDUCE      once a unit of micro-batches whose gradient is complete
-    SYNC        right after the last REDUCE of a block, so that the outer tiers work while others still compute
+    REDUCE      once per unit of micro-batches, when its gradient is complete
+    SYNC        right after the last REDUCE of a block, so that the outer tiers work while other blocks still compute
     SEND        the result, if another stage reads it
 
-A plan without a pipeline is the same with one stage, each of whose chunks is a block: for every unit of micro-batches
-forward through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that
-two stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
+A plan without a pipeline is one stage, each of whose chunks is a block: every unit of micro-batches goes forward
+through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that two
+stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
 block by block, in forward order, update (under Muon with an ORTHOGONALISE one layer ahead) and refresh: the next step
 can start on block 0 while later blocks are still being refreshed.
 
-Messages between two ranks in one direction arrive in the order in which they were sent, so a RECV stands before that of
-everything sent later.
+Messages between two ranks arrive in the order sent, so the RECV of a message precedes the RECV of every later one.
 """
 
 from collections import defaultdict
@@ -61,11 +60,11 @@ def build(
     stage: int = 0,
     orders: Orders | None = None,
 ) -> Program:
-    """The program of every rank of a stage for a step of `num_micros` micro-batches.
+    """Program of every rank of a stage for a step of `num_micros` micro-batches.
 
-    `blocks` is the whole model; the program's are what one tensor rank holds of it. `sequence` is the tokens of a
-    sequence, `orders` replace the plan's schedule in a pipeline. Raises `PlanError` when the plan cannot
-    run. Cost and size do not depend on the number of data ranks.
+    `blocks` is the whole model; the program holds one tensor rank's slices of it. `sequence` is the tokens of a
+    sequence; `orders` replaces the plan's schedule in a pipeline. Raises `PlanError` when the plan cannot run. Cost and
+    size do not depend on the number of data ranks.
     """
     return build_stages(cluster, plan, blocks, num_micros, sequence, orders, only=stage)[0]
 
@@ -83,12 +82,14 @@ def build_stages(
     layout = validate(cluster, plan, blocks)
     if num_micros < 1:
         raise PlanError(f"num_micros = {num_micros}: a step has at least one micro-batch")
+    # Before any lowering: a list of this length would exhaust the host's memory.
     if num_micros * len(blocks) > _LARGEST_STEP:
         raise PlanError(
             f"{num_micros} micro-batches of {len(blocks)} blocks on a rank are more than the {_LARGEST_STEP:,} passes "
             "that a program may have: give a smaller batch or a larger plan.micro_batch"
         )
     mesh = Mesh.of(cluster, plan)
+    # Stages are balanced by a rank's own slices, since these are the model state that must fit its device.
     sliced = slice_blocks(blocks, mesh)
     num_stages = mesh.total("pipeline")
     if num_stages > 1:
@@ -99,6 +100,7 @@ def build_stages(
         stages = (whole_stage(len(blocks), num_micros, plan.unit),)
     programs = []
     for each in stages if only is None else [stages[only]]:
+        # A program without instructions: lowering reads the derived values (edge, flats, tensor) from it.
         frame = Program(
             cluster=cluster,
             plan=plan,
@@ -130,11 +132,13 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
 
 def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
     stage, blocks, plan = frame.stage, frame.blocks, frame.plan
+    # Replicated parameters are always resident, so nothing is gathered or freed.
     stays = residencies(stage, blocks, plan.prefetch) if frame.layout.params != DEVICE else []
     issued, freed = defaultdict(list), defaultdict(list)
     for stay in stays:
         issued[stay.issue].append(stay)
         freed[stay.last].append(stay)
+    # A frozen block has no gradient to reduce.
     reduced = defaultdict(list)
     for block, numbers in reduction_points(stage, blocks, plan.unit).items():
         for number in numbers if blocks[block].num_trainable else ():
@@ -143,11 +147,13 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
     visit = number = task = 0
     for group in stage.groups:
         order = stage.traversal(group)
+        # Weight gradients read activations and output gradients only, so their passes need no parameters.
         reads = group.kind is not Kind.BACKWARD_WEIGHT
         for micro in group.micros:
             yield from received[task]
             task += 1
             for offset, block in enumerate(order):
+                # All micro-batches of a group share one gather: issued with the first, freed after the last.
                 if reads and micro == group.micros[0]:
                     yield from (_gather(frame, stay) for stay in issued[visit + offset])
                 yield Instruction(_OPS[group.kind], block, micro)
@@ -161,18 +167,21 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
 
 
 def _gather(frame: Program, stay: Residency) -> Instruction:
+    # The first gather of a step reads the primary copy and refreshes the secondary one.
     secondary = frame.has_secondary and not stay.opening
     return Instruction(Op.GATHER, stay.block, backward=stay.backward, secondary=secondary)
 
 
 def _reduce(frame: Program, block: int, micro: int, is_last: bool) -> Iterator[Instruction]:
     yield Instruction(Op.REDUCE, block, micro)
+    # The SYNC of a tied block waits for its TIE at the end of the step.
     if is_last and block not in dict(frame.stage.ties):
         yield Instruction(Op.SYNC, block)
 
 
 def _end(frame: Program) -> Iterator[Instruction]:
     stage = frame.stage
+    # TIE before CLIP: the norm must see the sum of both stages' gradients.
     for block, peer in stage.ties:
         if frame.blocks[block].num_trainable:
             yield Instruction(Op.TIE, block, peer=peer)
@@ -180,6 +189,7 @@ def _end(frame: Program) -> Iterator[Instruction]:
     yield Instruction(Op.CLIP)
     whole = orthogonalised(frame.flats, stage.held)  # each is gathered while the one before it is updated
     following = dict(pairwise(whole))
+    # The first gather has no update to hide behind.
     yield from (Instruction(Op.ORTHOGONALISE, block) for block in whole[:1])
     for block in stage.held:
         if frame.blocks[block].num_trainable:
@@ -195,6 +205,7 @@ def _sent(stage: Stage, group: Group, micro: int) -> Iterator[Instruction]:
         peer, block = stage.onward[group.chunk], blocks[-1]
     else:
         peer, block = stage.back[group.chunk], blocks[0]
+    # The input gradient leaves after BACKWARD_INPUT; the weight half produces nothing for other stages.
     if peer is not None and group.kind is not Kind.BACKWARD_WEIGHT:
         yield Instruction(Op.SEND, block, micro, backward=group.kind is not Kind.FORWARD, peer=peer)
 
@@ -211,7 +222,6 @@ def _read(stage: Stage, group: Group, micro: int) -> Instruction | None:
 
 
 def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instruction]]:
-    """The RECVs before each task: one task before the task that reads, or earlier to keep the order of messages."""
     needed = {}
     tasks = ((group, micro) for group in stage.groups for micro in group.micros)
     for number, (group, micro) in enumerate(tasks):
@@ -219,9 +229,11 @@ def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instructi
         if read is not None:
             needed[read] = number
     before: dict[int, list[Instruction]] = defaultdict(list)
+    # Each peer is a channel of its own: order matters between two ranks only.
     for peer in {*stage.onward, *stage.back} - {None}:
         assert peer is not None
         channel = [replace(sent, op=Op.RECV, peer=peer) for sent in _channel(stages[peer], stage.index)]
+        # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
         latest = len(needed) + sum(len(group.micros) for group in stage.groups)
         for read in reversed(channel):
             latest = min(latest, max(0, needed[read] - 1))

@@ -46,10 +46,10 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """The message of an instruction or of a moment inside a block, as one rank sends it.
+    """Message of one instruction, or of one step inside a block, as one rank sends it.
 
     `tiers` are the indexes of the tiers on which the rank has peers, in the order of crossing. `sends` is (tier index,
-    bytes) of each collective or point-to-point message; empty for a RECV, whose bytes the other rank sends.
+    bytes) of each collective or point-to-point message; empty for a RECV, since the peer sends its bytes.
     `coding_bytes` is the memory traffic of coding and decoding block formats.
     """
 
@@ -70,10 +70,10 @@ class Message:
 def block_message(
     message_class: MessageClass, everyone: Layout, plan: Plan, flats: Sequence[FlatParamSpec], source: int | None = None
 ) -> Message:
-    """The message of a class about one block, whose flat buffers are `flats`.
+    """Message of one class for a block with the flat buffers `flats`.
 
-    `everyone` is the layout of all ranks that hold some part of a block. `source` is the tier that a gather of
-    parameters starts from, where it is not the one its class names.
+    `everyone` is the layout of all ranks that hold some part of a block. `source` overrides the tier that a gather of
+    parameters starts from; the default is the one its class names.
     """
     lane, tiers = message_lane(everyone, message_class, source), message_tiers(everyone, message_class, source)
     transfers = [
@@ -81,6 +81,7 @@ def block_message(
         for number, flat in enumerate(flats)
         if flat.travels_in(message_class)
     ]
+    # A pure gather crosses the outermost tier first.
     if ROUTES[message_class].reduction is None:
         tiers = tiers[::-1]
     return _collective(message_class, plan, lane, tiers, everyone, transfers)
@@ -110,10 +111,12 @@ def flat_transfer(
 
 
 def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
-    """The message of CLIP: on each tier a rank sends all numbers to every peer, and adds up those that came."""
+    """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives."""
     tiers = tuple(tier for tier, degree in enumerate(world.degrees) if degree > 1)
     numbers = control_numbers(everyone, plan)
+    # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
+    # As for block messages, the outermost tier names the lane.
     lane, message_class = max(tiers, default=0), MessageClass.CONTROL
     return _collective(
         message_class,
@@ -135,6 +138,7 @@ def stage_message(message_class: MessageClass, tier: int, num_bytes: int, *, rec
 def tensor_message(tensor: Tensor, message: TensorMessage) -> Message:
     """A message inside a block, among the ranks of a line of the tensor axis."""
     line, plan = tensor.line(message.axes), tensor.plan
+    # Statistics such as a norm's squares travel unrounded; activations take the wire format of each tier.
     if message.leg is Leg.NUMBERS:
         transfer = number_transfer(line, plan, message.numel)
     else:
@@ -177,6 +181,7 @@ def _collective(
     transfers: Sequence[Transfer],
 ) -> Message:
     hops = [hop for transfer in transfers for hop in transfer.hops]
+    # dtypes are cast on the fly; only block formats read and write memory to code.
     coding = 0.0
     if any(hop.wire.block for hop in hops):
         coding = sum(hops_coding_bytes(plan, message_class, each.reduction, each.gathering) for each in transfers)

@@ -99,7 +99,9 @@ class Program:
 
     @cached_property
     def counts(self) -> dict[Instruction, int]:
-        """How often each distinct instruction runs; those that differ in their micro-batch alone are one, the first."""
+        """Number of runs of each distinct instruction; instructions that differ only in micro-batch count as the first
+        of them.
+        """
         times: dict[_Alike, int] = {}
         first: dict[_Alike, Instruction] = {}
         for instruction in self.instructions:
@@ -120,6 +122,7 @@ class Program:
 
     def transfers(self) -> Iterator[Transfer]:
         """A transfer of every route that messages of this plan take on some stage; the same on all ranks."""
+        # Blocks that are alike share one tuple of flat buffers, so identity is enough to visit each shape once.
         for flats in {id(flats): flats for flats in self.flats}.values():
             for message_class in ROUTES:
                 yield from block_message(message_class, self.everyone, self.plan, flats).transfers
@@ -134,6 +137,7 @@ class Program:
         """Bytes each rank sends per step, by message class and tier."""
         total: dict[tuple[MessageClass, str], int] = defaultdict(int)
         for instruction, times in self.counts.items():
+            # A pass sends the messages inside its block; a RECV those that complete its activation.
             messages = self.messages_inside(instruction)
             if instruction.message_class is not None:
                 messages = (self.message(instruction), *messages)
@@ -153,6 +157,7 @@ class Program:
     def _resolved(self, instruction: Instruction) -> Message:
         message_class = instruction.message_class
         assert message_class is not None, f"{instruction} sends nothing"
+        # Point to point: the tier follows from where the two stages are placed.
         if instruction.peer >= 0:
             tier = self.mesh.edge_tier(self.stage.index, instruction.peer)
             if instruction.op is Op.TIE:
@@ -160,6 +165,7 @@ class Program:
             return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
         if message_class is MessageClass.CONTROL:
             return control_message(self.everyone, self.world, self.plan)
+        # The secondary copy starts a gather from its own, inner tier.
         source = self.layout.params_backward if instruction.secondary else None
         flats = self.flats[instruction.block]
         key = (message_class, source, id(flats))  # blocks that are alike share their flat buffers, and so the message

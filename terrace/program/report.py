@@ -10,9 +10,9 @@ from terrace.plan import MessageClass
 class StepReport:
     """One rank's step.
 
-    `time_s` holds the compute categories (forward, backward, update), the time spent waiting for
-    messages by class (`wait gather`, ...) and `other`; it sums to the step. `sent_bytes` is what the
-    rank sent per (message class, tier). `memory_bytes` is the peak of each category of model state.
+    `time_s` holds the compute categories (forward, backward, update), the time spent waiting for messages by class
+    (`wait gather`, ...) and `other`; it sums to the step. `sent_bytes` counts bytes sent per (message class, tier).
+    `memory_bytes` is the peak of each category of model state.
     """
 
     time_s: Mapping[str, float]

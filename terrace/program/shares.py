@@ -47,14 +47,18 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
     """
     starts = [0, *accumulate(costs)]
     held = [0, *accumulate(sizes or [0] * len(costs))]
+    # Memory cannot be kept at all: balance time alone, and let the memory check name the shortage.
     if _parts_needed(starts, held, starts[-1], room) > num_parts:
         room = math.inf
+    # First the bottleneck is minimised; below, the sum of squares evens out the other parts.
     limit = _least_limit(starts, held, room, num_parts)
     best: list[float] = [0.0] + [math.inf] * len(costs)  # sum of squares of the parts that end at each block
     cuts: list[list[int]] = []
     for part in range(num_parts):
         ends, before = [math.inf] * (len(costs) + 1), [0] * (len(costs) + 1)
+        # Leave at least one block for each part still to come.
         for stop in range(part + 1, len(costs) - (num_parts - part - 1) + 1):
+            # Parts grow as start falls, so the first one over a limit ends the search.
             for start in range(stop - 1, part - 1, -1):
                 size = starts[stop] - starts[start]
                 if size > limit or held[stop] - held[start] > room:
@@ -64,6 +68,7 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
                     ends[stop], before[stop] = found, start
         best = ends
         cuts.append(before)
+    # Walk the recorded cuts back from the last block.
     parts, stop = [], len(costs)
     for before in reversed(cuts):
         parts.append(range(before[stop], stop))
@@ -72,7 +77,7 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
 
 
 def _least_limit(starts: Sequence[int], held: Sequence[int], room: float, num_parts: int) -> int:
-    """The smallest cost of the largest part, over all ways to make `num_parts` that are not empty."""
+    # Binary search: a larger limit never needs more parts.
     low, high = max(stop - start for start, stop in pairwise(starts)), starts[-1]
     while low < high:
         middle = (low + high) // 2
@@ -86,6 +91,7 @@ def _least_limit(starts: Sequence[int], held: Sequence[int], room: float, num_pa
 def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: float) -> float:
     parts, begin = 1, 0
     for stop in range(1, len(starts)):
+        # A single block over the limit cannot be placed by any cut.
         if held[stop] - held[stop - 1] > room:
             return math.inf
         if starts[stop] - starts[begin] > limit or held[stop] - held[begin] > room:
@@ -96,13 +102,16 @@ def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: 
 def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> Cost:
     block = blocks[index]
     products = sum(param.numel for param in block.params if _is_product(param, index, len(blocks)))
+    # A tied head multiplies by the borrowed table.
     for lender in block.borrows:
         products += sum(param.numel for param in blocks[lender].params if _is_table(param))
+    # A layer is known by its row-cut dims (heads or the inner MLP size); embedding and head have none.
     attends = any(CUT_BY.get(name) == ("rows",) for param in block.params for name, _ in param.dims)
     return Cost(products, scores if attends else 0)
 
 
 def _is_product(param: ParamSpec, index: int, num_blocks: int) -> bool:
+    # The last block's table is the output matrix, which is a product; any other table is only indexed.
     looked_up = _is_table(param) and index < num_blocks - 1
     return len(param.shape) == 2 and not looked_up and (not param.dims or param.dims[0][0] != "positions")
 

@@ -26,25 +26,27 @@ def make_stages(
     sizes: Sequence[int] = (),
     memory_bytes: float = math.inf,
 ) -> tuple[Stage, ...]:
-    """The stages of a pipeline; `orders` replaces the orders of the plan's schedule.
+    """The stages of a pipeline, which together run each block of the model exactly once.
 
-    `sizes` is the bytes of model state of every block on a rank, of which a stage gets at most `memory_bytes` where the
-    plan leaves the sharing open.
-    The union of what they run is exactly the model. Raises `PlanError` for more virtual stages than blocks, and for
-    numbers that the schedule cannot honour.
+    `orders` replaces the orders of the plan's schedule. `sizes` is the model-state bytes of every block on a rank; a
+    stage gets at most `memory_bytes` of them where the plan leaves the sharing open. Raises `PlanError` for more
+    virtual stages than blocks, and for numbers that the schedule cannot honour.
     """
     if orders is None:
         orders = plan_orders(plan, blocks, num_stages, num_micros, sequence, sizes, memory_bytes)
+    # Orders may come from a file, so their sizes are checked against the plan.
     if (orders.num_stages, orders.num_micros) != (num_stages, num_micros):
         raise PlanError(
             f"orders for {orders.num_stages} stages and {orders.num_micros} micro-batches: the plan has {num_stages} "
             f"stages and {num_micros} micro-batches a step"
         )
+    # Chunks of a stage share its device, so each gets an equal part of the memory.
     chunks = _cut(plan, blocks, orders.num_virtual, sequence, sizes, memory_bytes / orders.num_chunks)
     holders = [stage for stage, _ in orders.holders()]
     runs_on = {block: holders[virtual] for virtual, chunk in enumerate(chunks) for block in chunk}
     ties = _ties(blocks, runs_on)
     stages = [_stage(plan, orders, stage, chunks, holders, ties) for stage in range(num_stages)]
+    # All stages learn all pairs: process groups are made collectively, in one order on every rank.
     pairs = {
         (min(stage.index, peer), max(stage.index, peer))
         for stage in stages
@@ -75,6 +77,7 @@ def plan_orders(
         raise PlanError(f"schedule = {plan.schedule!r}: {name} has one chunk a stage; write {name!r}")
     if "unit" in wanted:
         numbers["unit"] = plan.unit
+    # Automatic schedules need task times, which depend on how blocks are cut; the plan's cut is made first.
     if "seconds" in wanted:
         bounds = _cut(plan, blocks, num_stages, sequence, sizes, memory_bytes)
         numbers |= {"seconds": _seconds(blocks, bounds, sequence), "weight_share": _WEIGHT_SHARE}
@@ -113,14 +116,15 @@ def period(plan: Plan, num_stages: int) -> int:
         return plan.unit
     name, _ = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
     wanted = takes(name)
+    # Interleaved orders repeat every `num_stages` micro-batches, so the period must hold whole rounds.
     return math.lcm(plan.unit, num_stages) if "num_chunks" in wanted and "unit" not in wanted else plan.unit
 
 
 @cache
 def _own_chunks(name: str) -> int:
-    """Chunks of a stage under a schedule that takes no number of them."""
     if takes(name) - {"num_stages", "num_micros"}:
         return 1
+    # A tiny instance tells how many chunks its placement has.
     return orders_for(name, num_stages=2, num_micros=4).num_chunks
 
 
@@ -157,7 +161,6 @@ def _limit(plan: Plan, number: str | None) -> float:
 def _cut(
     plan: Plan, blocks: Sequence[BlockSpec], virtual: int, sequence: int, sizes: Sequence[int], room: float
 ) -> list[range]:
-    """The blocks of every virtual stage: as the plan says, or shared by modelled time and memory."""
     check_virtual(virtual, len(blocks))
     if not plan.stages:
         return share(virtual_costs(blocks, sequence), virtual, sizes, room)
@@ -171,11 +174,12 @@ def _cut(
 
 
 def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int) -> TaskSeconds:
-    """The seconds of every virtual stage's tasks, in a unit of its own; messages take none."""
+    """Relative task times of every virtual stage, in units of products per token; messages take none."""
     costs = block_costs(blocks, sequence)
     products = tuple(sum(costs[block].products for block in chunk) for chunk in chunks)
     scores = tuple(sum(costs[block].scores for block in chunk) for chunk in chunks)
     forward = tuple(product + score for product, score in zip(products, scores, strict=True))
+    # Scores have no weights: both gradients of their two products belong to the input half.
     inputs = tuple(product + 2 * score for product, score in zip(products, scores, strict=True))
     whole = tuple(first + second for first, second in zip(inputs, products, strict=True))
     return TaskSeconds(
@@ -184,13 +188,14 @@ def _seconds(blocks: Sequence[BlockSpec], chunks: Sequence[range], sequence: int
 
 
 def _ties(blocks: Sequence[BlockSpec], runs_on: dict[int, int]) -> dict[int, tuple[int, int]]:
-    """The stages (of the owner, of the copy) of every block that is borrowed on another stage."""
+    """(owner's stage, copy's stage) of every block that is borrowed on another stage."""
     ties: dict[int, tuple[int, int]] = {}
     for index, block in enumerate(blocks):
         for lender in block.borrows:
             pair = runs_on[lender], runs_on[index]
             if pair[0] == pair[1]:
                 continue
+            # TIE is one exchange between two stages; a third holder would need a reduction.
             if ties.setdefault(lender, pair) != pair:
                 raise PlanError(
                     f"blocks of two other stages borrow from {blocks[lender].name}: let `stages` put them on one"
@@ -227,9 +232,9 @@ def _stage(
 
 
 def _groups(orders: Orders, stage: int, unit: int) -> list[Group]:
-    """Join tasks that follow one another on the same chunk, in the same direction and unit."""
     joined: list[tuple[int, int, list[int]]] = []
     for kind, chunk, micro in orders.tasks[stage]:
+        # A group must not cross a unit: gradients are reduced between units.
         if joined and joined[-1][:2] == (kind, chunk) and joined[-1][2][-1] // unit == micro // unit:
             joined[-1][2].append(micro)
         else:

@@ -1,17 +1,17 @@
 """The verifier: a program is checked before it runs.
 
-`verify` walks one rank's instructions and raises `ProgramError` naming the rank, the position, the
-instruction and the rule; terrace.program.verify_ranks compares ranks. The rules:
+`verify` walks one rank's instructions and raises `ProgramError` naming the rank, the position, the instruction and the
+rule; terrace.program.verify_ranks compares ranks. The rules:
 
  1. every micro-batch passes every block of the stage forward exactly once and, in a training program, backward exactly
-    once, whole or in two halves, in dependency order; what another stage makes is received before, and what it reads is
-    sent after; a program of forwards alone has no other ops than those of `FORWARD_OPS`;
- 2. a block's parameters, and those it borrows, are gathered before use, not gathered twice, used, and freed;
+    once, whole or in two halves, in dependency order; inputs from another stage are received before, and outputs for
+    one are sent after; a program of forwards alone has only the ops in `FORWARD_OPS`;
+ 2. a block's parameters, and the borrowed ones, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
- 4. every gradient is reduced as often as there are units of micro-batches, each time after a unit more of complete
-    backwards and before the next one is, the last time after all that add to it; then added to that of the other
-    stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; ORTHOGONALISE, where the
-    optimizer needs whole matrices, UPDATE, REFRESH once for each block;
+ 4. every gradient is reduced once per unit of micro-batches, each time after another unit of complete backwards and
+    before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
+    the other stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; ORTHOGONALISE,
+    where the optimizer needs whole matrices, UPDATE, REFRESH once for each block;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
     buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
@@ -49,8 +49,6 @@ _UNUSED = {op: [name for name in _DEFAULTS if name not in spec.fields] for op, s
 
 @dataclass
 class _Walker:
-    """The state of one rank as its instructions are read."""
-
     program: Program
     rank: int
     position: int = 0
@@ -116,11 +114,13 @@ class _Walker:
         for instruction in wanted:
             if instruction not in self.done:
                 self._fail_end(f"`{instruction}` never happens")
+        # A message never read would still fill a receive buffer and shift every later message of its channel.
         unused = self.received - self.read
         if unused:
             self._fail_end(
                 f"the message of block {min(unused)[1]}, which is on another stage, is received and never read"
             )
+        # The peer would wait forever.
         unsent = {(backward, block, micro) for backward, block, micro, _ in self._outgoing} - self.sent
         if unsent:
             backward, block, micro = min(unsent)
@@ -159,7 +159,7 @@ class _Walker:
 
     @cached_property
     def _first_borrower(self) -> dict[int, int]:
-        """Of every copy held here the first block that borrows it: it counts the copy's complete backwards."""
+        """The first block here that borrows each copy: its complete backwards count as the copy's."""
         stage, blocks = self.program.stage, self.program.blocks
         found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
         return {copy: found[copy] for copy in stage.copies}
@@ -170,7 +170,7 @@ class _Walker:
 
     @cached_property
     def _outgoing(self) -> frozenset[tuple[bool, int, int, int]]:
-        """Messages that other stages read: (whether a gradient, block, micro-batch, stage)."""
+        """(is gradient, block, micro-batch, peer stage) of every message that another stage reads."""
         stage = self.program.stage
         edges = []
         for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
@@ -180,7 +180,7 @@ class _Walker:
 
     @cached_property
     def _incoming(self) -> frozenset[tuple[bool, int, int]]:
-        """Messages that this stage reads: (whether a gradient, block that made it, stage)."""
+        """(is gradient, sender's block, peer stage) of every message that this stage reads."""
         stage = self.program.stage
         edges = []
         for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
@@ -220,6 +220,7 @@ class _Walker:
             self._fail("the secondary copy is only written by a gather from the primary copy")
         if not now.secondary:
             self.opened.add(now.block)
+        # The gather could read half-updated slices.
         if Instruction(Op.UPDATE, now.block) in self.done:
             self._fail("the parameters are being updated")
         self.resident.add(now.block)
@@ -228,6 +229,7 @@ class _Walker:
     def _free(self, now: Instruction) -> None:
         if now.block not in self.resident:
             self._fail("the block is not gathered")
+        # A gather without a reader wastes a message.
         if now.block in self.unused:
             self._fail("the block is gathered for nothing: no instruction read it")
         self.resident.remove(now.block)
@@ -237,6 +239,7 @@ class _Walker:
         self._once()
         self._runs_here()
         self._needs_parameters(now.block)
+        # The input comes from another stage by message or from this one by an earlier forward.
         if now.block > 0 and not self._takes(False, now.block - 1):
             self._comes_here(now.block - 1)
             self._after(Op.FORWARD, now.block - 1, now.micro)
@@ -250,6 +253,7 @@ class _Walker:
             self._fail("the backward of this micro-batch has run")
         self._needs_parameters(now.block)
         self._after(Op.FORWARD, now.block, now.micro)
+        # The last block starts from the loss and needs no gradient.
         is_last = now.block == len(self.program.blocks) - 1
         if not is_last and not self._takes(True, now.block + 1):
             whole, half = (Instruction(op, now.block + 1, now.micro) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
@@ -269,7 +273,7 @@ class _Walker:
         self._completes(now)
 
     def _takes(self, backward: bool, block: int) -> bool:
-        """Whether the input of `now` was received; notes that it is read."""
+        """Whether the input of `now` was received; marks it as read."""
         key = (backward, block, self.now.micro)
         if key in self.received:
             self.read.add(key)
@@ -282,6 +286,7 @@ class _Walker:
 
     def _adds(self, now: Instruction) -> None:
         for block in (now.block, *self.program.blocks[now.block].borrows):
+            # A later gradient would be lost: the optimizer only sees the synchronised sum.
             if Instruction(Op.SYNC, block) in self.done:
                 self._fail(f"the gradient of block {block} is synchronised already")
             if block in self._trainable:
@@ -291,7 +296,9 @@ class _Walker:
         borrowed = self.program.blocks[now.block].borrows
         for block in (now.block, *borrowed):
             self.newest[block] = now.micro
+        # A copy counts the backwards of its first borrower only, or it would count each micro-batch twice.
         for block in (now.block, *(block for block in borrowed if self._first_borrower.get(block) == now.block)):
+            # The next unit's gradient would be added before this one's reduction took it.
             if self.finished[block] >= self.program.plan.unit and block in self._trainable:
                 self._fail(f"a unit of {self.program.plan.unit} micro-batches of block {block} is not reduced yet")
             self.finished[block] += 1
@@ -302,10 +309,12 @@ class _Walker:
         self._holds()
         self._trains()
         self.reductions[now.block] += 1
+        # The last unit may hold fewer micro-batches.
         left = self.program.num_micros - (self.reductions[now.block] - 1) * self.program.plan.unit
         needed = min(self.program.plan.unit, left)
         if self.finished[now.block] < needed:
             self._fail(f"it needs {needed} more complete backwards of its block, there are {self.finished[now.block]}")
+        # `micro` tells the executor which backwards the reduction covers.
         if now.micro != self.newest[now.block]:
             self._fail(f"the newest micro-batch whose gradient is complete is {self.newest[now.block]}: say so")
         self.finished[now.block] -= needed
@@ -348,6 +357,7 @@ class _Walker:
         if Instruction(Op.CLIP) not in self.done:
             self._fail("it needs `CLIP` before it")
         self.directions += 1
+        # One layer is updated while the next is gathered; the memory formula counts two.
         if self.directions > 2:
             self._fail("the whole matrices of two layers are held, and the memory formula counts no more")
 
@@ -370,6 +380,7 @@ class _Walker:
         self._once()
         if (now.backward, now.block, now.micro, now.peer) not in self._outgoing:
             self._fail(f"stage {now.peer} does not read it")
+        # Input gradients are ready after the first half of a split backward.
         made = (Op.BACKWARD, Op.BACKWARD_INPUT) if now.backward else (Op.FORWARD,)
         if not any(Instruction(op, now.block, now.micro) in self.done for op in made):
             self._fail(f"it needs `{Instruction(made[0], now.block, now.micro)}` before it")

@@ -2,11 +2,11 @@
 
  1. The members of every group issue the same collectives in the same order.
  2. Every message that one rank sends, the other receives, in the same order.
- 3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for what
-    another stage makes, so orders that agree inside every group can still block each other: across tiers, and where
-    groups of data ranks and of stages interleave. The step is played: a collective happens when it is next on every
-    member's lane, a pass that reads a message when it was sent. One lane a rank is played, in which passes stand too:
-    that is stricter than the runtime, so an order that passes here cannot block there.
+ 3. Ranks do not wait in a circle. A rank sends its collectives in order, tier after tier, and a pass waits for its
+    input from another stage, so orders that agree inside every group can still block each other: across tiers, and
+    where groups of data ranks and of stages interleave. The step is played: a collective happens when it is next on
+    every member's lane, a pass that reads a message once that message was sent. Each rank is played with a single lane,
+    passes included: stricter than the runtime, so an order that passes here cannot block there.
 
 Ranks that share one Program object agree by construction; a world of one class costs one verification.
 """
@@ -24,7 +24,7 @@ from terrace.program.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One thing that a rank does or waits for: a collective on a tier, or a message that it sends or reads."""
+    """One collective on a tier, or one message sent or read."""
 
     instruction: Instruction
     tier: int = -1  # of a collective
@@ -33,6 +33,7 @@ class _Item:
 
 def verify_ranks(programs: Mapping[int, Program]) -> None:
     """Check the program of every rank, and the ranks against each other; raises `ProgramError`."""
+    # Ranks that share a Program object are verified once; reversed, so that the lowest rank stands for each.
     classes = {id(program): (rank, program) for rank, program in reversed(list(programs.items()))}
     for rank, program in classes.values():
         verify(program, rank)
@@ -43,7 +44,6 @@ def verify_ranks(programs: Mapping[int, Program]) -> None:
 
 
 def _check_collectives(programs: Mapping[int, Program]) -> None:
-    """Within every group of every tier, members issue the same collectives in the same order."""
     orders: dict[tuple[object, ...], tuple[int, list[Instruction]]] = {}
     cache: dict[int, dict[tuple[int, Layout], list[Instruction]]] = {}
     for rank, program in programs.items():
@@ -51,8 +51,10 @@ def _check_collectives(programs: Mapping[int, Program]) -> None:
         if by_tier is None:
             by_tier = cache[id(program)] = _collectives_by_tier(program)
         for (tier, among), sequence in by_tier.items():
+            # The peers alone do not name a group: two axes may join the same ranks.
             group = (tier, among.axes, among.peers(rank, tier))
             first_rank, expected = orders.setdefault(group, (rank, sequence))
+            # Identity first: most ranks of a group share one list.
             if sequence is not expected and sequence != expected:
                 _fail_order(program.layout.tiers[tier], first_rank, expected, rank, sequence)
 
@@ -87,15 +89,18 @@ def _items(program: Program) -> list[_Item]:
     received: dict[tuple[bool, int, int], Instruction] = {}
     for instruction in program.instructions:
         if instruction.op in COLLECTIVES:
+            # A collective over several tiers meets its peers on each tier in turn.
             items += [_Item(instruction, tier) for tier in program.message(instruction).tiers]
         elif instruction.op is Op.SEND:
             items.append(_Item(instruction, message=instruction))
         elif instruction.op is Op.TIE:
             items.append(_Item(instruction))
         elif instruction.op is Op.RECV:
+            # A RECV does not block; the pass that reads its message does.
             received[instruction.backward, instruction.block, instruction.micro] = instruction
         elif instruction.op in PASSES:
             backward = instruction.op is not Op.FORWARD
+            # A forward reads the block before it; a backward, the gradient of the block after it.
             key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
             if instruction.op is not Op.BACKWARD_WEIGHT and key in received:
                 items.append(_Item(instruction, message=received.pop(key)))
@@ -103,8 +108,6 @@ def _items(program: Program) -> list[_Item]:
 
 
 class _Play:
-    """All ranks as they go through their items."""
-
     def __init__(self, programs: Mapping[int, Program]) -> None:
         self.programs = programs
         cache = {id(program): _items(program) for program in programs.values()}
@@ -122,16 +125,19 @@ class _Play:
             moved.extend(self._step(moved.popleft()))
 
     def _step(self, rank: int) -> Iterator[int]:
-        """Take one rank as far as it gets; yield those that can go on by that."""
+        """Advance one rank as far as possible; yields the ranks that this unblocks."""
         while self.heads[rank] < len(self.items[rank]):
             item = self.items[rank][self.heads[rank]]
             if item.message is None:
                 group = self.group(rank, item)
                 meeting = group, item.instruction.op, item.instruction.block
                 self.there[meeting].add(rank)
+                # Some members may have no program here (a subset of ranks is verified); only the given ones are waited
+                # for.
                 if self.there[meeting] < set(group) & self.programs.keys():
                     return
                 self.there.pop(meeting)
+                # The last to arrive moves everyone on.
                 for member in group:
                     if member in self.heads:
                         self.heads[member] += 1
@@ -144,6 +150,7 @@ class _Play:
                 if key in self.readers:
                     yield self.readers.pop(key)
             elif key not in self.sent:
+                # The sender wakes this rank when it gets there.
                 self.readers[key] = rank
                 return
             self.heads[rank] += 1
@@ -184,7 +191,6 @@ def _play(programs: Mapping[int, Program]) -> None:
 
 
 def _fail_circle(play: _Play, rank: int) -> None:
-    """Follow the waits from a rank until they close."""
     words: list[str] = []
     seen: set[int] = set()
     while rank not in seen and play.heads[rank] < len(play.items[rank]):
@@ -202,6 +208,7 @@ def _fail_circle(play: _Play, rank: int) -> None:
 
 
 def _check_messages(programs: Mapping[int, Program]) -> None:
+    # One channel per ordered pair of ranks: backends match point-to-point messages by order, not by tag.
     channels: dict[tuple[int, int], deque[Instruction]] = defaultdict(deque)
     for rank, program in programs.items():
         for instruction in program.instructions:

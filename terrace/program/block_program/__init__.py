@@ -1,7 +1,7 @@
-"""A block's own program: what ranks that run the same block send one another, and what hides each message.
+"""A block's own program: the messages among ranks that run the same block, and the computing that hides each message.
 
-Each axis inside a block writes its steps in a file of its own (`regions` the
-tensor axis, `attention` the context axis); `block_program` joins them.
+Each axis inside a block writes its steps in its own file (`regions` the tensor axis, `attention` the context axis);
+`block_program` joins them.
 """
 
 from collections.abc import Sequence

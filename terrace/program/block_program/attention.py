@@ -37,6 +37,7 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
     yield from _dealt(ulysses, ContextLeg.INTO, backward=False)
     for step in range(len(tiers) + 1):
         piece = Compute(Kind.ROUND, step)
+        # The slice is empty in the last round, which has no next keys to fetch.
         keys = [Send((ContextMessage(ContextLeg.KEYS, tier=tier),), piece) for tier in tiers[step : step + 1]]
         yield from keys
         yield piece
@@ -60,6 +61,7 @@ def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
         if 0 < step < len(tiers):  # gradients of this round's keys follow the keys, beside the next round
             gradients = ContextMessage(ContextLeg.GRADIENTS, tier=tiers[step], backward=True)
             returning = [Send((gradients,), Compute(Kind.ROUND_GRADIENTS, step + 1))]
+        # After the last round no computing is left to hide the final gradients.
         elif step:
             returning = [Send((ContextMessage(ContextLeg.RETURN_GRADIENTS, tier=max(tiers), backward=True),))]
         yield from returning
@@ -81,6 +83,7 @@ def ring_step_tiers(degrees: Sequence[int]) -> list[int]:
     """The tier that each step of a ring goes over: an outer tier's turn comes when the tiers inside are through."""
     tiers: list[int] = []
     for tier, degree in enumerate(degrees):
+        # Mixed-radix counting: one outer step for every full round of the tiers inside.
         tiers = [*tiers, tier] * (degree - 1) + tiers
     return tiers
 
@@ -97,12 +100,14 @@ def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment
         moments = []
         ends = [(leg, -1) for leg in (ContextLeg.INTO, ContextLeg.BACK) if ulysses > 1]
         ends += [(ContextLeg.RETURN_GRADIENTS, max(tiers))] if backward and tiers else []
+        # The exchanges at both ends have no computing behind them, so they are one moment.
         if ends:
             moments.append(_moment(None, ends, 1, backward))
         # Rounds, by the tier over which keys leave, and by the tier over which gradients do (-1: none).
         gradients = [-1, -1, *tiers[1:]] if backward else [-1] * (len(tiers) + 1)
         rounds = Counter(zip([*tiers[1:], -1], gradients[1:], strict=True)) if tiers else Counter[tuple[int, int]]()
         kind = Kind.ROUND_GRADIENTS if backward else Kind.ROUND
+        # Held-back weight gradients hide the last message of the ring.
         if tiers:
             moments.append(_moment(Compute(kind, 0), [(ContextLeg.KEYS, tiers[0])], 1, backward))
         for (keys, returned), times in rounds.items():

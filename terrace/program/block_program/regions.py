@@ -29,7 +29,7 @@ _ALL_REDUCE = Leg.REDUCE, Leg.GATHER
 
 @dataclass(frozen=True)
 class _Region:
-    """The elements of the activations that columns sum up, one for each product into the region; then out of it."""
+    """Elements of the activations summed over columns: one entry per product into the region, then one out of it."""
 
     products: tuple[int, ...]
     output: int
@@ -62,16 +62,14 @@ def tensor_steps(
 
 
 def _parts(tensor: Tensor, block: BlockSpec) -> list[_Part]:
-    """Norms and regions of a block, in the order of its parameters."""
     found: list[_Part] = []
     products: list[int] = []
     for param in block.params:
         if is_norm(param):
             found.append(_NORM)
         elif is_inner(param) and param.dims[0][0] != "hidden":
-            one_of = (
-                param.dims[0][1] if param.is_replicated_over("rows") else 1
-            )  # of key-value heads that all ranks hold
+            # With more rows than key-value heads, every rank holds all of them but projects one.
+            one_of = param.dims[0][1] if param.is_replicated_over("rows") else 1
             products.append(_inner(tensor, param.shape[0] // one_of))
         elif is_inner(param):
             attends = param.dims[1][0] == "heads"
@@ -81,18 +79,17 @@ def _parts(tensor: Tensor, block: BlockSpec) -> list[_Part]:
 
 
 def _inner(tensor: Tensor, size: int) -> int:
-    """Elements of an activation of all tokens and `size` features, padded for the columns to divide them."""
     return tensor.columns.padded(tensor.tokens * size)
 
 
 class _Writer:
-    """Writes steps of blocks of one hidden size."""
-
     def __init__(self, tensor: Tensor, hidden: int, *, regathers: bool) -> None:
         self.tensor, self.regathers, self.splits = tensor, regathers, tensor.splits_tokens
         self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
         self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden
+        # Elements of a rank's own part of the residual stream; `whole` counts all rows and columns.
         self.cut = tensor.rows.padded(self.whole // tensor.columns.degree)
+        # Parts are runs of tokens, which only sequence parallelism communicates.
         in_parts = self.splits and tensor.plan.tensor_chunks > 1
         self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
 
@@ -143,20 +140,20 @@ class _Writer:
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
 
     def _enter(self) -> Iterator[Step]:
-        """Gather the input of a region; in parts, the first product starts with the first part."""
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.GATHER)
             return
+        # All parts are issued at once; products of part i hide the arrival of part i + 1.
         gathers = self._in_parts(Leg.GATHER, alone=0, behind=_OUTPUTS)
         yield from gathers
         for gather in gathers:
             yield from (Await(gather), _OUTPUTS)
 
     def _leave(self) -> Iterator[Step]:
-        """Reduce the output of a region; in parts, the last product ends with the last part."""
         if not self.parts:
             yield from self._wait(self.rows, self.cut, Leg.REDUCE)
             return
+        # The last reduction has no product left to hide behind.
         reductions = self._in_parts(Leg.REDUCE, alone=len(self.parts) - 1, behind=_OUTPUTS)
         for reduction in reductions:
             yield from (_OUTPUTS, reduction)
@@ -167,6 +164,7 @@ class _Writer:
             if part is _NORM:
                 yield from self._norms(1)
                 continue
+            # Regathering is issued before the input gradients and awaited before the weight gradients that read it.
             again = Send(self._messages(self.rows, self.cut, Leg.GATHER), _INPUTS) if self.regathers else None
             if self.splits:
                 yield from self._leave_backward(again)
@@ -178,7 +176,7 @@ class _Writer:
             yield from self._wait(self.rows, self.cut, *legs, behind=_WEIGHTS)
 
     def _leave_backward(self, again: Send | None) -> Iterator[Step]:
-        """Gather the gradient of a region's output, then begin to gather its input `again`."""
+        # Queued after the gathers: the output's gradient is needed first.
         regather = () if again is None else (again,)
         if not self.parts:
             yield from (*self._wait(self.rows, self.cut, Leg.GATHER), *regather)
@@ -189,21 +187,20 @@ class _Writer:
             yield from (Await(gather), _INPUTS)
 
     def _in_parts(self, leg: Leg, *, alone: int, behind: Compute) -> list[Send]:
-        """A message in parts, the part `alone` of which nothing hides."""
         return [
             Send(self._messages(self.rows, numel, leg), None if index == alone else behind)
             for index, numel in enumerate(self.parts)
         ]
 
     def _norms(self, number: int) -> Iterator[Step]:
-        """Sums of one number a token over the columns, a message for each parameter of a norm."""
         tensor = self.tensor
+        # With sequence parallelism a rank normalises only its own tokens.
         tokens = tensor.padded_tokens // tensor.rows.degree if self.splits else tensor.tokens
         for _ in range(number):
             yield from self._wait(self.columns, tokens, Leg.NUMBERS)
 
     def _wait(self, axes: tuple[str, ...], numel: int, *legs: Leg, behind: Compute | None = None) -> Iterator[Step]:
-        """A message, the computing beside it, and its end; nothing where there is nobody to talk to."""
+        # An axis of one rank, or an empty activation, sends nothing.
         if self.tensor.line(axes).degree > 1 and numel:
             send = Send(self._messages(axes, numel, *legs), behind)
             yield from (send, Await(send)) if behind is None else (send, behind, Await(send))

@@ -5,10 +5,10 @@
 2. Then F and I in turn. A W runs in a gap that it fits into, in a smaller gap if waiting would make this stage the one
    that has idled most, and when memory is full. As far as memory allows, a stage stays at least one forward ahead of
    the next; one switch tells whether to skip a forward, when it is further ahead, that would delay the next I.
-3. What W remain run last.
+3. The remaining W run last.
 
-Another switch tells whether smaller gaps get a W at all. Every setting of the switches is tried, and the order with
-the shortest longest span is returned (the cost of section 5.3).
+Another switch tells whether smaller gaps get a W at all. Every setting of the switches is tried, and the order with the
+shortest longest span is returned (the cost of section 5.3).
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,7 @@ def zb_auto(num_stages: int, num_micros: int, seconds: TaskSeconds, weight_share
     problem = _Problem(
         num_stages=num_stages, num_micros=num_micros, seconds=seconds, limit=memory_limit, weight_share=weight_share
     )
+    # Eight settings are cheap, and no single one wins for all times.
     tries = [_attempt(problem, *switches) for switches in product((False, True), repeat=3)]
     best = min(tries, key=lambda stages: max(stage.span_s for stage in stages))
     return build("zb-auto", looped(num_stages, 1), num_micros, [stage.row for stage in best])
@@ -71,8 +72,6 @@ class _Problem:
 
 @dataclass
 class _Stage:
-    """One stage as it fills up."""
-
     problem: _Problem
     index: int
     now_s: float = 0.0
@@ -98,6 +97,7 @@ class _Stage:
 
     def _run(self, kind: Kind, micro: int, arrival_s: float, lasts_s: float, kept: float) -> None:
         start_s = max(self.now_s, arrival_s)
+        # Idle time counts from the first task: the wait before it is the pipeline's ramp, which no order avoids.
         if self.row:
             self.idle_s += start_s - self.now_s
         else:
@@ -125,6 +125,7 @@ class _Stage:
         while self.has_weight and self.now_s + self.problem.seconds.weight_s[self.index] <= arrival_s:
             self.weight()
         gap_s = arrival_s - self.now_s
+        # A W that overruns the gap delays this stage, so only the stage that would idle most takes it.
         if small_gaps and gap_s > 0 and self.has_weight and self.idle_s + gap_s > max(one.idle_s for one in stages):
             self.weight()
 
@@ -147,7 +148,6 @@ def _attempt(problem: _Problem, delay: bool, skip: bool, small_gaps: bool) -> li
 
 
 def _forward_arrival(problem: _Problem, stages: Sequence[_Stage], index: int) -> float:
-    """When the next forward of a stage can start."""
     if index == 0:
         return 0.0
     return stages[index - 1].forwards_s[len(stages[index].forwards_s)] + problem.seconds.edge_s[index - 1]
@@ -160,7 +160,6 @@ def _input_arrival(problem: _Problem, stages: Sequence[_Stage], index: int, micr
 
 
 def _warm_up(problem: _Problem, stages: Sequence[_Stage], delay: bool) -> None:
-    """Run the forwards before the first I of every stage, and that I."""
     counts = _warm_up_counts(problem, delay)
     for index, stage in enumerate(stages):
         for _ in range(counts[index]):
@@ -170,7 +169,7 @@ def _warm_up(problem: _Problem, stages: Sequence[_Stage], delay: bool) -> None:
 
 
 def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
-    """How many forwards every stage runs first, counted as if they followed one another without a gap."""
+    """Forwards of every stage before its first I, assuming that they run without gaps."""
     seconds, most = problem.seconds, min(problem.limit, problem.num_micros)
     ends_s = [lasts_s + edge_s for lasts_s, edge_s in zip(seconds.forward_s, (0.0, *seconds.edge_s), strict=True)]
     ends_s = list(accumulate(ends_s))
@@ -178,11 +177,13 @@ def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
     input_s = ends_s[-1] + seconds.input_s[-1]
     for index in reversed(range(problem.num_stages - 1)):
         now_s, arrival_s = ends_s[index], input_s + seconds.edge_s[index]
+        # With `delay` a forward may start in the gap even if it ends after the I could have started.
         needed_s = 0.0 if delay else seconds.forward_s[index]
         while counts[index] + 1 <= most and now_s + needed_s < arrival_s * (1 - _ROUNDING):
             counts[index] += 1
             now_s += seconds.forward_s[index]
         input_s = max(now_s, arrival_s) + seconds.input_s[index]
+    # A stage cannot warm up with more forwards than the one before it has sent on by then.
     for index in range(1, problem.num_stages):
         if counts[index - 1] < problem.num_micros:
             counts[index] = min(counts[index], max(1, counts[index - 1] - 1))
@@ -196,12 +197,14 @@ def _may_skip(problem: _Problem, stages: Sequence[_Stage], index: int) -> bool:
     seconds, stage, behind = problem.seconds, stages[index], stages[index + 1]
     if len(stage.forwards_s) < len(behind.forwards_s) + 2:
         return False
+    # Earliest I here: the next stage still runs one F and one I, then sends the gradient.
     arrival_s = behind.now_s + seconds.forward_s[index + 1] + seconds.input_s[index + 1] + seconds.edge_s[index]
     return stage.now_s + seconds.forward_s[index] > arrival_s
 
 
 def _steady_forward(problem: _Problem, stages: Sequence[_Stage], index: int, small_gaps: bool) -> None:
     stage = stages[index]
+    # Memory is full: W releases the rest of a micro-batch's activations.
     while stage.is_full and stage.has_weight:
         stage.weight()
     before = len(stages[index - 1].forwards_s) if index else problem.num_micros

@@ -12,11 +12,11 @@ Waiting = tuple[tuple[int, ...], ...]  # micro-batches by stage and chunk
 def peak_activation_bytes(
     orders: Orders, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None
 ) -> list[float]:
-    """The most activation bytes that each stage keeps at once.
+    """Peak activation bytes of each stage.
 
-    By virtual stage, `forward_bytes` is kept by the forward of a micro-batch (M_B of Qi et al. 2401.10241,
-    section 2) and `weight_bytes` left by its BACKWARD_INPUT for the BACKWARD_WEIGHT (M_W; all of it if None).
-    A whole backward and a BACKWARD_WEIGHT free all that is left. A task frees what it frees when it ends.
+    Both lists are by virtual stage: `forward_bytes` is kept by the forward of a micro-batch (M_B of Qi et al.
+    2401.10241, section 2) and `weight_bytes` is left by its BACKWARD_INPUT for the BACKWARD_WEIGHT (M_W; all of it if
+    None). A whole backward and a BACKWARD_WEIGHT free the rest. Memory is freed when the task ends.
     """
     kept = forward_bytes if weight_bytes is None else weight_bytes
     peaks = []
@@ -34,6 +34,7 @@ def peak_activation_bytes(
 def most_waiting(orders: Orders) -> Waiting:
     """Micro-batches in flight in each chunk of every stage, at the moment when the stage has most of them."""
     found = []
+    # Plain integers: this loop runs over every task of every candidate schedule.
     forward, backward_input = int(Kind.FORWARD), int(Kind.BACKWARD_INPUT)
     for tasks in orders.tasks:
         now, most, total, peak = [0] * orders.num_chunks, (0,) * orders.num_chunks, 0, 0
@@ -43,6 +44,7 @@ def most_waiting(orders: Orders) -> Waiting:
                 total += 1
                 if total > peak:
                     most, peak = tuple(now), total
+            # A micro-batch leaves when its whole backward or its weight half ends.
             elif kind != backward_input:
                 now[chunk] -= 1
                 total -= 1

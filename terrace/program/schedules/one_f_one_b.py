@@ -21,7 +21,7 @@ def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
 
 
 def alternate(forwards: Sequence[Task], backwards: Sequence[Task], num_warmup: int) -> list[Task]:
-    """`num_warmup` forwards (or all), then one forward and one backward in turn, then what remains."""
+    """`num_warmup` forwards (or all), then one forward and one backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     row = list(forwards[:num_warmup])
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):

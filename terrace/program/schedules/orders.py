@@ -1,16 +1,16 @@
-"""Orders: what every stage of a pipeline does in one step, as plain values.
+"""Orders: the tasks of every stage of a pipeline in one step, as plain values.
 
-A pipeline has `num_stages` stages (one a pipeline rank), each holding `num_chunks` pieces of the model. The
-pieces in model order are the *virtual stages* 0 .. num_stages * num_chunks - 1; where chunk c of stage r stands
-among them is the *placement*, which belongs to the schedule:
+A pipeline has `num_stages` stages (one a pipeline rank), each holding `num_chunks` pieces of the model. The pieces in
+model order are the *virtual stages* 0 .. num_stages * num_chunks - 1. The *placement*, which belongs to the schedule,
+gives the virtual stage of chunk c of stage r:
 
     looped    c * num_stages + r                   every chunk goes once round the stages
     V-shaped  r, then 2 * num_stages - 1 - r       two chunks; the first stage holds both ends of the model
 
-A backward is one task (BACKWARD), or two: BACKWARD_INPUT makes the gradient of the input, which the stage before
-waits for, and BACKWARD_WEIGHT the gradient of the weights, any time later (Qi et al. 2401.10241, section 2).
+A backward is one task (BACKWARD), or two: BACKWARD_INPUT makes the gradient of the input, which the stage before waits
+for, and BACKWARD_WEIGHT the gradient of the weights, any time later (Qi et al. 2401.10241, section 2).
 
-Orders hold no times and no messages: a task waits for what it reads, and terrace.simulate.timeline says when.
+Orders hold no times and no messages: a task waits for its inputs, and terrace.simulate.timeline says when.
 """
 
 from collections.abc import Sequence
@@ -101,11 +101,11 @@ def nearest_multiple(value: int, of: int) -> int:
 
 
 def verify_orders(orders: Orders) -> None:
-    """Check what one stage can see; raises `ProgramError` with stage, task and rule.
+    """Check every rule that one stage's order can break; raises `ProgramError` with stage, task and rule.
 
-    The placement names every virtual stage once. Every stage runs each of its micro-batches forward once in every
-    chunk and backward once, whole or in two halves, in this order. Circles between stages show when the
-    orders are played (terrace.simulate.timeline).
+    The placement names every virtual stage once. Every stage runs each of its micro-batches forward once in every chunk
+    and backward once, whole or in two halves, in this order. Circular waits between stages show when the orders are
+    played (terrace.simulate.timeline).
     """
     placed = sorted(virtual for row in orders.placement for virtual in row)
     if placed != list(range(orders.num_virtual)) or any(len(row) != orders.num_chunks for row in orders.placement):
@@ -134,6 +134,7 @@ def _verify_stage(orders: Orders, stage: int, tasks: Sequence[Task]) -> None:
         before = needed[kind]
         if before is not None and Task(before, chunk, micro) not in seen:
             raise ProgramError(f"stage {stage}: {task} stands before its {before.name}: put it after")
+        # A whole backward and its input half exclude each other.
         twin = {Kind.BACKWARD: Kind.BACKWARD_INPUT, Kind.BACKWARD_INPUT: Kind.BACKWARD}.get(kind)
         if task in seen or (twin is not None and Task(twin, chunk, micro) in seen):
             raise ProgramError(f"stage {stage}: {task} stands there twice: a micro-batch passes a chunk once")

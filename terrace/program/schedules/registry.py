@@ -32,7 +32,6 @@ def schedule(name: str) -> Callable[[_Builder], _Builder]:
 
 @cache
 def _schedules() -> dict[str, Callable[..., Orders]]:
-    """Import every module of this folder, which fills the registry."""
     folder = import_module(__package__)
     for module in pkgutil.iter_modules(folder.__path__, f"{__package__}."):
         import_module(module.name)

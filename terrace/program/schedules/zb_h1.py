@@ -9,14 +9,14 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("zb-h1")
 def zb_h1(num_stages: int, num_micros: int) -> Orders:
-    """The order of 1F1B in F and I, with W put off.
+    """The order of 1F1B in F and I, with W delayed.
 
     Stage r lets r weight gradients wait while forwards remain, then runs one after each I, the rest last.
 
-    Invariants: F and I stand as F and B do in 1F1B; with an activation of M_B a micro-batch, of which M_W waits
-    for W, stage r keeps at most (num_stages - r) M_B + r M_W, so no stage more than num_stages M_B. With equal
-    stages, free messages, T_W <= T_F, T_B and 2 num_stages micro-batches or more the longest span is
-    num_micros (T_F + T_B + T_W) + (num_stages - 1)(T_F + T_B - T_W).
+    Invariants: F and I stand as F and B do in 1F1B. Let a micro-batch's activation be M_B, with M_W of it held until W:
+    stage r keeps at most (num_stages - r) M_B + r M_W, so no stage more than num_stages M_B. With equal stages, free
+    messages, T_W <= T_F, T_B and 2 num_stages micro-batches or more the longest span is num_micros (T_F + T_B + T_W) +
+    (num_stages - 1)(T_F + T_B - T_W).
     """
     positive(num_stages=num_stages, num_micros=num_micros)
     passes = [tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]

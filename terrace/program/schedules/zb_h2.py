@@ -13,10 +13,10 @@ def zb_h2(num_stages: int, num_micros: int) -> Orders:
 
     Stage r starts with 2(num_stages - r) - 1 forwards and lets 2r weight gradients wait, the rest run last.
 
-    Invariants: with an activation of M_B a micro-batch, of which M_W waits for W, stage r keeps at most
-    (2(num_stages - r) - 1) M_B + 2r M_W, so no stage more than (2 num_stages - 1) M_B, when M_W <= M_B. With
-    equal stages and T_F = T_B = T_W, free messages and 2 num_stages - 1 micro-batches or more, no stage idles
-    between its first task and its last.
+    Invariants: let a micro-batch's activation be M_B, with M_W of it held until W: stage r keeps at most (2(num_stages
+    - r) - 1) M_B + 2r M_W, so no stage more than (2 num_stages - 1) M_B, when M_W <= M_B. With equal stages and T_F =
+    T_B = T_W, free messages and 2 num_stages - 1 micro-batches or more, no stage idles between its first task and its
+    last.
     """
     positive(num_stages=num_stages, num_micros=num_micros)
     passes = [tasks_of(kind, 0, num_micros) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]

@@ -25,17 +25,17 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("zeropp")
 def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orders:
-    """Units of `unit` micro-batches, one after the other, with split backwards; the last may hold fewer.
+    """Units of `unit` micro-batches in sequence, with split backwards; the last unit may hold fewer.
 
-    Invariants: in every unit a stage runs its F chunk by chunk, ascending, its I descending; so without W it
-    gathers a chunk at most twice a unit. With an activation of M_B a chunk and micro-batch, of which M_W waits for W,
-    stage r keeps at most unit num_chunks M_B + min(unit num_chunks, 2(num_stages - 1 - r)) M_W. With equal stages,
-    T_F = T_B = T_W, free messages, units of num_stages micro-batches or more and unit num_chunks >=
-    2(num_stages - 1), stage r idles 2(num_stages - 1 - r) slots of one chunk in its span, however many units there
-    are.
+    Invariants: in every unit a stage runs its F chunk by chunk, ascending, its I descending; so without W it gathers a
+    chunk at most twice a unit. Let the activation of a chunk and micro-batch be M_B, with M_W of it held until W: stage
+    r keeps at most unit num_chunks M_B + min(unit num_chunks, 2(num_stages - 1 - r)) M_W. With equal stages, T_F = T_B
+    = T_W, free messages, units of num_stages micro-batches or more and unit num_chunks >= 2(num_stages - 1), stage r
+    idles 2(num_stages - 1 - r) slots of one chunk in its span, for any number of units.
     """
     positive(num_stages=num_stages, num_chunks=num_chunks, num_micros=num_micros, unit=unit)
     tasks = {kind: [tasks_of(kind, chunk, num_micros) for chunk in range(num_chunks)] for kind in Kind}
+    # Idle slots of stage 0 between the forward and the backward of a unit.
     gap = 2 * (num_stages - 1)
     held = min(num_chunks, -(-gap // unit))  # chunks whose W may be put off
     rows = []
@@ -47,6 +47,7 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
             row += [task for chunk in range(num_chunks) for task in tasks[Kind.FORWARD][chunk][micros]]
             row += late
             back = list(_backward(tasks[Kind.BACKWARD_INPUT], tasks[Kind.BACKWARD_WEIGHT], micros, held))
+            # The tail of the backward moves into the gap of the next unit.
             kept = len(back) - min(gap - 2 * stage, held * len(range(num_micros)[micros]))
             row, late = row + back[:kept], back[kept:]
         rows.append(row + late)
@@ -56,7 +57,7 @@ def zeropp(num_stages: int, num_chunks: int, num_micros: int, unit: int) -> Orde
 def _backward(
     inputs: Sequence[Sequence[Task]], weights: Sequence[Sequence[Task]], micros: slice, held: int
 ) -> Iterator[Task]:
-    """Yield the backward of a unit: I and W in turn, of the first `held` chunks all I first."""
+    """I and W in turn; the first `held` chunks run all their I first."""
     for chunk in reversed(range(held, len(inputs))):
         yield from inputs[chunk][micros]
         yield from weights[chunk][micros]
