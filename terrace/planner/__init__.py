@@ -1,4 +1,4 @@
-"""The planner: from a model, a cluster and a batch to the plan that is predicted to be fastest, and the reasons."""
+"""Planner: searches for the plan with the shortest predicted step for a model, a cluster and a batch, with reasons."""
 
 from terrace.planner.evaluate import Estimate, Evaluator
 from terrace.planner.explain import Verdict, preset_verdicts, reasons

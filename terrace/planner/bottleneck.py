@@ -1,6 +1,6 @@
-"""Whether a plan spends most of its step on one tier, and a plan that is predicted to be faster.
+"""Detects a plan whose step is mostly waiting on one tier, and searches for a faster plan.
 
-Both plans are predicted as `terrace plan` does, on the same cluster, so that their ratio compares like with like.
+Both plans are predicted as `terrace plan` does, on the same cluster, so their ratio is meaningful.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LEAST_GAIN = 1.1  # times as fast a plan must be to be worth naming; predictions
 
 @dataclass(frozen=True, kw_only=True)
 class Bottleneck:
-    """The tier with the longest waits for messages, their share of the step, and the step's seconds."""
+    """The tier with the longest exposed communication, its share of the step, and the step in seconds."""
 
     tier: str
     share: float
@@ -26,13 +26,13 @@ class Bottleneck:
 
     @property
     def is_most(self) -> bool:
-        """Whether that is most of the step."""
+        """Whether waiting on this tier takes most of the step."""
         return self.share > MOST
 
 
 @dataclass(frozen=True, kw_only=True)
 class Better:
-    """A plan that is predicted to be faster, its gain as a factor, and whether the search proved it the best."""
+    """A plan predicted to be faster, its speedup, and whether the search proved it optimal."""
 
     estimate: Estimate
     gain: float
@@ -40,7 +40,7 @@ class Better:
 
 
 def bottleneck(task: Task, plan: Plan) -> Bottleneck:
-    """Where the busiest stage of a plan waits longest; raises `PlanError` for a plan that cannot run."""
+    """The tier on which the busiest stage of a plan waits longest; raises `PlanError` for a plan that cannot run."""
     predicted = predict_step(step_of(task, plan))
     recordings, stage = record_stages(predicted.programs, predicted.costs), predicted.busiest
     exposed = exposed_by_tier(recordings, stage)
@@ -50,7 +50,7 @@ def bottleneck(task: Task, plan: Plan) -> Bottleneck:
 
 
 def better_plan(task: Task, step_s: float, limit: int) -> Better | None:
-    """The best plan that `limit` simulations find, if it beats a step of `step_s` by `LEAST_GAIN`."""
+    """The best plan found within `limit` simulations, if it beats a step of `step_s` by `LEAST_GAIN`."""
     found, _ = find(Space(task=task), count=1, limit=limit)
     if not found.best or step_s / found.best[0].step_s < LEAST_GAIN:
         return None

@@ -1,29 +1,29 @@
-"""Lower bounds: no choice is faster or smaller than these say.
+"""Lower bounds on the step time and the memory of choices.
 
-Time of a pipeline. Let f and b be the forward and backward of a block on one micro-batch, tensor and context messages
-included (nothing hides them), and f0 and b0 those of the lightest virtual stage with the message after it. Stage r of
-p does nothing before r times f0 has passed, and nothing in the last r times b0 (but with a split backward, a delayed
-weight gradient may). So with M micro-batches no pipeline ends before
+Pipeline time. Let f and b be the forward and backward of a stage on one micro-batch, tensor and context messages
+included (nothing hides them), and f0 and b0 the forward and backward of the lightest virtual stage with the message
+after it. Stage r of p is idle for the first r f0 seconds and for the last r b0 seconds (with a split backward, delayed
+weight gradients may fill the end). So with M micro-batches a pipeline takes at least each of
 
     M (mean of f + b over stages) + (p - 1)/2 (f0 + b0),
     M (f + b of the last stage)   + (p - 1)   (f0 + b0),       M (f + b of the busiest stage),
-    (f + b of all virtual stages but the last, and its messages) + M (f + b of the last virtual stage),
+    (f + b of all virtual stages but the last, and its messages) + M (f + b of the last virtual stage);
 
-the last with the weight gradient's part left out of a split b. A later bound plays the orders with f and b, and before
-that takes the tasks on the critical path of other seconds played in the same orders.
+the last one counts a split b without its weight gradient. Later bounds play the orders with f and b or, cheaper, add up
+the tasks on the critical path of a pipeline already played with the same orders and other seconds.
 
-Time of the messages between data ranks. Steps follow one another, so a stage's step is no shorter than a chain that
-leads from one CLIP to the next (`Bounds.excess_s`): what must come before block j's first forward (the updates, or the
-refreshes of the blocks up to j, and a gather), all computing but the forwards of the blocks before j and the last
-backwards of the blocks before k, then the reductions or synchronisations of the blocks from k down to the first, and
-CLIP's own message. And no lane of messages is shorter than the sum of what it carries.
+Data-parallel messages. Steps repeat, so a stage's step is at least as long as a chain from one CLIP to the next
+(`Bounds.excess_s`): everything before block j's first forward (the updates, or the refreshes of the blocks up to j, and
+a gather), all computing except the forwards of the blocks before j and the last backwards of the blocks before k, then
+the reductions or synchronisations of the blocks from k down to the first, and CLIP's own message. A step is also at
+least as long as the sum of the messages on any one lane.
 
-An open shape (terrace.planner.space) counts the forward, the backward and the memory of the form with least of each,
-and as what hides messages the forward and the backward of the form with most. A share of layers depends on a form by
-what the head is worth in layers alone, and the last virtual stage never gets more when the head is worth more: where
-the least and the most share alike, so does every form; elsewhere nothing is said of schedules.
+An open shape (terrace.planner.space) counts the smallest forward, backward and memory over its context forms, and hides
+messages behind the largest forward and backward. The layer split of an open shape depends on the context form only
+through the head's cost in layers, and is monotone in it. If the cheapest and the dearest form give the same split,
+every form does; otherwise no bound on schedules is claimed.
 
-Memory. Each state over the ranks it is sharded over, one block gathered, and the activations that wait.
+Memory. Each state divided by the ranks it is sharded over, one gathered block, and the activations in flight.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ def _orders_key(core: PartialCandidate) -> tuple[object, ...]:
 
 
 class Bounds:
-    """Bounds for the choices of one task, and the pipelines that were built for them."""
+    """Lower bounds for the choices of one task; caches the pipelines built for them."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator, self.task = estimator, estimator.task
@@ -60,9 +60,9 @@ class Bounds:
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by what its orders depend on
 
     def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
-        """Return the bound over all schedules of a shape; its stages are those of the lightest pipeline there is.
+        """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.
 
-        Of an open shape it is also a bound over the forms of its context ranks.
+        For an open shape it is also a bound over its context forms.
         """
         works, kept = self._works(shape, micro_batch, recompute), self._kept(shape, micro_batch, recompute)
         numels = self.estimator.own_numels(shape.mesh)
@@ -70,8 +70,10 @@ class Bounds:
         stages, layers = shape.mesh.total("pipeline"), self.num_layers
         (embedding_s, layer_s, head_s) = ((work[0] + work[1]) for work in works)
         total_s = layers * layer_s + head_s + embedding_s
+        # No schedule has lighter virtual stages than one with the most chunks.
         least = max(1, layers // (stages * MOST_CHUNKS))
         edge_s = self.estimator.boundary_s(shape.mesh, micro_batch) if stages > 1 else 0.0
+        # A split backward may fill the end of the pipeline, so only the forward ramp is certain.
         ramp_s = (stages - 1) / 2 * (least * works[LAYER][0] + edge_s)
         if stages == 1:
             # A head keeps its logits only while it runs; layers keep until their backward.
@@ -95,15 +97,16 @@ class Bounds:
         )
 
     def core(self, root: PartialCandidate, schedule: str, chunks: int) -> PartialCandidate | None:
-        """Return the bound of a root with a schedule; None for more virtual stages than layers, or too many passes.
+        """Bound of a root with a schedule; None with more virtual stages than layers, or too many passes.
 
-        Of an open shape it is that of the root where its forms may share the layers differently.
+        An open shape keeps the root's bound if its context forms may split the layers differently.
         """
         if schedule == SERIAL:
             return root._replace(schedule=SERIAL, played=True)
         shape, num_layers = root.shape, self.num_layers
         stages = shape.mesh.total("pipeline")
         num_virtual = stages * chunks
+        # The same limits as `share_layers` and `pipeline`, without the cost of an exception.
         if num_virtual > num_layers or num_virtual * root.num_micros > MOST_PASSES:
             return None
         works = self._works(shape, root.micro_batch, root.recompute)
@@ -111,6 +114,8 @@ class Bounds:
         shares = shares_of(num_layers, stages, chunks, head_layers(works), trait.looped, trait.folded)
         if shape.is_open:
             most = self._most_works(shape, root.micro_batch, root.recompute)
+            # The split is monotone in the head's cost, so equal ends mean that every form between them has this
+            # split.
             least_counts, most_counts = (
                 share_layers(num_layers, num_virtual, head_layers(each)) for each in (works, most)
             )
@@ -120,8 +125,11 @@ class Bounds:
         head_forward_s, head_s = works[HEAD][0], works[HEAD][0] + works[HEAD][1]
         edge_s = self.estimator.boundary_s(shape.mesh, root.micro_batch)
         micros, least = root.num_micros, shares.least
+        # A split schedule may delay the weight gradient beyond the path to the previous stage.
         back_s = backward_s - weight_s if trait.split else backward_s
         hop_s = least * forward_s + edge_s + (0.0 if trait.split else least * backward_s + edge_s)
+        # Only the looped placement tells here which virtual stages share a stage; for others, the mean and the last
+        # stage's least share.
         busiest_s, last_s = root.mean_s, micros * chunks * least * (forward_s + backward_s)
         if trait.looped:
             last_s = micros * (shares.last_stage * (forward_s + backward_s) + head_s)
@@ -135,7 +143,7 @@ class Bounds:
         return root._replace(schedule=schedule, chunks=chunks, heavy=shares.heavy, span_s=span_s)
 
     def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:
-        """Yield the bounds of a root with each of the schedules; those of the same traits share one."""
+        """Bounds of a root with each schedule; schedules with equal traits share one."""
         known: dict[tuple[bool, bool, int], PartialCandidate | None] = {}
         for schedule, chunks in schedules:
             trait = None if schedule == SERIAL else traits()[schedule]
@@ -147,7 +155,7 @@ class Bounds:
                 yield core if core.schedule == schedule else core._replace(schedule=schedule)
 
     def staged(self, core: PartialCandidate) -> PartialCandidate:
-        """Return a core that knows what its stages hold and keep; raises `PlanError` as the schedule does."""
+        """The core with the parameters and activations of its stages; raises `PlanError` as the schedule does."""
         shape, stages = core.shape, core.shape.mesh.total("pipeline")
         placement, most = held(core.schedule, stages, core.chunks, core.num_micros, core.unit or 1)
         works = self._works(shape, core.micro_batch, core.recompute)
@@ -155,6 +163,7 @@ class Bounds:
         parts = parts_of(counts, placement)
         kept = self._kept(shape, core.micro_batch, core.recompute)
         numels = self.estimator.own_numels(shape.mesh)
+        # A set: the inner stages of a deep pipeline are mostly alike.
         needs = {
             (
                 sum(count * numel for count, numel in zip(part.counts, numels, strict=True)),
@@ -166,16 +175,17 @@ class Bounds:
         return core._replace(heavy=None if core.unit else heavy, stages=tuple(sorted(needs)))
 
     def play(self, core: PartialCandidate) -> PartialCandidate:
-        """Return the bound of a core whose orders have been played; raises `PlanError` as the schedule does."""
+        """The core with the makespan of its played orders as bound; raises `PlanError` as the schedule does."""
         numbers = (core.micro_batch, core.recompute, core.schedule, core.chunks, core.unit or 1)
         pipeline = self.pipeline(core.shape.mesh, *numbers)
+        # One played pipeline per orders is enough: its critical path bounds all others (`chained`).
         self._first_played.setdefault(_orders_key(core), pipeline)
         return self.staged(core)._replace(span_s=pipeline.span_s, played=True)
 
     def chained(self, core: PartialCandidate) -> PartialCandidate:
-        """Return a core with the bound of its tasks on the critical path of one of the same orders, if one was played.
+        """The core, bounded by the critical path of an earlier pipeline with the same orders, if one was played.
 
-        No order ends before what follows one another in it. Raises `PlanError` as the schedule does.
+        A chain of dependent tasks is a lower bound for any task times. Raises `PlanError` as the schedule does.
         """
         before = self._first_played.get(_orders_key(core))
         if before is None:
@@ -188,7 +198,7 @@ class Bounds:
     def pipeline(
         self, mesh: Mesh, micro_batch: int, recompute: int, schedule: str, chunks: int, unit: int = 1
     ) -> Pipeline:
-        """Return the pipeline of a core, built once; raises `PlanError` as the schedule does."""
+        """The pipeline of a core, built once; raises `PlanError` as the schedule does."""
         key = (mesh, micro_batch, recompute, schedule, chunks, unit)
         if key not in self._pipelines:
             micros = self.task.batch // (mesh.total("data") * micro_batch)
@@ -198,18 +208,19 @@ class Bounds:
         return self._pipelines[key]
 
     def placed_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
-        """Return the seconds that a choice takes at least."""
+        """Lower bound in seconds for a core with a placement and a unit."""
         return self.least_s(core, self.excess_s(core, placement, unit))
 
     @staticmethod
     def least_s(core: PartialCandidate, excess_s: float) -> float:
-        """Return the seconds of a step that is longer than its computing by `excess_s` or more."""
+        """Lower bound in seconds for a step at least `excess_s` longer than its computing."""
         return (core.span_s + excess_s) * SLACK
 
     def excess_s(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
-        """Return the seconds by which a step is longer than its computing, at least; it needs a core's `heavy` alone.
+        """Lower bound on the seconds by which a step exceeds its computing; reads only `heavy` of the core.
 
-        The chain of the module's docstring ends where it is longest: at the first or the last block of some kind.
+        The chain in the module's docstring is longest at the first or the last block of some kind, so only these are
+        tried.
         """
         if core.unit:
             return 0.0 if core.shape.is_open else self._chunks_excess_s(core, placement)
@@ -219,12 +230,14 @@ class Bounds:
         shape, estimator = core.shape, self.estimator
         numels = estimator.own_numels(shape.mesh)
         messages = self.mail.messages(shape.mesh.state, numels, placement)
+        # An excess must not be overestimated for any form, so the form with the most computing counts.
         works = self._most_works(shape, core.micro_batch, core.recompute)  # all of it hides messages
         held = sum(numel * count for numel, count in zip(numels, counts, strict=True))
         update_s = estimator.update_s(shape.mesh.state, placement, held)
         refresh_s, gather_s, reduce_s, sync_s = (
             lane.seconds for lane in (messages.refresh, messages.gather, messages.reduce, messages.sync)
         )
+        # The first block's backward is the last of the step; its synchronisation ends the chain.
         first = next(kind for kind in KINDS if counts[kind])
         starts_s = ends_s = 0.0
         refreshed_s = forward_s = reduced_s = synced_s = backward_s = 0.0  # of the blocks before
@@ -232,9 +245,11 @@ class Bounds:
             if not count:
                 continue
             work, more = works[kind], count - 1
+            # Start of the chain: the first block of this kind, then the last, less the forwards that overlap.
             ready_s = max(update_s, refreshed_s + refresh_s[kind]) + gather_s[kind] - forward_s
             last_s = max(update_s, refreshed_s + count * refresh_s[kind]) + gather_s[kind] - forward_s
             starts_s = max(starts_s, ready_s, last_s - more * unit * work[0])
+            # End of the chain: from the last backward of this kind down to CLIP, less the backwards that overlap.
             synced = reduce_s[kind] + synced_s
             reduced = reduced_s + sync_s[first]
             done_s = max(synced + sync_s[kind], reduced + reduce_s[kind]) - backward_s
@@ -250,15 +265,16 @@ class Bounds:
         return max(starts_s + ends_s + messages.control_s, busiest_s - compute_s)
 
     def _chunks_excess_s(self, core: PartialCandidate, placement: Placement) -> float:
-        """Return the same where units pass whole chunks, as if every chunk were as small as the smallest.
+        """The same where units pass whole chunks, with every chunk as small as the smallest.
 
-        Nothing hides the messages of the first chunk around the update; and no lane is shorter than what it carries,
-        where neither the chunk at which the passes turn round nor the one between two units is gathered again.
+        Nothing hides the first chunk's messages around the update. In the sums of lanes, the chunk where the passes
+        turn around and the chunk between two units are not gathered again.
         """
         shape, estimator, chunks = core.shape, self.estimator, core.chunks
         works = self._works(shape, core.micro_batch, core.recompute)
         num_stages = shape.mesh.total("pipeline")
         counts = share_layers(self.num_layers, num_stages * chunks, head_layers(works))
+        # Latencies and rates make a message monotone in its size, so the smallest chunk is a valid bound for all.
         least = min(counts) * estimator.own_numels(shape.mesh)[LAYER]
         messages = self.mail.messages(shape.mesh.state, (least, least, least), placement)
         update_s = estimator.update_s(shape.mesh.state, placement, chunks * least)
@@ -276,19 +292,17 @@ class Bounds:
         ):
             lanes[lane] += times * seconds[LAYER]
         embedding_s, layer_s, head_s = (work[0] + work[1] for work in works)
+        # The lane belongs to some stage; without knowing which, the one with the least computing is assumed.
         own = [sum(counts[stage::num_stages]) * layer_s for stage in range(num_stages)]
         own[0] += embedding_s
         own[-1] += head_s
         return max(once_s, max(lanes.values()) - core.num_micros * min(own))
 
     def _lanes_s(self, counts: Counts, messages: Messages, units: int) -> dict[int, float]:
-        """Return the seconds of what every lane carries in a step of a stage.
-
-        The first and the last block of a stage keep their parameters between two of their visits; of a stage of
-        layers alone that may be all of them.
-        """
         lanes: defaultdict[int, float] = defaultdict(float)
         for kind, count in enumerate(counts):
+            # The first and the last block of a stage keep their gathered parameters between two consecutive visits.
+            # On a stage without embedding or head these ends are layers.
             ends = 0 if kind != LAYER else (not counts[EMBEDDING]) + (not counts[HEAD])
             apart = max(0, count - ends) if kind == LAYER else 0
             for (lane, seconds), times in (
@@ -303,9 +317,10 @@ class Bounds:
         return lanes
 
     def least_bytes(self, core: PartialCandidate, placement: Placement, unit: int) -> float:
-        """Return the memory that a choice takes at least."""
+        """Lower bound in bytes on the memory of a core with a placement and a unit."""
         states = self.estimator.state_bytes(core.shape.mesh.state, placement)
         gathered = (
+            # Sharded parameters need at least one gathered block.
             self.estimator.own_numels(core.shape.mesh)[LAYER] * self.estimator.item if placement.params > DEVICE else 0
         )
         times = 1 if core.unit else unit
@@ -313,7 +328,6 @@ class Bounds:
         return self.estimator.whole_bytes(least) * SLACK
 
     def _works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
-        """Return what each kind of block does of a micro-batch; of an open shape the least that any form does."""
         accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
         key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate)
         found = self._block_works.get(key)
@@ -324,7 +338,6 @@ class Bounds:
         return found
 
     def _most_works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
-        """Return the same, of an open shape the most that any form does."""
         works = self._works(shape, micro_batch, recompute)
         if not shape.is_open:
             return works
@@ -337,13 +350,16 @@ class Bounds:
                 for form in self._forms(shape)
             ]
             forward_s, backward_s, weight_s = map(max, zip(*each, strict=True))
+            # Only layers attend, so embedding and head are the same in every form.
             found = list(works)
+            # Maxima may come from different forms; a bound does not need one form that attains them all.
             found[LAYER] = (forward_s, backward_s, weight_s)
             self._most_layer[key] = found
         return found
 
     def _kept(self, shape: OpenMesh, micro_batch: int, recompute: int) -> int:
-        """Return the bytes that a layer keeps of a micro-batch: with fewest Ulysses ranks, key heads are there once."""
+        # Ulysses beyond the number of key-value heads replicates them, so the form with fewest Ulysses ranks keeps
+        # least.
         return self.estimator.kept_bytes(LAYER, self._forms(shape)[0], micro_batch, recompute)
 
     def _forms(self, shape: OpenMesh) -> Sequence[Mesh]:

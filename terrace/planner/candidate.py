@@ -11,11 +11,11 @@ SLACK = 1 - 1e-9  # sums in another order may differ in their last bits
 
 
 class PartialCandidate(NamedTuple):
-    """A choice without placement and unit: what its computing takes at least.
+    """A choice without placement and unit, with the lower bounds of its computing.
 
-    `span_s` are the seconds of the computing, `mean_s` those of a stage in the mean, `heavy` what the stage with most
-    layers holds, if known. `stages` holds (parameters per tensor rank, bytes of one micro-batch that wait at the peak)
-    of stages of which one needs most memory.
+    `span_s`: seconds of computing; `mean_s`: the mean over stages; `heavy`: block counts of the stage with most layers,
+    if known. `stages`: (parameters per tensor rank, bytes of one micro-batch in flight at the peak) of the stages that
+    may need the most memory.
     """
 
     shape: OpenMesh
@@ -33,23 +33,23 @@ class PartialCandidate(NamedTuple):
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no choice of placement gets below."""
+        """Lower bound in seconds over all placements."""
         return self.span_s * SLACK
 
     @property
     def key(self) -> tuple[int, str, int, int, OpenMesh, int]:
-        """What orders cores of one bound."""
+        """Tie break between cores of equal bound."""
         return self.recompute, self.schedule, self.chunks, self.micro_batch, self.shape, self.unit
 
     def passing(self, unit: int) -> "PartialCandidate":
-        """Return the core with units of so many micro-batches, all of which a stage keeps before its first backward.
+        """The core with units of `unit` micro-batches, all kept by a stage before its first backward.
 
-        Its messages are those of whole chunks (`Bounds._chunks_excess_s`), so what a stage holds tells nothing.
+        Its messages are of whole chunks (`Bounds._chunks_excess_s`), so block counts of a stage do not apply.
         """
         stages = tuple((numel, unit * kept) for numel, kept in self.stages)
         return self._replace(unit=unit, stages=stages, heavy=None)
 
     def choice(self, placement: Placement, unit: int) -> Choice:
-        """Return the whole choice; a root stands for its simplest schedule."""
+        """The whole choice; a root stands for its simplest schedule."""
         schedule = self.schedule or (SIMPLEST if self.shape.mesh.total("pipeline") > 1 else SERIAL)
         return Choice(self.recompute, unit, schedule, self.chunks, self.micro_batch, placement, self.shape.mesh)

@@ -1,8 +1,8 @@
-"""Where the planner takes seconds and bytes from: the one file between it and the simulator's formulas.
+"""Seconds and bytes for the planner: the only file between it and the simulator's formulas.
 
-Everything here is of one task, and remembered: a search asks for the same block on the same ranks many times. A
-model has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. Nothing here is a formula of its own; what ranks send
-inside a block is in terrace.planner.inner.
+Everything here is for one task and cached, since a search asks for the same block on the same ranks many times. A model
+has three kinds of blocks, `EMBEDDING`, `LAYER` and `HEAD`. No formula is defined here; messages inside a block are in
+terrace.planner.inner.
 """
 
 import math
@@ -38,9 +38,9 @@ from terrace.simulate.work import Work
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one block on one micro-batch, messages of its tensor and context ranks included.
+    """Seconds of one block on one micro-batch, messages of its tensor and context ranks included.
 
-    `backward_s` is without recomputation, which takes `again_s`; `weight_s` is the part of it that can be put off.
+    `backward_s` excludes recomputation, which takes `again_s`; `weight_s` is the part that can be delayed.
     """
 
     forward_s: float
@@ -51,7 +51,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Part:
-    """The blocks that a stage holds; `layers` per chunk."""
+    """The blocks of one stage; `layers` per chunk."""
 
     embedding: bool
     layers: tuple[int, ...]
@@ -59,17 +59,17 @@ class Part:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many embeddings, layers and heads."""
+        """Number of embeddings, layers and heads."""
         return int(self.embedding), sum(self.layers), int(self.head)
 
     @property
     def kinds(self) -> list[int]:
-        """The kind of every block in order."""
+        """Kind of each block, in model order."""
         return [EMBEDDING] * self.embedding + [LAYER] * sum(self.layers) + [HEAD] * self.head
 
     @property
     def chunk_kinds(self) -> list[list[int]]:
-        """The kind of every block in every chunk, of chunks that lie in model order."""
+        """Kind of each block per chunk, if the chunks are in model order."""
         found = [[LAYER] * count for count in self.layers]
         found[0] = [EMBEDDING] * self.embedding + found[0]
         found[-1] = found[-1] + [HEAD] * self.head
@@ -96,7 +96,7 @@ class Estimator:
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
-        """Return what a rank computes of a micro-batch."""
+        """Work of one rank on a micro-batch."""
         key = (mesh.inside, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
@@ -118,29 +118,28 @@ class Estimator:
         return found
 
     def block(self, kind: int, mesh: Mesh, micro_batch: int) -> Seconds:
-        """Return the seconds of a block on one micro-batch."""
+        """Seconds of a block on one micro-batch."""
         return self._block(kind, (mesh.inside,), micro_batch, self.accumulates(mesh, micro_batch))
 
     def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
-        """Tell whether several micro-batches add up their gradients."""
+        """Whether a step adds up the gradients of several micro-batches."""
         return mesh.total("data") * micro_batch < self.task.batch
 
     def least_block(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
-        """Return seconds of a block that no form of a mesh's context ranks gets below, of forms with Ulysses rising.
-
-        With a kernel that never writes its scores the last computes least: as many products, in the fewest rounds.
-        What runs beside messages shortens them by no more than it takes, so with their own least it bounds the sum.
-        """
+        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks, sorted by Ulysses degree."""
         if kind != LAYER:
             return self._block(kind, forms[:1], micro_batch, accumulate)
+        # With flash attention the form with the highest Ulysses degree computes least: equal FLOPs in the fewest ring
+        # rounds. Overlap saves at most the computing it hides behind, so that computing plus the least messages is a
+        # bound.
         if self._flash:
             return self._block(kind, forms, micro_batch, accumulate)
         each = [self._block(kind, (form,), micro_batch, accumulate) for form in forms]
         numbers = zip(*((one.forward_s, one.backward_s, one.weight_s, one.again_s) for one in each), strict=True)
+        # Without it no form is best in all four; the minima may come from different forms.
         return Seconds(*map(min, numbers))
 
     def _block(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
-        """Return the seconds of the last of `forms`, with the messages of the context ranks that have the least."""
         mesh = forms[-1]
         key = (kind, mesh, len(forms), micro_batch, accumulate)
         found = self._blocks.get(key)
@@ -153,6 +152,7 @@ class Estimator:
         own = self._compute(kind, mesh, micro_batch, accumulate)
         inner = self.inner.seconds(kind, mesh, self.work(mesh, micro_batch), own)
         if len(forms) > 1:
+            # Several forms ask for a bound: the computing of the last with the cheapest messages of any.
             waits = [self.inner.context(form, self.work(form, micro_batch)) for form in forms]
             forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
             inner = inner._replace(context=(forward_s, backward_s, again_s))
@@ -162,7 +162,7 @@ class Estimator:
         )
 
     def compute(self, kind: int, choice: Choice) -> BlockSeconds:
-        """Return the seconds of a block on one micro-batch without any message."""
+        """Seconds of a block on one micro-batch without messages."""
         accumulate = choice.mesh.total("data") * choice.micro_batch < self.task.batch
         return self._compute(kind, choice.mesh, choice.micro_batch, accumulate)
 
@@ -178,12 +178,12 @@ class Estimator:
         return found
 
     def inner_seconds(self, kind: int, choice: Choice) -> InnerSeconds:
-        """Return the seconds that a block waits on one micro-batch for its tensor and its context ranks."""
+        """Seconds a block waits for its tensor and context ranks on one micro-batch."""
         work = self.work(choice.mesh, choice.micro_batch)
         return self.inner.seconds(kind, choice.mesh, work, self.compute(kind, choice))
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
-        """Return the seconds of an activation between two stages, on the slowest tier that a boundary crosses."""
+        """Seconds to send an activation to the next stage, on the slowest tier that a boundary crosses."""
         crossed = mesh.tiers("pipeline")
         key = (mesh.total("tensor"), mesh.total("ulysses"), mesh.total("context"), micro_batch, crossed)
         found = self._edges.get(key)
@@ -197,33 +197,34 @@ class Estimator:
         return found
 
     def edge_penalty(self, mesh: Mesh) -> float:
-        """Return by what share of its time a message between stages slows computing, on the outermost tier crossed."""
+        """Share of its time by which a message between stages slows computing, on the outermost tier crossed."""
         cluster = self.task.cluster
         crossed = mesh.tiers("pipeline")
         own = cluster.tiers[crossed[-1]].overlap_penalty if crossed else 0.0
         return cluster.device.overlap_penalty if own is None else own
 
     def tie_s(self, choice: Choice) -> float:
-        """Return the seconds in which two stages add up the gradient of a tied embedding (terrace.plan.edges)."""
+        """Seconds in which two stages sum the gradient of a tied embedding (terrace.plan.edges)."""
         mesh, cluster = choice.mesh, self.task.cluster
         crossed = mesh.tiers("pipeline")
         if not (self.task.model.tied_embeddings and crossed):
             return 0.0
         numel = self.numels(mesh)[EMBEDDING]
+        # The gradient is already reduced, so each rank sends its own shard.
         held = numel / math.prod(mesh.state[: choice.placement.grads + 1])
         return send_s(cluster, crossed[-1], held * FORMATS[self.task.master].element_bytes)
 
     def _boundary_bytes(self, mesh: Mesh, micro_batch: int) -> float:
-        """Tensor ranks send a part each, and gather it on the other side with the layer's own messages."""
         work = self.work(mesh, micro_batch)
+        # Each tensor rank sends its part only; the receivers gather it.
         return work.tokens * self.task.model.hidden_size * self.item / work.tensor
 
     def update_s(self, degrees: tuple[int, ...], placement: Placement, numel: int) -> float:
-        """Return the seconds of the optimizer on a rank's part of `numel` parameters."""
+        """Seconds of the optimizer on a rank's shard of `numel` parameters."""
         return optimizer_s(self.task.cluster.device, numel / math.prod(degrees[: placement.optimizer + 1]))
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
-        """Return where `degrees` data ranks hold states, and a plan that says so."""
+        """State layout over `degrees` data ranks, and a plan with this placement."""
         key = (degrees, placement)
         if key not in self._layouts:
             mesh = Mesh.build(len(degrees), data=degrees)
@@ -232,7 +233,7 @@ class Estimator:
         return self._layouts[key]
 
     def state_bytes(self, degrees: tuple[int, ...], placement: Placement) -> float:
-        """Return the bytes a parameter takes on a rank: W (bp / S_p + bg / S_g + bo / S_o), a second copy included."""
+        """Bytes per parameter on a rank: bp / S_p + bg / S_g + bo / S_o, secondary copy included."""
         key = (degrees, placement)
         if key not in self._states:
             self._states[key] = self._state_bytes(degrees, placement)
@@ -247,13 +248,14 @@ class Estimator:
         return copies + master / layout.span(layout.grads) + moments / layout.span(layout.optimizer)
 
     def whole_bytes(self, tensors_bytes: float) -> float:
-        """Return the memory that a process with so many bytes of tensors takes."""
+        """Memory of a process with `tensors_bytes` of tensors, allocator and context included."""
+        # The caching allocator's fragmentation and the CUDA context come on top of the tensors.
         if self.task.backend == "cuda":
             return CUDA_ALLOCATOR_FACTOR * tensors_bytes + CUDA_CONTEXT_BYTES
         return tensors_bytes + (CPU_CONTEXT_BYTES if self.task.backend == "cpu" else 0)
 
     def kept_bytes(self, kind: int, mesh: Mesh, micro_batch: int, recompute: int) -> int:
-        """Return the bytes that a block keeps of a micro-batch until its backward."""
+        """Bytes a block keeps per micro-batch until its backward."""
         key = (kind, mesh.inside, recompute)
         if key not in self._kept:
             work = self.work(mesh, 1, recompute if kind == LAYER else 0)
@@ -261,12 +263,14 @@ class Estimator:
         return micro_batch * self._kept[key]  # every tensor that is kept has a row for each sequence
 
     def numels(self, mesh: Mesh) -> tuple[int, int, int]:
-        """Return the parameters of an embedding, a layer and a head on a tensor rank."""
+        """Parameters of an embedding, a layer and a head on a tensor rank."""
         whole = self._stage(mesh, 1, 0)
         return whole.embedding, whole.layer, whole.head
 
     def own_numels(self, mesh: Mesh) -> tuple[int, int, int]:
-        """Return the same without what tensor ranks share, which is sharded over these too: what bounds count."""
+        """As `numels`, without parameters replicated over tensor ranks, whose states are sharded over these too; for
+        bounds.
+        """
         key = (mesh.total("tensor"), mesh.total("columns"))
         if key not in self._numels:
             self._numels[key] = self._stage(mesh, 1, 0).flats[0][1]
@@ -277,14 +281,15 @@ class Estimator:
         return stage_of(self.task.model, tensor, num_stages, stage, 1, columns=columns)
 
     def stage_blocks(self, kinds: Sequence[int], mesh: Mesh) -> tuple[BlockSpec, ...]:
-        """Return what a tensor rank holds of the blocks of a stage, each in one piece.
+        """A tensor rank's slice of each block of a stage, as one flat parameter per block.
 
-        A tied head without the embedding beside it has a copy of the matrix.
+        A tied head on another stage than the embedding has its own copy of the matrix.
         """
         names = [self.task.blocks[self.index(kind)].name for kind in kinds]
         numels = self.numels(mesh)
         sizes = [numels[kind] for kind in kinds]
         borrows: tuple[int, ...] = ()
+        # A tied head borrows the embedding's matrix if both are on one stage, and owns a copy otherwise.
         if self.task.model.tied_embeddings and kinds[-1] == HEAD:
             if kinds[0] == EMBEDDING:
                 borrows = (0,)
@@ -300,30 +305,28 @@ class Estimator:
         )
 
     def chunk_numels(self, part: Part, mesh: Mesh) -> list[int]:
-        """Return the parameters that a tensor rank holds of every chunk of a stage."""
+        """Parameters of each chunk of a stage on a tensor rank."""
         sizes = iter([block.params[0].numel for block in self.stage_blocks(part.kinds, mesh)])
         return [sum(islice(sizes, len(kinds))) for kinds in part.chunk_kinds]
 
     def _whole_chunks(self, choice: Choice, part: Part) -> tuple[int, int] | None:
-        """Return the bytes of parameters and of gradients that are whole at once, where units pass whole chunks.
-
-        They are those of two neighbours: one that a unit passes, and the next, which is gathered meanwhile; or the one
-        before, which is being reduced. None where blocks pass one by one.
-        """
         if not takes_unit(choice.schedule):
             return None
         mesh, plan = choice.mesh, self._plan(choice)
         sizes = self.chunk_numels(part, mesh)
         layout = state_layout(self.task.cluster, plan)
+        # Two neighbouring chunks are whole at once: one is computed while the next is gathered or the previous one
+        # reduced.
         num_bytes = self.item * max(map(sum, pairwise([*sizes, 0])))
         in_place = accumulates_in_place(plan, layout)
         return num_bytes if layout.params > DEVICE else 0, 0 if in_place else num_bytes
 
     def memory_bytes(self, choice: Choice, part: Part, waiting: Sequence[int], num_micros: int) -> dict[str, int]:
-        """Return the bytes by category of a rank on a stage that holds `part`, where `waiting[chunk]` wait at most."""
+        """Bytes by category on a rank of the stage `part`, with at most `waiting[chunk]` micro-batches in flight."""
         task, mesh = self.task, choice.mesh
         layers = sum(part.layers)
         kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
+        # The formula knows one number in flight per stage: the mean over the layers of its chunks.
         held = kept / layers if layers else max(waiting)
         stage = mesh.total("pipeline") - 1 if part.head else int(not part.embedding)
         plan = self._plan(choice)
@@ -356,13 +359,13 @@ class Estimator:
         return self._plans[choice]
 
     def index(self, kind: int) -> int:
-        """Return the index in the model of a block of this kind."""
+        """Index in the model of a block of this kind."""
         return (0, 1, self.task.model.num_blocks - 1)[kind]
 
 
 @lru_cache(maxsize=4096)
 def data_cluster(cluster: Cluster, degrees: tuple[int, ...]) -> Cluster:
-    """Return the cluster that one tensor, context and pipeline coordinate sees: its data ranks, on the same links."""
+    """The cluster seen by one tensor, context and pipeline coordinate: its data ranks, on the same links."""
     tiers = []
     for index, (tier, here) in enumerate(zip(cluster.tiers, degrees, strict=True)):
         # Fewer members reach less of a tier that is wired in pairs.

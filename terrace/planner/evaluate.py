@@ -1,21 +1,20 @@
-"""The costs of a choice: as a search ranks it (`evaluate`), and as the programs of its stages (`played`).
+"""Cost of a choice: for ranking in a search (`evaluate`), and from the programs of its stages (`played`).
 
-For ranking, a plan without a pipeline is its program, built and simulated. A pipeline is the program of the data ranks
-of a stage: for one tensor, context and pipeline coordinate a plan is a data-parallel plan on the links of its data
-ranks.
-Two short steps are played, of two and of three units of micro-batches; more units repeat the third, so a step of M
-units follows in a straight line,
+For ranking, a plan without a pipeline is its program, built and simulated. A stage of a pipeline is the program of its
+data ranks: for one tensor, context and pipeline coordinate, a plan is a data-parallel plan on the links of its data
+ranks. Two short steps are simulated, of two and of three units of micro-batches. Further units repeat the third, so the
+seconds of a step of M units are linear in M:
 
-    T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds a unit, messages it waits for included.
+T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds per unit, exposed messages included.
 
-Orders are played with the stages' computing alone, c_r a unit. What stages wait for is taken to come evenly, so it
-stretches the played span as a whole, by the stage that waits most; the work done once a step follows it:
+Orders are played with the computing of the stages only, c_r per unit. Waiting for messages is assumed to be spread
+evenly, so the stage that waits most stretches the whole played span; work done once per step comes after it:
 
-    step = max_r(u_r / c_r) span + max_r tail_r
+step = max_r(u_r / c_r) span + max_r tail_r
 
-Where the schedule passes its chunks in units of micro-batches (ZeroPP, 2402.03791), the stage's own program has its
-chunks for blocks: a chunk is gathered for a whole unit, the next one while the unit passes it, and its gradients are
-reduced once a unit. Weight gradients that the schedule puts off are played where their chunk's backward is.
+Where the schedule passes chunks in units of micro-batches (ZeroPP, 2402.03791), the program of a stage has chunks as
+blocks: a chunk is gathered for a whole unit, the next one during the unit's pass, and gradients are reduced once per
+unit. Delayed weight gradients are played at the backward of their chunk.
 """
 
 import math
@@ -44,7 +43,7 @@ TIE = f"wait {MessageClass.TIE.value}"
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of a plan on a rank of its busiest stage; memory is of the stage that needs most.
+    """Cost of a plan on a rank of its busiest stage; memory is from the stage that needs most.
 
     `time_s` sums to `step_s`.
     """
@@ -56,13 +55,12 @@ class Cost:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory of a device that the plan needs."""
         return sum(self.memory_bytes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Cost):
-    """The cost of a choice. Only `Evaluator.played` knows bytes and the split of blocks."""
+    """Cost of a choice. Only `Evaluator.played` fills in bytes and the split of blocks."""
 
     choice: Choice
     sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
@@ -70,7 +68,7 @@ class Estimate(Cost):
 
     @property
     def simplicity(self) -> tuple[int, int, int, Choice]:
-        """A total order of plans that are equally fast: less recomputation, less memory, fewer axes first."""
+        """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
         num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
         return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
@@ -88,14 +86,13 @@ class _Played:
         return math.fsum(self.further_s.values())
 
     def report(self, num_units: int) -> dict[str, float]:
-        """Seconds by category of a step of `num_units` units."""
         more = num_units - self.num_units
         time_s = {name: self.time_s.get(name, 0.0) + more * add for name, add in self.further_s.items()}
         return {name: value for name, value in time_s.items() if value > 0}
 
 
 def step_of(task: Task, plan: Plan) -> Step:
-    """A step of a task under a plan, to be predicted; raises `PlanError` for a batch that does not divide."""
+    """The step of a plan, ready for prediction; raises `PlanError` for a batch that does not divide."""
     cluster = task.cluster
     return Step(
         cluster=cluster,
@@ -108,14 +105,14 @@ def step_of(task: Task, plan: Plan) -> Step:
 
 
 class Evaluator:
-    """Evaluates choices of one task, remembering the stages that several of them share."""
+    """Evaluates choices of one task, caching stages shared between them."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.estimator, self.task = bounds, bounds.estimator, bounds.task
         self._played: dict[tuple[object, ...], _Played] = {}
 
     def evaluate(self, choice: Choice) -> Estimate:
-        """The cost of a choice for ranking; raises `PlanError` when it breaks a rule of plans or of its schedule."""
+        """Cost of a choice, for ranking; raises `PlanError` if it breaks a rule of plans or of its schedule."""
         micros = num_micros(self.task, choice)
         if choice.schedule != SERIAL:
             return self._pipelined(choice, micros)
@@ -124,12 +121,13 @@ class Evaluator:
         return self._estimate(choice, time_s, self.estimator.memory_bytes(choice, part, (choice.unit,), micros))
 
     def played(self, choice: Choice) -> Estimate:
-        """The cost of a choice by the programs of its stages, for everything that is shown. Raises as `evaluate` does.
+        """Cost of a choice from the programs of its stages, for everything shown to users. Raises as `evaluate` does.
 
-        Seconds are those of the busiest stage, bytes of the one that sends most, memory of the one that needs most. The
-        runtime of another software has no programs here: its estimate is `evaluate`'s.
+        Seconds are of the busiest stage, bytes of the stage that sends most, memory of the stage that needs most. Other
+        software has no programs here, so it gets the estimate of `evaluate`.
         """
         task = self.task
+        # Programs exist only for this project's runtime, with or without sequence parallelism.
         if replace(task.software, sequence_parallel=True) != Software():
             return self.evaluate(choice)
         predicted = predict_step(step_of(task, plan_of(task, choice)))
@@ -142,7 +140,6 @@ class Evaluator:
         )
 
     def _memory(self, choice: Choice, predicted: Prediction) -> Mapping[str, int]:
-        """Bytes by category on the stage that needs most, with the blocks that its programs have."""
         micros = num_micros(self.task, choice)
         if choice.schedule == SERIAL:
             return self.estimator.memory_bytes(choice, self._whole(), (choice.unit,), micros)
@@ -161,7 +158,7 @@ class Evaluator:
         return Part(True, (self.task.model.num_layers,), True)
 
     def stages(self, choice: Choice) -> tuple[Pipeline, list[_Played]]:
-        """Return the pipeline of a choice and the step of every stage by itself."""
+        """The pipeline of a choice, and the step of each stage on its own."""
         key = (choice.mesh, choice.micro_batch, choice.recompute, choice.schedule, choice.chunks, choice.unit)
         pipeline = self.bounds.pipeline(*key)
         return pipeline, [self._stage(part, choice, num_micros(self.task, choice)) for part in pipeline.parts]
@@ -174,18 +171,21 @@ class Evaluator:
         tail_s = max(total - units * stage.unit_s for total, stage in zip(totals, played, strict=True))
         slowest = max(range(len(lines)), key=totals.__getitem__)
         time_s = dict(lines[slowest])
+        # The bubble is the rest of the step, so that the categories of the busiest stage sum to it.
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
 
     def lines(self, choice: Choice) -> list[dict[str, float]]:
-        """The seconds by category of every stage's step by itself."""
+        """Seconds by category of each stage's step on its own."""
         pipeline, played = self.stages(choice)
         units = num_micros(self.task, choice) // choice.unit
+        # Inner stages are mostly alike; each distinct one is computed once.
         known = {part: stage.report(units) for part, stage in zip(pipeline.parts, played, strict=True)}
         if self.task.software.late_sync:
             known = {part: time_s | {SYNC: self._sync_s(part, choice)} for part, time_s in known.items()}
         found = [known[part] for part in pipeline.parts]
+        # In a V-shaped schedule both ends are on one stage, and a tied matrix needs no message.
         ends = {holder for holder, _ in (pipeline.orders.holders()[0], pipeline.orders.holders()[-1])}
         tie_s = self.estimator.tie_s(choice)
         if tie_s > 0 and len(ends) > 1:
@@ -193,10 +193,10 @@ class Evaluator:
         return found
 
     def _sync_s(self, part: Part, choice: Choice) -> float:
-        """Return the seconds of all sums of gradients of a stage, one after the other."""
         mesh = choice.mesh
         numels = self.estimator.numels(mesh)
         sync = self.bounds.mail.messages(mesh.state, numels, choice.placement).sync
+        # Late synchronisation is not overlapped: the blocks' messages follow each other.
         return math.fsum(count * seconds for count, seconds in zip(part.counts, sync.seconds, strict=True))
 
     def _estimate(self, choice: Choice, time_s: Mapping[str, float], memory: Mapping[str, int]) -> Estimate:
@@ -209,10 +209,12 @@ class Evaluator:
         )
 
     def _stage(self, part: Part, choice: Choice, micros: int) -> _Played:
-        """A stage's step; a step without a pipeline that is short enough is played as it is."""
         units = micros // choice.unit
+        # Up to three units are simulated directly. Otherwise two lengths give the line; the first unit differs from
+        # the rest.
         lengths = (units,) if choice.schedule == SERIAL and units <= 3 else (min(2, units), min(2, units) + 1)
         whole_chunks = takes_unit(choice.schedule)
+        # The data-parallel program depends on the schedule only through its chunks.
         key = (part if whole_chunks else part.counts, whole_chunks, choice._replace(schedule="", chunks=1), lengths)
         if key not in self._played:
             self._played[key] = self._play(part, choice, lengths)
@@ -225,12 +227,13 @@ class Evaluator:
         return _Played(steps[0], further, lengths[0])
 
     def program(self, part: Part, choice: Choice, micros: int) -> tuple[Program, Costs]:
-        """The program of a stage for a step of `micros` micro-batches, and its costs.
+        """The program of a stage for `micros` micro-batches, and its costs.
 
-        Without a pipeline it is the program of the plan. With one it is the program of the data ranks alone, where
-        messages of tensor and context ranks are part of computing.
+        Without a pipeline it is the program of the plan. With one it is the program of the data ranks only, and tensor
+        and context messages count as computing.
         """
         estimator, task, mesh = self.estimator, self.task, choice.mesh
+        # Without a pipeline the plan's own program is small enough to simulate, messages inside blocks included.
         if choice.schedule == SERIAL and mesh.total("tensor") * mesh.total("context") > 1:
             return self._whole_program(part, choice, micros)
         plan = replace(plan_of(task, choice), mapping={}, wire=_data_wire(task), schedule=None)
@@ -248,7 +251,6 @@ class Evaluator:
         return program, costs
 
     def _chunks_program(self, part: Part, choice: Choice, plan: Plan, micros: int) -> tuple[Program, Costs]:
-        """Return the program of the data ranks of a stage whose blocks are its chunks; recomputing is in backwards."""
         mesh = choice.mesh
         sizes = self.estimator.chunk_numels(part, mesh)
         blocks = [
@@ -256,6 +258,7 @@ class Evaluator:
             for index, size in enumerate(sizes)
         ]
         program = build(data_cluster(self.task.cluster, mesh.state), plan, blocks, micros)
+        # Recomputation is counted in the seconds of the backwards; the program's own plan has none.
         accumulate, again = self.estimator.accumulates(mesh, choice.micro_batch), choice.recompute
         forms = (mesh.inside,)
         alone = [block_work(self.estimator, kind, forms, choice.micro_batch, again, accumulate) for kind in KINDS]
@@ -285,5 +288,4 @@ class Evaluator:
 
 
 def _data_wire(task: Task) -> Wire:
-    """The formats of the messages between data ranks."""
     return {message: row for message, row in task.wire.items() if message != MessageClass.TENSOR.value}

@@ -1,6 +1,6 @@
-"""Why this plan, and why not another: verdicts on the presets and on the neighbours of a choice.
+"""Reasons for a plan: verdicts on the presets and on the neighbours of a choice.
 
-A verdict is a predicted step, or an objection: the rule that the plan breaks, or the memory it lacks.
+A verdict is a predicted step or an objection: a broken rule of plans, or missing memory.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from terrace.program.schedules import takes_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The cost of a plan or a change, named by `what`, or the reason why it is not possible."""
+    """Cost of a plan or a change, named by `what`, or the reason it is not possible."""
 
     what: str
     estimate: Estimate | None = None  # also of a plan that does not fit
@@ -27,16 +27,16 @@ class Verdict:
 
 
 def placement_of(task: Task, plan: Plan) -> Placement:
-    """The tier index of each state of a plan; raises `ClusterError` for an unknown tier."""
+    """Tier index of each state of a plan; raises `ClusterError` for an unknown tier."""
     layout = Layout.of(task.cluster, plan)
     backward = -1 if plan.params_backward is None else layout.params_backward
     return Placement(layout.params, layout.grads, layout.optimizer, backward)
 
 
 def preset_verdicts(task: Task, pins: Pins) -> list[Verdict]:
-    """A verdict on every preset, with the micro-batch, unit and recomputation that suit it best.
+    """Verdict on every preset, each with its best micro-batch, unit and recomputation.
 
-    Pins on these numbers hold; the placements and wire formats are the preset's own.
+    Pins on these numbers hold; placements and wire formats are the preset's own.
     """
     numbers = {name: allowed for name, allowed in pins.ranges.items() if name in ("micro_batch", "unit", "recompute")}
     return [_preset_verdict(name, task, Pins(numbers)) for name in PRESETS]
@@ -65,7 +65,7 @@ def _rounded(plan: Plan) -> str:
 
 
 def lack(task: Task, estimate: Cost) -> str:
-    """The memory that a plan lacks and its largest categories, in words."""
+    """Missing memory of a plan and its largest categories, in words."""
     capacity = task.cluster.device.memory_bytes
     largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
@@ -74,12 +74,12 @@ def lack(task: Task, estimate: Cost) -> str:
 
 
 def size_words(num_bytes: float) -> str:
-    """A number of bytes in GB, or in TB where GB would take four digits."""
+    """Bytes in GB, or in TB where GB would take four digits."""
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 999.5e9 else f"{num_bytes / 1e12:.3g} TB"
 
 
 def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]:
-    """A verdict on every plan one step away from a choice: each says why its value was not taken."""
+    """Verdict on every plan one step away from a choice."""
     found = []
     for what, other in _neighbours(space, choice):
         try:

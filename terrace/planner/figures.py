@@ -7,7 +7,7 @@ from terrace.simulate.work import Work
 
 
 def mfu(task: Task, estimate: Cost) -> float:
-    """The model FLOPs utilisation: three times the forward's FLOPs over what the devices could have done.
+    """Model FLOPs utilisation: three times the forward's FLOPs over the peak FLOPs of all devices in a step.
 
     Attention counts its full square (Korthikanti et al. 2205.05198, section 6).
     """
@@ -15,14 +15,15 @@ def mfu(task: Task, estimate: Cost) -> float:
 
 
 def hfu(task: Task, estimate: Estimate) -> float:
-    """The hardware FLOPs utilisation: as `mfu`, with the forwards that are run again."""
+    """Hardware FLOPs utilisation: as `mfu`, with recomputed forwards."""
+    # Hardware FLOPs count the recomputed forward; `mfu` does not, so recomputation lowers it.
     recompute = "full" if estimate.choice.recompute else "none"
     work = Work(model=task.model, sequence=task.sequence, recompute=recompute)  # type: ignore[arg-type]
     return hardware_flops(work, task.batch) / _possible_flops(task, estimate)
 
 
 def tokens_per_s(task: Task, estimate: Cost) -> float:
-    """The tokens a second of all devices."""
+    """Tokens per second of all devices."""
     return task.batch * task.sequence / estimate.step_s
 
 

@@ -1,7 +1,7 @@
-"""Seconds that blocks of a task wait for tensor and context ranks, read from the blocks' own programs.
+"""Seconds blocks wait for tensor and context ranks, read from the blocks' own programs.
 
-The steps of an embedding, a layer and a head do not depend on the tiers on which the ranks are; the seconds of a
-message do. So steps are kept by degrees and tokens, prices by mapping.
+The steps of an embedding, a layer and a head do not depend on the tiers of the ranks; the seconds of a message do. So
+steps are cached by degrees and tokens, prices by mapping.
 """
 
 from typing import NamedTuple
@@ -24,14 +24,14 @@ _NOTHING: PassSeconds = (0.0, 0.0, 0.0)
 
 
 class InnerSeconds(NamedTuple):
-    """The seconds by which messages inside a block make its passes longer."""
+    """Seconds by which messages inside a block lengthen its passes."""
 
     tensor: PassSeconds
     context: PassSeconds
 
 
 class Inner:
-    """The messages inside blocks of one task, remembered: a search asks for the same ones many times."""
+    """Messages inside the blocks of one task, cached."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -42,7 +42,7 @@ class Inner:
         self._contexts: dict[tuple[object, ...], PassSeconds] = {}
 
     def seconds(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> InnerSeconds:
-        """Seconds that a block waits on one micro-batch, where its products take `own`."""
+        """Seconds a block waits on one micro-batch, if its computing takes `own`."""
         tensor = self._tensor(kind, mesh, work, own) if work.tensor > 1 else _NOTHING
         return InnerSeconds(tensor, self.context(mesh, work) if kind == LAYER and work.context > 1 else _NOTHING)
 
@@ -55,8 +55,9 @@ class Inner:
         return forward_s, backward_s, with_forward_s - backward_s
 
     def context(self, mesh: Mesh, work: Work) -> PassSeconds:
-        """Seconds that a layer waits for its context ranks."""
+        """Seconds a layer waits for its context ranks."""
         degrees = mesh.group("ulysses"), mesh.group("ring")
+        # All that messages of the context ranks depend on within one task.
         key = (degrees, work.rows, work.micro_batch)
         found = self._contexts.get(key)
         if found is None:
@@ -73,13 +74,10 @@ class Inner:
         return found
 
     def _passes(self, kind: int, mesh: Mesh, num_tokens: int) -> Passes:
-        """Priced messages of a forward, a backward, and a backward that recomputes.
-
-        All seconds are latency and bytes over a rate, and bytes go with the tokens. So two sizes tell every other,
-        unless the tokens are padded, or their message, to a whole part for each rank.
-        """
         group = mesh.only("tensor")
         num_ranks = group.total("tensor")
+        # Seconds are latency plus bytes over a rate, and bytes are linear in the tokens, so two sizes determine all
+        # others. Padding of tokens or of encoded messages breaks the line; such sizes are priced one by one.
         if num_tokens % num_ranks or MessageClass.TENSOR.value in self.task.wire:
             return self._passes_of(kind, group, num_tokens)
         size = num_ranks * self.task.sequence
@@ -113,7 +111,6 @@ class Inner:
         return self._moments[key]
 
     def _axis(self, mesh: Mesh, num_tokens: int) -> Tensor:
-        """The tensor axis of a mapping, for micro-batches of so many tokens."""
         task = self.task
         tiers = [tier.name for tier in task.cluster.tiers]
         plan = Plan(
@@ -130,6 +127,6 @@ class Inner:
 
 
 def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:
-    """The moment of a micro-batch that is `more` times as large again as that of `one`, whose double is `two`."""
+    # `two` has twice the tokens of `one`, so their difference is the cost of one more size.
     parts = zip(one.parts, two.parts, strict=True)
     return one._replace(parts=tuple((a + more * (b - a), penalty) for (a, penalty), (b, _) in parts))

@@ -1,6 +1,6 @@
-"""Seconds of the messages of a block among its data ranks, of every class and for every kind of block.
+"""Seconds of a block's data-parallel messages, by class and kind of block.
 
-Prices are kept by the placements that a message depends on: a reduction is the same wherever the optimizer lies.
+Prices are cached by the placements a message depends on: a reduction does not depend on the optimizer's tier.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Lane(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """The messages of a plan: `further` is a gather for the forward of any unit but the first."""
+    """Data-parallel messages of a plan; `further` is the forward gather of every unit after the first."""
 
     gather: Lane
     further: Lane
@@ -36,7 +36,7 @@ class Messages(NamedTuple):
 
 
 class Mail:
-    """The messages of one task."""
+    """Data-parallel messages of one task, cached."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
@@ -45,7 +45,7 @@ class Mail:
         self._costs: dict[tuple[object, ...], Costs] = {}
 
     def messages(self, degrees: tuple[int, ...], numels: Numels, placement: Placement) -> Messages:
-        """The messages among `degrees` data ranks, of an embedding, a layer and a head of `numels` elements."""
+        """Messages among `degrees` data ranks, with `numels` elements in an embedding, a layer and a head."""
         key = (degrees, numels, placement)
         found = self._messages.get(key)
         if found is None:
@@ -69,6 +69,7 @@ class Mail:
                 found = self._lanes[key] = Lane(costs.program.message(instruction).lane, each)
             return found
 
+        # Only the placements passed to `lane` enter its key, so placements that share them share a price.
         second = backward > DEVICE
         return Messages(
             gather=lane(Instruction(Op.GATHER), params),

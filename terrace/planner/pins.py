@@ -1,4 +1,4 @@
-"""Pins: what the user fixes before a search. `tensor=1`, `pipeline<=4`, `params=node`, `recompute=none`."""
+"""Pins: values fixed by the user before a search. `tensor=1`, `pipeline<=4`, `params=node`, `recompute=none`."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,22 +18,22 @@ MOST = 1 << 62
 
 @dataclass(frozen=True)
 class Pins:
-    """Lowest and highest value allowed of each pinned name: a number, or the index of a tier (`device` is -1).
+    """Allowed range of each pinned name: numbers, or tier indices (`device` is -1).
 
-    A word counts as its place in `WORDS`; `params_backward = none` is -1, as in a `Placement`.
+    A word counts as its index in `WORDS`; `params_backward = none` is -1, as in a `Placement`.
     """
 
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     schedule: str | None = None
 
     def allows(self, name: str, value: int) -> bool:
-        """Tell whether `value` is within the pin of `name`, if there is one."""
+        """Whether `value` is within the pin of `name`, if any."""
         low, high = self.ranges.get(name, (-MOST, MOST))
         return low <= value <= high
 
 
 def parse_pins(texts: Iterable[str], cluster: Cluster, schedules: Sequence[str]) -> Pins:
-    """Read pins; several of one name must all hold. Raises `PlanError` for one that says nothing possible."""
+    """Parse pins; several pins of one name must all hold. Raises `PlanError` for a pin that nothing satisfies."""
     ranges: dict[str, tuple[int, int]] = {}
     schedule = None
     for text in texts:
@@ -78,7 +78,7 @@ def _value(text: str, name: str, word: str, cluster: Cluster) -> int:
 
 
 def parse_axes(text: str) -> tuple[str, ...]:
-    """Read `--axes`: names joined by commas, or `all`; the data axis is always among them."""
+    """Parse `--axes`: names joined by commas, or `all`; the data axis is always included."""
     if text == "all":
         return AXES
     names = [name.strip() for name in text.split(",")]

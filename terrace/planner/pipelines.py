@@ -1,4 +1,4 @@
-"""A pipeline in a search: blocks and order of every stage, and the seconds of its tasks. For ranking alone."""
+"""Pipelines for ranking: blocks and order of each stage, and the seconds of its tasks."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of
 
 
 class Chain(NamedTuple):
-    """Tasks of which each waits for the one before: how many of each kind and virtual stage, and messages between."""
+    """A chain of dependent tasks: the number of tasks per kind and virtual stage, and of messages between stages."""
 
     tasks: tuple[tuple[tuple[Kind, int], int], ...]
     num_messages: int
@@ -27,11 +27,11 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The orders, the blocks of every stage, `works[stage][chunk]` of a micro-batch, and the seconds of a message.
+    """Orders, blocks of each stage, `works[stage][chunk]` per micro-batch, and `edge_s` of a message between stages.
 
-    `waiting[stage][chunk]` are the micro-batches that wait when most do. A message on its way slows computing by the
-    share `slowed` of its time. With `blocking_sends` a task that hands its result to another stage is longer by the
-    message, which then travels while neither stage computes.
+    `waiting[stage][chunk]`: micro-batches in flight at the peak. A message in flight slows computing by the share
+    `slowed` of its time. With `blocking_sends` a task that sends to another stage is longer by the message, and neither
+    stage computes meanwhile.
     """
 
     orders: Orders
@@ -43,7 +43,7 @@ class Pipeline:
     slowed: float = 0.0
 
     def seconds(self, stretch: Sequence[float]) -> TaskSeconds:
-        """Seconds of every task, of stage r longer by the factor `stretch[r]`."""
+        """Seconds of each task, with stage r slowed by the factor `stretch[r]`."""
         found: list[Work] = [(0.0, 0.0, 0.0)] * self.orders.num_virtual
         for row, works, factor in zip(self.orders.placement, self.works, stretch, strict=True):
             for virtual, (forward_s, backward_s, weight_s) in zip(row, works, strict=True):
@@ -59,48 +59,52 @@ class Pipeline:
 
     @cached_property
     def sends_s(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds by which sending holds up a forward and a backward, by virtual stage."""
+        """Seconds by which sending delays a forward and a backward, per virtual stage."""
         holders, num_virtual = self.orders.holders(), self.orders.num_virtual
         cost = self.edge_s * (1.0 if self.blocking_sends else self.slowed)
+        # Neighbouring chunks on one stage, as at the turn of a V, exchange nothing.
         between = [cost * (holders[k][0] != holders[k + 1][0]) for k in range(num_virtual - 1)]
         return (*between, 0.0), (0.0, *between)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The orders played with the seconds of computing alone."""
+        """The orders played with the seconds of computing only."""
         return play(self.orders, self.seconds([1.0] * self.orders.num_stages))
 
     @cached_property
     def span_s(self) -> float:
-        """Seconds from the first task to the end of the last, computing alone."""
+        """Makespan of the computing."""
         return self.timeline.makespan_s
 
     @cached_property
     def critical(self) -> Chain:
-        """The tasks and messages of the critical path."""
         path, placement = self.timeline.critical_path(), self.orders.placement
         tasks = Counter((step.task.kind, placement[step.stage][step.task.chunk]) for step in path)
         return Chain(tuple(tasks.items()), sum(one.stage != two.stage for one, two in pairwise(path)))
 
     def along_s(self, chain: Chain) -> float:
-        """The seconds of a chain that leads through these orders."""
+        """Seconds of a chain from a pipeline with the same orders."""
         seconds = self.seconds([1.0] * self.orders.num_stages)
         tasks_s = math.fsum(times * seconds.of(kind)[virtual] for (kind, virtual), times in chain.tasks)
         return tasks_s + (chain.num_messages * seconds.edge_s[0] if seconds.edge_s else 0.0)
 
     @cached_property
     def stages_s(self) -> tuple[float, ...]:
-        """Of every stage, the seconds in which it computes of one micro-batch."""
+        """Seconds of computing per stage and micro-batch."""
         return tuple(math.fsum(work[0] + work[1] for work in works) for works in self.works)
 
     @cached_property
     def neediest(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
-        """Stages with the micro-batches in flight, one of which needs most memory: the ends, the fullest between."""
+        """Candidates for the stage with the most memory, with micro-batches in flight: both ends, and the fullest
+        between.
+        """
         between: dict[int, tuple[int, Part, tuple[int, ...]]] = {}
         found = []
         for part, waiting in zip(self.parts, self.waiting, strict=True):
             layers = sum(part.layers)
             kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
+            # Of stages with equal layers the one with most activations dominates; the ends also differ in their
+            # parameters.
             if part.embedding or part.head:
                 found.append((part, waiting))
             elif layers not in between or kept > between[layers][0]:
@@ -118,7 +122,7 @@ def build_pipeline(
     num_micros: int,
     unit: int = 1,
 ) -> Pipeline:
-    """Return a pipeline; raises `PlanError` for numbers that the schedule cannot honour."""
+    """The pipeline of a mesh and a schedule; raises `PlanError` for numbers the schedule cannot run."""
     orders, waiting = pipeline(schedule, mesh.total("pipeline"), chunks, num_micros, unit)
     accumulate = estimator.accumulates(mesh, micro_batch)
     alone = [
@@ -127,6 +131,7 @@ def build_pipeline(
     ]
     counts = share_layers(estimator.task.model.num_layers, orders.num_virtual, head_layers(alone))
     last = orders.num_virtual - 1
+    # A deep pipeline has few distinct virtual stages; each is added up once.
     contents = [(int(virtual == 0), count, int(virtual == last)) for virtual, count in enumerate(counts)]
     known = {content: _chunk_work(alone, content) for content in set(contents)}
     works = [tuple(known[contents[virtual]] for virtual in row) for row in orders.placement]
@@ -142,13 +147,13 @@ def build_pipeline(
 
 
 def parts_of(counts: Sequence[int], placement: Placement) -> tuple[Part, ...]:
-    """The blocks of every stage, from the layers of every virtual stage."""
+    """Blocks of each stage, from the layers of each virtual stage."""
     last = len(counts) - 1
     return tuple(Part(0 in row, tuple(counts[virtual] for virtual in row), last in row) for row in placement)
 
 
 def layers_of(stages: Sequence[int]) -> tuple[int, ...]:
-    """Layers of every virtual stage, of its number of blocks: the first also has the embedding, the last the head."""
+    """Layers of each virtual stage from its blocks: the first also has the embedding, the last the head."""
     last = len(stages) - 1
     return tuple(blocks - (virtual == 0) - (virtual == last) for virtual, blocks in enumerate(stages))
 
@@ -156,14 +161,14 @@ def layers_of(stages: Sequence[int]) -> tuple[int, ...]:
 def block_work(
     estimator: Estimator, kind: int, forms: Sequence[Mesh], micro_batch: int, recompute: int, accumulate: bool
 ) -> Work:
-    """Seconds of a block on a micro-batch, the least of several forms; only layers are recomputed."""
+    """Seconds of a block on a micro-batch, the minimum over `forms`; only layers are recomputed."""
     block = estimator.least_block(kind, forms, micro_batch, accumulate)
     again_s = block.again_s if recompute and kind == LAYER else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s
 
 
 def head_layers(alone: Sequence[Work]) -> float:
-    """How many layers the head is worth."""
+    """Cost of the head in layers."""
     return (alone[HEAD][0] + alone[HEAD][1]) / (alone[LAYER][0] + alone[LAYER][1])
 
 

@@ -1,9 +1,9 @@
-"""Which of two estimates is better: the faster, unless they are as good as equally fast.
+"""Ranking of estimates: faster first, and the simpler of two that are practically equal.
 
-A prediction is not exact to a thousandth, so a difference below `TIE` says nothing. The fastest plan and all that are
-slower by less than that are one group, the fastest of the rest leads the next. Within a group the simpler comes first:
-less recomputation, then less memory, then fewer axes, then the choice that sorts first. (Pairs alone would not do: of
-three plans each may be within a thousandth of the next, and the first not of the last.)
+A prediction is not exact to a thousandth, so a difference below `TIE` means nothing. The fastest plan and all plans
+within `TIE` of it are one group; the fastest of the rest leads the next group. Within a group the simpler comes first:
+less recomputation, then less memory, then fewer axes, then sort order. (Comparing pairs would not be transitive: of
+three plans, each may be within a thousandth of the next, but the first not of the last.)
 """
 
 import math
@@ -24,8 +24,8 @@ def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 class Window(NamedTuple):
-    """Limits of the `count` best: no estimate slower than `end_s`, and none slower than `leader_s`
-    that recomputes more than `worst` says, or as much with more memory.
+    """Limits of the `count` best: no estimate slower than `end_s`, and none slower than `leader_s` that recomputes more
+    than `worst`, or as much with more memory.
     """
 
     leader_s: float = math.inf
@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
 
 def window(estimates: Sequence[Estimate], count: int) -> Window:
-    """The window of estimates in ascending order of time; it is open while there are fewer than `count`."""
+    """The window of estimates in ascending order of time; open while there are fewer than `count`."""
     left = count
     for group in _groups(estimates):
         if left <= len(group):
@@ -45,7 +45,6 @@ def window(estimates: Sequence[Estimate], count: int) -> Window:
 
 
 def _groups(estimates: Sequence[Estimate]) -> Iterable[Sequence[Estimate]]:
-    """Yield the groups of estimates in ascending order of time."""
     first = 0
     for index, estimate in enumerate(estimates):
         if estimate.step_s > _end_s(estimates[first]):

@@ -1,7 +1,7 @@
-"""Predicted curves: the same plan on more and more members of the outermost tier.
+"""Predicted scaling curves: one plan on a growing number of members of the outermost tier.
 
-Strong scaling keeps the global batch, weak scaling the sequences per device. A size where the plan cannot run (the
-batch does not divide, memory lacks) has no estimate but a reason.
+Strong scaling keeps the global batch, weak scaling the sequences per device. A size at which the plan cannot run (the
+batch does not divide, memory is short) has a reason instead of an estimate.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Scaling = Literal["strong", "weak"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One size of the cluster and its task; without an estimate, `reason` says why there is none."""
+    """One size of the cluster and its task; without an estimate, `reason` says why."""
 
     num_outermost: int
     task: Task
@@ -30,31 +30,31 @@ class Point:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of all devices; 0 without an estimate."""
+        """Tokens per second of all devices; 0 without an estimate."""
         return self.task.batch * self.task.sequence / self.estimate.step_s if self.estimate else 0.0
 
     @property
     def per_device(self) -> float:
-        """Tokens a second of one device."""
+        """Tokens per second and device."""
         return self.tokens_per_s / self.task.cluster.world_size
 
     def cost_per_million(self, price_per_hour: float) -> float:
-        """The price of a million tokens at a price per device and hour."""
+        """Price of a million tokens at a price per device-hour."""
         return price_per_hour / 3600 * 1e6 / self.per_device
 
 
 def sizes_up_to(largest: int) -> list[int]:
-    """1, 2, 4 ... and the largest itself."""
+    """Powers of two up to the largest size, and that size itself."""
     return sorted({*(1 << power for power in range(largest.bit_length())), largest})
 
 
 def curve(task: Task, plan: Plan, sizes: Sequence[int], scaling: Scaling) -> list[Point]:
-    """A point for every size of the outermost tier; `task` is for its own size."""
+    """A point for each size of the outermost tier; `task` is for its present size."""
     return [_point(task, plan, size, scaling) for size in sizes]
 
 
 def evaluate_plan(task: Task, plan: Plan) -> Cost:
-    """The cost of a plan on the cluster of a task; raises `PlanError` for one that cannot run there."""
+    """Cost of a plan on the task's cluster; raises `PlanError` if it cannot run there."""
     predicted = predict_step(step_of(task, plan))
     job = Job(cluster=task.cluster, plan=predicted.step.plan, num_micros=predicted.step.num_micros)
     _, memory = fullest_stage(job, task.model, task.sequence)
@@ -69,6 +69,7 @@ def evaluate_plan(task: Task, plan: Plan) -> Cost:
 def _point(task: Task, plan: Plan, size: int, scaling: Scaling) -> Point:
     full = task.cluster.tiers[-1].size
     cluster = task.cluster.resized(size)
+    # Weak scaling keeps sequences per device, which may not be a whole number of sequences at this size.
     if scaling == "weak" and task.batch * size % full:
         return Point(
             num_outermost=size, task=replace(task, cluster=cluster), reason="its share of the batch is no whole number"

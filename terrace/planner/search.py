@@ -1,16 +1,16 @@
-"""The search: best first by lower bounds, and no choice is evaluated whose bound is above what was found.
+"""Best-first search by lower bounds; choices bounded above the best found are never evaluated.
 
-1. Every mapping table, micro-batch and recomputation gets the bound of its computing, one for all forms of its context
-   ranks. What cannot fit with all states sharded as far as possible is dropped.
-2. The best of these is taken up: each of its schedules gets a bound, then that of its cheapest placement, then each
-   form of its context ranks the same.
-3. The best of those is played, and every placement and unit of it gets its own bounds of time and of memory.
-4. The best of those is evaluated: its step is built and played.
+1. Every mapping table, micro-batch and recomputation gets a bound on its computing, shared by all its context forms.
+   Those that do not fit with all states sharded as far as possible are dropped.
+2. The entry of lowest bound is opened: each of its schedules gets a bound, then the bound with its cheapest placement,
+   then each of its context forms likewise.
+3. Next its orders are played, and every placement and unit gets its own bounds on time and memory.
+4. At last it is evaluated: its step is built and simulated.
 
-Bounds never exceed what the evaluation finds, so the `count` best are found when `count` evaluations lie below every
-bound that is left: the answer is that of evaluating the whole space (tests/planner/test_planner.py does). `limit` stops
-earlier; `Found.least_s` then says what nothing left can be faster than. Everything is deterministic; what is as good
-as equally fast is ordered by `terrace.planner.ranking`.
+Bounds never exceed the evaluation, so the `count` best are known once `count` evaluations lie below every remaining
+bound: the result equals an evaluation of the whole space (checked by tests/planner/test_planner.py). `limit` stops
+earlier; `Found.least_s` is then a lower bound on everything left. The search is deterministic; practically equal
+choices are ordered by `terrace.planner.ranking`.
 """
 
 import gc
@@ -49,10 +49,10 @@ from terrace.program.schedules import takes_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best choices, and how they were found.
+    """The best choices and statistics of the search.
 
-    `least_s` is a bound for all that was not evaluated (infinite: nothing was left). `nearest` is, where nothing
-    fits, the choice that lacks least memory.
+    `least_s` bounds everything not evaluated (infinite if nothing was left). If nothing fits, `nearest` is the choice
+    that lacks the least memory.
     """
 
     best: tuple[Estimate, ...]
@@ -65,7 +65,7 @@ class Found:
 
 
 class Level(IntEnum):
-    """What is known of an entry of the search."""
+    """Stage of refinement of a search entry."""
 
     ROOT = 0  # no schedule yet
     CORE = 1  # the bound in closed form
@@ -80,8 +80,6 @@ _NOWHERE = Placement(DEVICE, DEVICE, DEVICE)  # of an entry without placement
 
 
 class Search:
-    """One search; `run` does it."""
-
     def __init__(self, space: Space, evaluator: Evaluator, capacity_bytes: float) -> None:
         self.space, self.evaluator, self.capacity_bytes = space, evaluator, capacity_bytes
         self.bounds = evaluator.bounds
@@ -91,7 +89,7 @@ class Search:
         self._excesses: dict[tuple[object, ...], list[Excess]] = {}
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
-        """Return the `count` best choices, after at most `limit` evaluations."""
+        """The `count` best choices after at most `limit` evaluations."""
         heap: list[Entry] = [(core.bound_s, Level.ROOT, core.key, core, _NOWHERE, 0) for core in self._roots()]
         heapq.heapify(heap)
         num_roots, tried = len(heap), 0
@@ -99,6 +97,7 @@ class Search:
         open_window = window(fitting, count)
         while heap and heap[0][0] <= open_window.end_s and tried < limit:
             entry = heapq.heappop(heap)
+            # Any other entry is refined, and its parts return to the heap with bounds no lower than its own.
             if entry[1] is not Level.PLACED:
                 for further in self._opened(entry):
                     heapq.heappush(heap, further)
@@ -109,6 +108,7 @@ class Search:
             core, placement, unit = entry[3:]
             estimate = attempt(self.evaluator, core.choice(placement, unit))
             if estimate is not None and self._has_room(estimate.needed_bytes, partial(core.choice, placement, unit)):
+                # The window shrinks as better choices are found, and ends the search once no bound lies within it.
                 insort(fitting, estimate, key=lambda each: each.step_s)
                 open_window = window(fitting, count)
         nearest = None if fitting or self._smallest is None else attempt(self.evaluator, self._smallest[1])
@@ -124,18 +124,18 @@ class Search:
         )
 
     def _is_worse(self, entry: Entry, open_window: Window) -> bool:
-        """Tell whether a choice can at best be as fast as enough others that are simpler."""
         bound_s, _, _, core, placement, unit = entry
+        # It may still lead a group. A slower one only matters if it is simpler than the worst of its group.
         if bound_s <= open_window.leader_s:
             return False
         return (core.recompute, self.bounds.least_bytes(core, placement, unit)) > open_window.worst
 
     def _roots(self) -> Iterator[PartialCandidate]:
-        """Yield the roots that may fit. Memory grows with the micro-batch, so the first that cannot ends a shape."""
         space = self.space
         for shape in open_meshes(space):
             places = placements(space, shape.mesh)[::-1]  # the one that shards most first
             for micro_batch in micro_batches(space, shape.mesh.total("data")):
+                # Memory grows with the micro-batch, so the first one that fits nowhere ends the shape.
                 roots = roots_of(space, self.bounds, shape, micro_batch)
                 fitting = [root for root in roots if self._fits_somewhere(root, places)]
                 yield from fitting
@@ -143,13 +143,13 @@ class Search:
                     break
 
     def _opened(self, entry: Entry) -> Iterator[Entry]:
-        """Yield what an entry stands for, one level further."""
         bound_s, level, _, core, _, _ = entry
         if level is Level.ROOT:
             for open_core in self.bounds.cores(core, self._schedules_of(core.shape.mesh.total("pipeline"))):
                 for further in in_units(self.space, open_core):
                     yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
         elif level is Level.CORE and not core.played:
+            # The first has the shortest messages: the bound over all placements, before any order is played.
             for excess_s, _, _ in self._placed(core)[:1]:
                 at_least_s = self.bounds.least_s(core, excess_s)
                 yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, core, _NOWHERE, 0
@@ -157,16 +157,18 @@ class Search:
             for further in self._closed(core):
                 yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
         else:
+            # A schedule may reject these numbers; then there is nothing to open.
             with suppress(PlanError):
                 chained = core if core.played else self.bounds.chained(core)
                 if chained.span_s > core.span_s:
+                    # The critical path of known orders is far cheaper than playing; a raised bound goes back into the
+                    # heap.
                     at_least_s = self.bounds.least_s(chained, self._placed(core)[0][0])
                     yield max(bound_s, at_least_s), Level.CHEAPEST, core.key, chained, _NOWHERE, 0
                     return
                 yield from self._all_placed(bound_s, core)
 
     def _all_placed(self, bound_s: float, core: PartialCandidate) -> Iterator[Entry]:
-        """Yield the whole choices of a core, which is played first; raises `PlanError` as the schedule does."""
         played = core if core.played else self._played(core)
         if played is None:
             return
@@ -176,7 +178,6 @@ class Search:
                 yield placed_s, Level.PLACED, (*core.key, placement, unit), played, placement, unit
 
     def _closed(self, core: PartialCandidate) -> Iterator[PartialCandidate]:
-        """Yield a core of an open shape in every form that its context ranks can have."""
         places = placements(self.space, core.shape.mesh)[::-1]
         for mesh in closed(self.space, core.shape.mesh):
             root = self.bounds.root(OpenMesh(mesh), core.micro_batch, core.recompute)
@@ -190,18 +191,15 @@ class Search:
         return self._schedules[stages]
 
     def _played(self, core: PartialCandidate) -> PartialCandidate | None:
-        """Return a core played, unless what its stages keep fits nowhere; raises `PlanError` as the schedule does."""
         staged = self.bounds.staged(core)
+        # Memory is checked first, since playing the orders is the expensive step.
         if not any(self._fits(staged, placement, unit) for _, placement, unit in self._placed(staged)):
             return None
         self._num_played += 1
         return self.bounds.play(core)
 
     def _placed(self, core: PartialCandidate) -> list[Excess]:
-        """Return the placements and units that may fit, those of the shortest messages first.
-
-        They are those of the root, for all its cores whose busiest stages hold the same.
-        """
+        # `excess_s` reads only these of a core, so cores of one root with equal busiest stages share the list.
         key = (core.shape, core.micro_batch, core.recompute, core.heavy, core.unit, core.chunks if core.unit else 0)
         found = self._excesses.get(key)
         if found is None:
@@ -228,13 +226,14 @@ class Search:
     def _has_room(self, needed_bytes: float, choice: Callable[[], Choice]) -> bool:
         if needed_bytes <= self.capacity_bytes:
             return True
+        # Remembered for the error message in case that nothing fits.
         if self._smallest is None or needed_bytes < self._smallest[0]:
             self._smallest = (needed_bytes, choice())
         return False
 
 
 def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialCandidate]:
-    """Yield every choice of a shape without placement and unit."""
+    """Every choice of a shape, without placement and unit."""
     for micro_batch in micro_batches(space, shape.mesh.total("data")):
         for root in roots_of(space, bounds, shape, micro_batch):
             for schedule, chunks in schedules(space, shape.mesh.total("pipeline")):
@@ -244,25 +243,25 @@ def cores_of(space: Space, bounds: Bounds, shape: OpenMesh) -> Iterator[PartialC
 
 
 def in_units(space: Space, core: PartialCandidate) -> Iterable[PartialCandidate]:
-    """Return a core, or where its schedule passes chunks in units, what it is with each unit that is allowed."""
+    """The core itself or, if its schedule passes chunks in units, one core per allowed unit."""
     if not takes_unit(core.schedule):
         return (core,)
     return [core.passing(unit) for unit in passing_units(space, core.num_micros)]
 
 
 def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tuple[int, ...]:
-    """Return the units of a core at a placement."""
+    """Units of a core with a placement."""
     pipelined = core.shape.mesh.total("pipeline") > 1
     return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
 
 
 def roots_of(space: Space, bounds: Bounds, shape: OpenMesh, micro_batch: int) -> list[PartialCandidate]:
-    """Return the roots of a shape and a micro-batch: with and without recomputation, as the pins allow."""
+    """Roots of a shape and a micro-batch: with and without recomputation, as pins allow."""
     return [bounds.root(shape, micro_batch, again) for again in (0, 1) if space.pins.allows("recompute", again)]
 
 
 def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
-    """Return (name, chunks) of the schedules for a number of stages."""
+    """(name, chunks) of the schedules for a number of stages."""
     if num_stages == 1:
         known = [(SERIAL, 1)]
     else:
@@ -273,7 +272,7 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
 
 
 def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
-    """Return the evaluation, or None where the choice breaks a rule that shows only when its step is built."""
+    """The estimate, or None if building the step shows that the choice breaks a rule."""
     try:
         return evaluator.evaluate(choice)
     except PlanError:
@@ -281,7 +280,7 @@ def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
 
 
 def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> list[Estimate]:
-    """Return every choice of a small space that fits, best first: what the search must agree with."""
+    """Every choice of a small space that fits, best first: the reference for the search."""
     found = []
     for core in (core for mesh in meshes(space) for core in cores_of(space, evaluator.bounds, OpenMesh(mesh))):
         for placement in placements(space, core.shape.mesh):
@@ -293,7 +292,7 @@ def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> lis
 
 
 def runs_today(task: Task, choice: Choice) -> str | None:
-    """Return why a choice cannot be trained, or None where it can."""
+    """Reason why a choice cannot be trained, or None."""
     try:
         validate(task.cluster, plan_of(task, choice), task.blocks)
     except PlanError as error:
@@ -302,9 +301,9 @@ def runs_today(task: Task, choice: Choice) -> str | None:
 
 
 def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluator]:
-    """Search a space on the memory of its cluster's device; the evaluator can say more about what was found.
+    """Search a space with the memory of its cluster's device; also returns the evaluator, for further questions.
 
-    The best are played as programs and ordered by that. `Search` knows them by the orders of their schedules.
+    `Search` ranks by the orders of schedules; the best are then simulated as programs and sorted again.
     """
     evaluator = Evaluator(Bounds(Estimator(space.task)))
     with _no_collection():
@@ -315,7 +314,7 @@ def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluat
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Let the garbage collector rest: a search keeps nearly all that it makes, so looking for cycles finds nothing."""
+    """A search keeps nearly all objects it makes, so the garbage collector finds nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

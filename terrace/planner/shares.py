@@ -1,4 +1,4 @@
-"""Layers that bounds of a pipeline count: of its lightest virtual stage, of its last and of its busiest."""
+"""Layer counts for pipeline bounds: of the lightest, the last and the busiest virtual stage."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,9 +10,9 @@ Counts = tuple[int, int, int]  # embeddings, layers and heads
 
 
 class Shares(NamedTuple):
-    """Layers of the lightest virtual stage and of the last, and of looped stages: of the busiest and of the last.
+    """Layers of the lightest and of the last virtual stage; for looped stages also of the busiest and the last stage.
 
-    `heavy` counts the blocks of the stage with most layers, where the placement of the schedule tells.
+    `heavy`: block counts of the stage with most layers, if the schedule's placement determines it.
     """
 
     least: int
@@ -26,25 +26,26 @@ class Shares(NamedTuple):
 def shares_of(
     num_layers: int, num_stages: int, chunks: int, head_layers: float, is_looped: bool, is_folded: bool
 ) -> Shares:
-    """The shares of `num_layers` on `num_stages`."""
+    """Shares of `num_layers` over `num_stages`."""
     counts = share_layers(num_layers, num_stages * chunks, head_layers)
     return _shared(counts, num_stages, is_looped, is_folded)
 
 
 @lru_cache(maxsize=65536)
 def _shared(counts: tuple[int, ...], num_stages: int, is_looped: bool, is_folded: bool) -> Shares:
-    """The shares of a count of layers by virtual stage; of other placements than these two, little is said."""
+    # Other placements may group the virtual stages in any way, so nothing is claimed about whole stages.
     if not is_looped and not is_folded:
         return Shares(min(counts), counts[-1], 0, 0, None)
     if is_looped:
         layers, last = [sum(counts[stage::num_stages]) for stage in range(num_stages)], num_stages - 1
     else:
+        # In a V the first stage also has the last virtual stage, and so the head.
         layers, last = [counts[stage] + counts[-1 - stage] for stage in range(num_stages)], 0
     held = [(count, int(stage == 0), int(stage == last)) for stage, count in enumerate(layers)]
     return Shares(min(counts), counts[-1], max(layers), layers[-1], heaviest(held))
 
 
 def heaviest(stages: Sequence[tuple[int, int, int]]) -> Counts:
-    """The stage with most layers, of stages with (layers, embeddings, heads)."""
+    """The stage with most layers, from (layers, embeddings, heads) per stage."""
     layers, embeddings, heads = max(stages)
     return embeddings, layers, heads

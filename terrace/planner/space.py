@@ -1,17 +1,17 @@
-"""The space that is searched: which degrees, placements and schedule numbers there are for a task.
+"""Search space: degrees, placements and schedule numbers for a task.
 
-Degrees are chosen tier by tier, so that every choice is a mapping table. Three rules keep out what never pays:
+Degrees are chosen tier by tier, so every choice is a mapping table. Rules that exclude choices that never pay off:
 
-- tensor is innermost, and takes whole tiers before it goes on to the next: it divides the innermost tier, or
-  the innermost tier divides it;
-- of the tensor ranks the innermost are columns, a power of two of them: one, but where a pin allows more. Depth is no
-  choice of its own: it is data ranks with parameters sharded over their tier;
-- context follows tensor in the same way, as Ulysses, as a ring, or both on any tier, Ulysses inside the ring where a
-  tier has both; no degrees are taken that would pad sequences. Pipeline and data share what is left in any order;
+- tensor is innermost, and fills a tier before it extends to the next: it divides the innermost tier, or the innermost
+  tier divides it;
+- the innermost tensor ranks are columns, a power of two: one unless a pin allows more. Depth is not a choice of its
+  own: it equals data ranks with parameters sharded over their tier;
+- context follows tensor in the same way, as Ulysses, as a ring, or as both on any tier, with Ulysses inside the ring;
+  degrees that would pad sequences are excluded. Pipeline and data share the rest in any order;
 - of placements that shard over the same ranks, because a tier between them has no data ranks, one is kept.
 
-`unit` counts only where a gather or a reduction is made per unit, or where a pipeline's schedule passes its chunks in
-units; chunks count only where there is a pipeline.
+`unit` is a choice only if a gather or a reduction is made per unit, or if a pipeline's schedule passes its chunks in
+units; chunks are a choice only in a pipeline.
 """
 
 import math
@@ -32,7 +32,9 @@ from terrace.planner.task import Placement, Task
 
 
 class OpenMesh(NamedTuple):
-    """A mesh of the space. An open one leaves the forms of its context ranks to be chosen: in `mesh` all are a ring."""
+    """A mesh of the space. If open, its context forms are still to be chosen; `mesh` then has all context ranks in a
+    ring.
+    """
 
     mesh: Mesh
     is_open: bool = False
@@ -40,7 +42,7 @@ class OpenMesh(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What may be chosen: axes above degree 1, pins, and placements where they are given beforehand."""
+    """Allowed choices: axes above degree 1, pins, and placements if they are given."""
 
     task: Task
     axes: tuple[str, ...] = AXES
@@ -49,21 +51,20 @@ class Space:
 
 
 def meshes(space: Space) -> Iterator[Mesh]:
-    """Every mesh that the model, the batch and the pins allow."""
+    """Every mesh allowed by the model, the batch and the pins."""
     for each in open_meshes(space):
         yield from closed(space, each.mesh) if each.is_open else (each.mesh,)
 
 
 def closed(space: Space, mesh: Mesh) -> list[Mesh]:
-    """An open mesh in every form that its context ranks can have, those with fewest Ulysses ranks first."""
+    """The context forms of an open mesh, fewest Ulysses ranks first."""
     return [mesh.with_ulysses(degrees) for degrees in forms_of(space, mesh)]
 
 
 def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """The Ulysses degrees per tier that the context ranks can have; the rest of them is a ring.
+    """Possible Ulysses degrees per tier; the remaining context ranks form a ring.
 
-    Heads are dealt out whole: Ulysses divides the heads of a tensor rank, and divides its key-value heads or is a
-    multiple of their number.
+    Ulysses divides the heads of a tensor rank, and divides its key-value heads or is a multiple of their number.
     """
     return _forms(
         mesh.group("context"),
@@ -81,6 +82,7 @@ def _forms(
     for forms in product(*map(divisors, degrees)):
         ulysses = math.prod(forms)
         ring = total // ulysses
+        # A ring deals out chunks of the sequence so that causal attention is balanced; both must divide evenly.
         chunks = 1 if ring == 1 else CHUNKS_PER_RING_RANK * ring
         if not all(low <= degree <= high for degree, (low, high) in zip((ulysses, ring), ranges, strict=True)):
             continue
@@ -90,13 +92,13 @@ def _forms(
 
 
 def open_meshes(space: Space) -> Iterator[OpenMesh]:
-    """Every mesh, those with context ranks in no form yet."""
+    """Every mesh, with the context forms left open."""
     task, pins = space.task, space.pins
     model, sizes = task.model, [tier.size for tier in task.cluster.tiers]
     most_columns = pins.ranges.get("columns", (1, 1))[1]
 
     def possible(columns: int, rows: int, context: int, data: int, pipeline: int) -> bool:
-        """Degrees of the tiers so far. They only grow, and a number that they divide has their divisors too."""
+        # Degrees only grow from tier to tier, and divisors of a valid degree are valid, so a failure ends the branch.
         cut_by_rows = (model.num_heads, model.num_kv_heads, model.intermediate_size)
         return (
             task.batch % data == 0
@@ -120,6 +122,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
                     yield OpenMesh(mesh, is_open=True)
             return
         for outer in _tier_degrees(sizes[len(tiers)], space.axes, most_columns):
+            # Tensor and context extend to an outer tier only if they fill the inner one.
             if tiers and not _follows(tiers[-1], outer, sizes[len(tiers) - 1]):
                 continue
             grown = (
@@ -144,7 +147,6 @@ def _mesh(tiers: tuple[_Degrees, ...]) -> Mesh:
 
 
 def _follows(inner: _Degrees, outer: _Degrees, inner_size: int) -> bool:
-    """Whether tensor and context ranks of a tier go on where those of the tier inside fill it."""
     tensor = inner[0] * inner[1]
     if outer[0] * outer[1] > 1 and tensor != inner_size:
         return False
@@ -155,7 +157,6 @@ def _follows(inner: _Degrees, outer: _Degrees, inner_size: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _tier_degrees(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tuple[_Degrees, ...]:
-    """Every way to share a tier of `size` among the axes, with at most `most_columns` columns of tensor ranks."""
     degrees = divisors(size)
     tensors, contexts, pipelines = (degrees if axis in axes else (1,) for axis in ("tensor", "context", "pipeline"))
     plain = [
@@ -166,6 +167,7 @@ def _tier_degrees(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tu
         for pipeline in pipelines
         if size % (tensor * context * pipeline) == 0
     ]
+    # Kept apart from the plain degrees: without a pin on columns this list is empty.
     powers = [1 << power for power in range(1, min(most_columns, size).bit_length())]
     factored = [
         (columns, tensor // columns, context, data, pipeline)
@@ -178,13 +180,13 @@ def _tier_degrees(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tu
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number in ascending order."""
+    """Divisors in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def placements(space: Space, mesh: Mesh) -> tuple[Placement, ...]:
-    """The placements for a mesh, innermost first."""
+    """Placements for a mesh, innermost first."""
     if space.placements is not None:
         return space.placements
     ranges = {name: span for name, span in space.pins.ranges.items() if name in (*_STATES, "params_backward")}
@@ -209,6 +211,7 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
     }
     found = []
     for params in places["params"]:
+        # A secondary copy pays off only on a tier inside the parameters' own.
         inside = [DEVICE, *(place for place in open_places if DEVICE < place < params)]
         for backward in inside:
             if not pins.allows("params_backward", backward):
@@ -224,20 +227,21 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
 
 
 def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) -> tuple[int, ...]:
-    """Return how many micro-batches may pass a block together; a divisor of their number."""
+    """Numbers of micro-batches that may pass a block together; divisors of `num_micros`."""
     repeats = placement.params > DEVICE or placement.grads > DEVICE
+    # A longer unit saves nothing unless a gather or a reduction is repeated per unit.
     if repeats and not pipelined:
         return passing_units(space, num_micros)
     return (1,) if space.pins.allows("unit", 1) else ()
 
 
 def passing_units(space: Space, num_micros: int) -> tuple[int, ...]:
-    """Return the units that divide so many micro-batches and that the pins allow."""
+    """Divisors of `num_micros` that the pins allow as a unit."""
     options = divisors(num_micros)
     return tuple(unit for unit in options if unit <= LONGEST_ROUNDED_UNIT and space.pins.allows("unit", unit))
 
 
 def micro_batches(space: Space, data_degree: int) -> tuple[int, ...]:
-    """Return the micro-batches that divide what a data rank gets of the batch."""
+    """Micro-batch sizes that divide a data rank's share of the batch."""
     share = space.task.batch // data_degree
     return tuple(size for size in divisors(share) if space.pins.allows("micro_batch", size))

@@ -1,8 +1,7 @@
-"""Shares of layers and orders of schedules, as a search ranks pipelines.
+"""Layer split and orders of schedules, for ranking pipelines.
 
-Layers are shared so that the slowest virtual stage is as fast as it can be: the last one also has the head, so it
-gets fewer layers where the head is heavy. Layers need not divide evenly; the extra ones lie far back in the
-pipeline, where fewer activations wait.
+Layers are split to minimise the slowest virtual stage: the last one also has the head, so it gets fewer layers if the
+head is expensive. If layers do not divide evenly, later stages get the extra ones, since fewer activations wait there.
 """
 
 from functools import lru_cache
@@ -30,9 +29,9 @@ MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one
 
 @lru_cache(maxsize=65536)
 def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple[int, ...]:
-    """How many layers every virtual stage has, at least one each.
+    """Layers of each virtual stage, at least one.
 
-    `head_layers` tells how many layers the head is worth. Raises `PlanError` when there are too few layers.
+    `head_layers` is the cost of the head in layers. Raises `PlanError` if there are too few layers.
     """
     if num_virtual > num_layers:
         raise PlanError(
@@ -44,6 +43,7 @@ def share_layers(num_layers: int, num_virtual: int, head_layers: float) -> tuple
     others = num_virtual - 1
     even = int((num_layers - others * head_layers) / num_virtual)  # where head and layers would balance exactly
     most = num_layers - others
+    # Rounding may move the balance by a few layers, so the counts around it are compared.
     last = min(
         {max(1, min(most, even + step)) for step in range(-1, 4)},
         key=lambda count: (max(-(-(num_layers - count) // others), count + head_layers), -count),
@@ -58,7 +58,7 @@ ONLY_PINNED = ("gpipe", "zeropp")
 
 
 class Trait(NamedTuple):
-    """Traits of a schedule: chunk numbers it accepts, whether it splits the backward, and how it places."""
+    """Traits of a schedule: accepted chunk counts, split backward, placement of chunks."""
 
     chunks: tuple[int, ...]
     split: bool
@@ -68,7 +68,7 @@ class Trait(NamedTuple):
 
 @lru_cache(maxsize=1)
 def traits() -> dict[str, Trait]:
-    """The traits of every registered schedule, found by asking it for small orders."""
+    """Traits of every registered schedule, derived from small orders."""
     found = {}
     for name in schedule_names():
         accepted: list[Orders] = []
@@ -91,9 +91,9 @@ def traits() -> dict[str, Trait]:
 
 @lru_cache(maxsize=256)
 def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Orders, Waiting]:
-    """The orders of a schedule, and the micro-batches in flight by stage and chunk when most are.
+    """Orders of a schedule, and peak micro-batches in flight by stage and chunk.
 
-    Raises `PlanError` for numbers that the schedule cannot honour, and for more passes than are searched.
+    Raises `PlanError` for numbers the schedule cannot run, and for more than `MOST_PASSES` passes.
     """
     if num_stages * num_chunks * num_micros > MOST_PASSES:
         raise PlanError(
@@ -107,6 +107,6 @@ def pipeline(schedule: str, num_stages: int, num_chunks: int, num_micros: int, u
 
 @lru_cache(maxsize=65536)
 def held(schedule: str, num_stages: int, num_chunks: int, num_micros: int, unit: int = 1) -> tuple[Placement, Waiting]:
-    """The placement and the micro-batches in flight of `pipeline`: small, so that many can be remembered."""
+    """Placement and micro-batches in flight of `pipeline`, without its orders: small enough to cache many."""
     orders, waiting = pipeline(schedule, num_stages, num_chunks, num_micros, unit)
     return orders.placement, waiting

@@ -1,4 +1,4 @@
-"""What is to be planned, and the choices a plan is made of, as integers."""
+"""The planner's input, and choices: plans as integers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How the runtime that is predicted computes and sends; the defaults are this project's.
+    """How the predicted runtime computes and communicates; the defaults are this project's.
 
     `flash`: attention that never writes its scores; `dropout`: masks are drawn and kept; `sequence_parallel`: norms and
-    residuals cut over the tensor ranks; `hides_messages`: messages inside a block travel beside its products where
-    terrace.simulate.inside says so, else all are waited for. With `blocking_sends` a stage computes nothing while it
-    hands a micro-batch on: the exchange after each task is waited for. With `late_sync` a pipeline sums its gradients
-    over the data ranks once all stages have ended, and hides none of it. `MEGATRON` is Megatron-LM as Narayanan et al.
-    (2104.04473) ran it.
+    residuals are sharded over the tensor ranks; `hides_messages`: messages inside a block overlap with its matrix
+    products where terrace.simulate.inside says so, otherwise all are exposed. With `blocking_sends` a stage does not
+    compute while it sends a micro-batch on: the exchange after each task is exposed. With `late_sync` a pipeline sums
+    its gradients over the data ranks after all stages have ended, without overlap. `MEGATRON` is Megatron-LM as
+    Narayanan et al. (2104.04473) ran it.
     """
 
     flash: bool = True
@@ -48,10 +48,10 @@ MEGATRON = Software(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, a cluster, a global batch in sequences, a sequence length in tokens, the dtypes, and the software.
+    """A model, a cluster, a global batch in sequences, a sequence length in tokens, dtypes and software.
 
-    `wire` holds the formats of every plan of the task: the search never rounds a message by its own choice.
-    Raises `ModelError` or `PlanError` for a task that no plan can do.
+    `wire` holds the formats of every plan of the task; the search never chooses to round a message. Raises `ModelError`
+    or `PlanError` for a task without any valid plan.
     """
 
     model: ModelConfig
@@ -83,6 +83,7 @@ class Task:
                 f"{_MOST:,}; make its tiers smaller"
             )
         peaks = self.cluster.device.peak_flops_per_s
+        # Checked here, since a missing peak would surface only deep in a search.
         if self.compute not in peaks:
             raise PlanError(
                 f"compute = {self.compute!r}: the device of cluster {self.cluster.name!r} has no peak for it; "
@@ -96,16 +97,15 @@ class Task:
 
     @property
     def backend(self) -> Backend:
-        """Whose kernels decide what is kept in memory: those of the device."""
+        """Kernel backend of the device; it decides which activations are kept."""
         return self.cluster.device.backend
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """The blocks of the model."""
         return block_specs(self.model)
 
     def heads(self, num_rows: int) -> Heads:
-        """Return the heads of a layer's attention on each of `num_rows` tensor rows."""
+        """Attention heads of a layer on each of `num_rows` tensor rows."""
         heads = attention_heads(self.blocks[LAYER], num_rows)
         assert heads is not None, "a decoder's layers declare their heads"
         return heads
@@ -117,7 +117,7 @@ class Task:
 
 
 class Placement(NamedTuple):
-    """Tier index of each state; -1 is `device`. `backward` is -1 where there is no secondary copy."""
+    """Tier index of each state; -1 is `device`. `backward` is -1 without a secondary copy."""
 
     params: int
     grads: int
@@ -126,7 +126,7 @@ class Placement(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One point of the space. Of two that cost the same, the one that sorts first is the answer."""
+    """One point of the search space. Equal costs are resolved by sort order."""
 
     recompute: int  # 1: the forward of every layer is run again in its backward
     unit: int
@@ -138,12 +138,12 @@ class Choice(NamedTuple):
 
 
 def num_micros(task: Task, choice: Choice) -> int:
-    """Return the micro-batches of a step on each rank."""
+    """Micro-batches per step and data rank."""
     return task.batch // (choice.mesh.total("data") * choice.micro_batch)
 
 
 def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
-    """Return the choice as a plan."""
+    """The choice as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in choice.placement)
     # A tier with nothing but data ranks needs no row.
@@ -167,5 +167,5 @@ def plan_of(task: Task, choice: Choice, name: str = "planned") -> Plan:
 
 
 def schedule_text(schedule: str, chunks: int) -> str:
-    """Return a schedule as a plan names it: with the chunks of a stage where there are several."""
+    """A schedule as named in a plan: with the chunks per stage if there are several."""
     return f"{schedule}:{chunks}" if chunks > 1 else schedule
