@@ -92,6 +92,7 @@ def activations_by_block(
     """For every block of a decoder: bytes one micro-batch keeps from forward to backward, and extra bytes while its
     backward runs. The plan's patterns say which blocks are recomputed.
     """
+    # The plan's patterns decide per block, so `work` itself recomputes nothing.
     again = recomputed(plan, blocks)
     kinds: list[BlockKind] = ["embedding", *["layer"] * (len(blocks) - 2), "head"]  # type: ignore[list-item]
     whole = replace(work, recompute="full")
@@ -106,11 +107,13 @@ class _Decoder(BlockTape):
         """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
         tape, sizes = self.operations, self.sizes
         random = _RANDOM_STATE_BYTES[self.backend] if again and not self.runs_at_once else 0
+        # A head that runs in its backward keeps only its input, like a recomputed block, but stores no random state.
         again = again or self.runs_at_once
         forward, backward = forward_peak(tape, sizes, keeping=not again), backward_peak(tape, sizes)
         if again:
             # The gradient of the output is there already while the forward runs for the second time.
             backward = max(backward, forward_peak(tape, sizes, keeping=True) + sizes[OUTPUT])
+        # Such a head computes nothing in the forward pass.
         forward, backward = sizes[INPUT] if self.runs_at_once else forward + random, backward + random
         return BlockActivations(
             input_bytes=sizes[INPUT],
@@ -124,6 +127,7 @@ class _Decoder(BlockTape):
     def embedding(self) -> None:
         """Looked-up rows, and positions added to them; the tokens belong to the batch. Gradients of both are dense."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
+        # Embedding gradients are dense: as large as the matrix.
         matrix = -(-model.vocab_size // work.tensor) * hidden * self.item
         # Words are cut over all tensor ranks: each has rows of the whole hidden size to sum up.
         whole = work.tokens * hidden * self.item if work.stream_cut > 1 else 0
@@ -152,6 +156,7 @@ class _Decoder(BlockTape):
         """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
         model, work = self.work.model, self.work
         self.sizes |= {INPUT: self.residual * self.item, OUTPUT: 4}  # the loss in fp32
+        # Rounded up: the rank with the largest part counts.
         vocab = -(-model.vocab_size // work.tensor)
         whole = work.tokens * model.hidden_size * self.item if work.stream_cut > 1 else 0
         if work.tensor > 1:
@@ -169,6 +174,7 @@ class _Decoder(BlockTape):
         self.sizes["statistics of tokens"] = tokens * (_TOKEN_BYTES + 2 + self.wide)
         keeps: tuple[str, ...] = (source, "statistics of tokens")
         adds = chunk_bytes(tokens, vocab, self.work.model.hidden_size, self.item, self.wide, self.backend)
+        # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are computed again.
         if tokens <= chunk_rows(vocab, self.backend):
             self.sizes["logits"] = self.logits_bytes = tokens * vocab * self.item
             keeps = (*keeps, "logits")
@@ -200,6 +206,7 @@ class _Decoder(BlockTape):
                 self._add("RoPE", (f"{name} before RoPE",), name, forward_adds=whole, backward_adds=whole)
         self.sizes["mixed"] = self.query * self.item
         self._core()
+        # Fused kernels write heads merged already; plain products and pieces need a contiguous copy.
         merged = "mixed"
         if (self._plain or self.in_pieces) and not self._is_spread:
             merged = "merged"
@@ -217,6 +224,7 @@ class _Decoder(BlockTape):
         return self.work.ulysses * self.work.places > 1
 
     def _seen(self) -> tuple[str, ...]:
+        # Windows and masks make attention copy its keys and values.
         copied = copied_bytes(self.work, self.backend, self.sizes["key"], self.sizes["query"])
         if not copied:
             return "query", "key", "value"
@@ -239,6 +247,7 @@ class _Decoder(BlockTape):
         # Queries and keys are scaled first; in fp32, and for every query head, as plain products take them.
         inputs = ("scaled query", "scaled key", "wide value")
         self.sizes |= dict.fromkeys(inputs, self.query * self.wide) | {"softmax": self.scores * self.wide}
+        # Without grouped heads in fp32 or fp64, widening is a no-op, so the values are the layer's own tensor.
         if self.item == self.wide and model.num_kv_heads == model.num_heads:
             inputs = ("scaled query", "scaled key", "value")
         adds = 2 * self.sizes["softmax"]
@@ -261,8 +270,10 @@ class _Decoder(BlockTape):
         forward_adds, backward_adds = rounds * keys, self.sizes["log-sums"]
         if rounds:
             backward_adds = 4 * keys if work.places == 2 else 5 * keys + self.sizes["log-sums"]
+        # A Ulysses rank receives all parts but its own.
         of_others = (query + keys) * (work.ulysses - 1) // work.ulysses
         if work.balance == "cost":
+            # The balancer may assign every token to another rank, so all of them may arrive in messages.
             merged, of_others = query // self.item * self.wide, query + keys
             forward_adds += merged
             backward_adds += merged + keys // self.item * (2 * self.wide - self.item) + query + keys
@@ -277,6 +288,7 @@ class _Decoder(BlockTape):
 
     def _mlp(self, source: str, target: str) -> None:
         model = self.work.model
+        # Both matrices are cut by rows and columns; the inner tensors only by rows.
         weight, inner = self.inner * self.hidden, self.work.tokens * self.inner * self.item
         self.sizes |= dict.fromkeys(("up", "gate", "active", "product"), inner)
         beside = self.gathered_beside

@@ -71,7 +71,9 @@ def fullest_stage(
     last, found = len(plan.stages) - 1, []
     for row, waiting in zip(orders.placement, most_waiting(orders), strict=True):
         layers = [plan.stages[virtual] - (virtual == 0) - (virtual == last) for virtual in row]
+        # Micro-batches in flight, averaged over the chunks of the stage by their layers.
         kept = sum(count * waits for count, waits in zip(layers, waiting, strict=True))
+        # Middle stages are alike but for their layers, so 1 stands for any stage without embedding and head.
         found.append(
             footprint(
                 cluster,
@@ -154,6 +156,7 @@ def _fewer_sequences(job: Job) -> Iterator[Job]:
             yield replace(job, plan=replace(job.plan, unit=smaller))
     for smaller in range(size - 1, 0, -1):
         if size % smaller == 0:
+            # More, smaller micro-batches keep the batch of the step.
             plan = replace(job.plan, micro_batch=smaller, unit=1)
             yield replace(job, plan=plan, num_micros=job.num_micros * (size // smaller))
 
@@ -168,6 +171,7 @@ def _further_out(job: Job) -> Iterator[Job]:
 
 
 def _without_idle_formats(cluster: Cluster, plan: Plan) -> Plan:
+    # A plan must not name wire formats for tiers that its messages no longer cross.
     layout = Layout.of(cluster, plan)
     wire = {
         message: {
@@ -183,6 +187,7 @@ def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
     too_few, enough = data, data * MAX_GROWTH
     if lacking(_with_data_degree(job, enough)) > 0:
         return None
+    # Memory per rank never grows with the data degree, so bisection finds the least that fits.
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if lacking(_with_data_degree(job, middle)) > 0:
@@ -193,6 +198,7 @@ def _grown(job: Job, lacking: Callable[[Job], int]) -> Job | None:
 
 
 def _with_data_degree(job: Job, degree: int) -> Job:
+    # Other axes keep their degrees, so the tier grows by the factor of the data degree.
     tier = job.cluster.tiers[-1]
     before = Mesh.of(job.cluster, job.plan).group("data")[-1]
     plan, row = job.plan, job.plan.mapping.get(tier.name)

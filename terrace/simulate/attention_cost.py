@@ -24,8 +24,10 @@ def attention_cost(
     products reach. Blocks with indices in `recomputed` run their forward twice; each layer costs the mean over layers.
     Raises `ClusterError` for a device that has no peak of the dtype.
     """
+    # The reached peak, not the data sheet's: the balancer compares these seconds with measured links.
     peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm
     layers, itself = range(1, model.num_layers + 1), 4 * model.num_heads * model.head_dim  # a token attended to
+    # Forward and backward take three forwards, recomputation one more; attention to the own token is priced apart.
     flops = sum(
         (4 if block in recomputed else 3) * (forward_flops(model, block, 1, 1) - (itself if block in layers else 0))
         for block in range(model.num_blocks)

@@ -63,6 +63,7 @@ class BlockTape:
         widened = f"widened by {name}"
         keeps: tuple[str, ...] = (source,)
         adds = 0
+        # A layer norm keeps mean and root; on a CPU torch keeps them in the dtype of the input.
         if norm == "layer":
             self.sizes[statistics] = 2 * num_rows * (self.item if self.backend == "cpu" else self.wide)
             keeps = (source, statistics)
@@ -70,6 +71,7 @@ class BlockTape:
             self.sizes[statistics] = num_rows * self.wide
             keeps = (source, statistics)
         else:
+            # On a CPU an rms norm is a chain of operations, each of which keeps its own operand.
             self.sizes |= {statistics: num_rows * self.wide, normalised: numel * self.wide}
             keeps = (source, statistics, normalised)
             if self.wide > self.item:
@@ -79,6 +81,7 @@ class BlockTape:
         self._add(name, (source,), target, (*keeps, target) if keeps_target else keeps, backward_adds=adds)
 
     def _gathered(self, source: str, whole: int) -> str:
+        # 0 bytes: the input is whole already.
         if not whole:
             return source
         self.sizes[f"whole {source}"] = whole
@@ -103,6 +106,8 @@ class BlockTape:
             target,
             (source,),
             forward_adds=whole,
+            # The weight's gradient is a tensor until it is accumulated; with it live the re-gathered input and the
+            # gradient of the region's output, which the weights wait for.
             backward_adds=weight_numel * self.item + 2 * whole,
             variables=variables,
         )

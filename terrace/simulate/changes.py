@@ -50,11 +50,13 @@ def changes(step: Step, fits: Fits = model_state_fits) -> list[Change]:
     seen, program = [step.plan], predict_step(step).programs[0]
     for change in (*_plan_changes(step, program), *_schedule_changes(step), *_cluster_changes(step, program)):
         if change.kind == "plan":
+            # A move may change nothing, such as int8 on a tier that no message crosses.
             if change.plan in seen:
                 continue
             seen.append(change.plan)
         try:
             predicted = predict_step(replace(step, cluster=change.cluster, plan=change.plan))
+        # An invalid plan is simply not a candidate.
         except PlanError:
             continue
         if all(map(fits, predicted.programs)):
@@ -80,6 +82,7 @@ def _plan_changes(step: Step, program: Program) -> Iterator[Change]:
             if moved is not None:
                 words = ", ".join(f'{state} = "{getattr(moved, state)}"' for state in states)
                 yield change(words, _crossing(cluster, moved))
+    # A secondary copy belongs on a tier inside the placement of the parameters.
     copy = _next_tier(program.layout, program.layout.params, outward=False)
     if copy is not None and copy != DEVICE and not program.layout.has_secondary:
         tier = program.layout.tiers[copy]
@@ -101,6 +104,7 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
         if "memory_limit" not in takes(name):
             other = replace(plan, schedule=name)
             if plan.stages and num_virtual(other, num_stages) != len(plan.stages):
+                # The named split is for another number of virtual stages: share the blocks anew.
                 other = replace(other, stages=())
             if name != parse_schedule(plan.schedule or DEFAULT_SCHEDULE)[0]:
                 yield Change(words=f'schedule = "{name}"', kind="plan", note="", cluster=cluster, plan=other)
@@ -130,6 +134,7 @@ def _with_tier(cluster: Cluster, index: int, tier: Tier) -> Cluster:
 
 
 def _next_tier(layout: Layout, index: int, *, outward: bool) -> int | None:
+    # Tiers on which the state has the same number of shards would change nothing.
     tried = range(index + 1, layout.outermost + 1) if outward else range(index - 1, DEVICE - 1, -1)
     return next((other for other in tried if layout.span(other) != layout.span(index)), None)
 
@@ -143,6 +148,7 @@ def _moved(layout: Layout, plan: Plan, states: tuple[str, ...], outward: bool) -
 
 
 def _crossing(cluster: Cluster, plan: Plan) -> Plan:
+    # A wire format for a tier that a message no longer crosses would be refused.
     layout = Layout.of(cluster, plan)
     crossed = {message.value: [layout.tiers[tier] for tier in layout.route(message)] for message in PLACEABLE}
     crossed[MessageClass.TENSOR.value] = list(layout.tiers)  # where tensor ranks are does not change
@@ -161,6 +167,7 @@ def _int8(plan: Plan, program: Program, tier: str) -> Plan:
         crosses = index in layout.route(message) and layout.degrees[index] > 1
         if message is MessageClass.TENSOR:
             crosses = program.tensor.both.degrees[index] > 1
+        # Messages that are in a block format already keep it.
         if crosses and not plan.wire_format(message, tier).block:
             wire.setdefault(message.value, {})[tier] = "int8"
     return replace(plan, wire=wire)

@@ -77,6 +77,7 @@ class Costs:
     def _own_s(self, instruction: Instruction) -> float:
         device = self.program.cluster.device
         message = self.program.message(instruction)
+        # The codec and new memory of a whole block occupy the rank, not the tier.
         seconds = message.coding_bytes / (device.memory_bandwidth_bytes_per_s * device.kernels.codec)
         if instruction.op in (Op.GATHER, Op.REDUCE) and message.sends:
             flats = self.program.flats[instruction.block]
@@ -92,6 +93,7 @@ class Costs:
         """Seconds that a pass waits for messages inside its block, by message class."""
         block = instruction.block
         weight_s = self.weight_s[block] if self.weight_s else 0.0
+        # Without rooms nothing hides, and every message inside the block is waited for in full.
         rooms: Rooms = {}
         if self.hides_inside:
             rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
@@ -137,6 +139,7 @@ def _from_work(program: Program, work: Work) -> Costs:
     for index, block in enumerate(program.blocks):
         seconds = block_seconds(device, work, index, accumulate=accumulate)
         forward.append(seconds.forward_s)
+        # Frozen matrices get no gradient, but the gradient of the input still passes through them.
         weight.append(seconds.weight_s * _trained_part(block))
         backward.append(seconds.input_s + weight[-1])
     return _costs(program, forward, backward, update_seconds(program), weight, core_rounds(device, work))
@@ -150,6 +153,7 @@ def _costs(
     weight: Sequence[float],
     rounds: Rounds,
 ) -> Costs:
+    # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
     if program.tensor.degree == 1:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
         forward, weight = [*forward[:-1], 0.0], [*weight[:-1], 0.0]
@@ -166,6 +170,7 @@ def _costs(
 def _trained_part(block: BlockSpec) -> float:
     sizes = [(param.numel, param.trainable) for param in block.params if len(param.shape) >= 2]
     total = sum(numel for numel, _ in sizes)
+    # A tied head borrows its matrix and computes its gradient whole; a block without matrices counts as trained or not.
     if not total or block.borrows:
         return 1.0 if block.num_trainable or block.borrows else 0.0
     return sum(numel for numel, trainable in sizes if trainable) / total
@@ -175,6 +180,7 @@ def update_seconds(program: Program) -> tuple[float, ...]:
     """Seconds of the optimizer on a rank's part of every block; its constant is added to the last block held."""
     device = program.cluster.device
     update = [
+        # The constant counts once a step, below, not once a block.
         optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
         for parts in program.flats
     ]
@@ -200,6 +206,7 @@ def _owned(flats: Sequence[FlatParamSpec]) -> int:
 
 def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     device, plan = program.cluster.device, program.plan
+    # Where the device states no peak for the dtype, its highest one stands in.
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
     item, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     bandwidth = device.memory_bandwidth_bytes_per_s
@@ -208,6 +215,7 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     for block, parts, whole_flops in zip(program.blocks, program.flats, forward_flops, strict=True):
         flops = whole_flops / shared
         weights = (block.num_trainable + block.num_frozen) * item
+        # At the least, the weights are read once.
         forward.append(max(flops / peak, weights / bandwidth))
         weight.append(forward[-1] * _trained_part(block))
         backward.append(forward[-1] + weight[-1])
@@ -222,6 +230,7 @@ def _rounds(program: Program, peak: float) -> Rounds:
     heads = next(filter(None, (attention_heads(each, program.mesh.total("rows")) for each in program.blocks)), None)
     if heads is None:
         return NO_ROUNDS
+    # A ring of R ranks computes its scores in R rounds on R ranks, so each round has 1 / R^2 of them.
     scores = program.plan.micro_batch * program.sequence**2 * heads.queries / program.mesh.total("ulysses")
     forward_s = 4 * scores * heads.size / program.mesh.total("ring") ** 2 / peak
     return (forward_s, 2 * forward_s), (forward_s, 2 * forward_s)

@@ -49,12 +49,14 @@ def critical_path(*recordings: Recording) -> CriticalPath:
     It ends on the stage that ends last. A piece has the times of its stage's recording; waits and slowed computing are
     of the last stage.
     """
+    # The path ends on the stage that ends last.
     stage = max(range(len(recordings)), key=lambda index: recordings[index].begin_s + recordings[index].report.step_s)
     last, pieces = recordings[stage], list[Piece]()
     number = max((n for n, span in enumerate(last.spans) if span.lane == COMPUTE), default=-1)
     while number >= 0 and recordings[stage].spans[number].end_s > 0.0:
         span = recordings[stage].spans[number]
         is_wait = span.lane == COMPUTE and span.category.startswith("wait ") and span.category not in INSIDE
+        # A wait is explained by the span it waited for, so it is no piece itself; waits inside a block have no span.
         if not is_wait and span.end_s > span.start_s:
             pieces.append(Piece(number, max(0.0, span.start_s), span.end_s, stage))
         stage, number = span.stage if span.stage >= 0 else stage, span.after
@@ -65,6 +67,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
         span = recording.spans[piece.number]
         instruction = recording.program.instructions[span.position]
         if span.category in INSIDE:
+            # Messages inside a block have no lane, so their seconds are shared out by the price of each hop.
             shares, category = (
                 inside_shares(recording.program, instruction, span.category),
                 span.category.removeprefix("wait "),
@@ -112,6 +115,7 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             for tier, share in shares.items():
                 seconds[axis, program.layout.tiers[tier]] += share * (wait.end_s - wait.start_s)
             continue
+        # The cause is on another stage, so its recording has the message.
         if wait.stage >= 0:
             for name, spent in _sent_meanwhile(recording, wait, recordings[wait.stage]).items():
                 seconds["pipeline", name] += spent
@@ -119,6 +123,7 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
         number, end_s = wait.after, wait.end_s
         while number >= 0 and end_s > wait.start_s:
             span = spans[number]
+            # Walk back through queued messages until the wait's start; each pays for its own part.
             start_s = max(wait.start_s, min(span.start_s, end_s))
             for tier, share in tier_shares(program, program.instructions[span.position]).items():
                 axis = "data" if program.instructions[span.position].peer < 0 else "pipeline"
@@ -129,8 +134,10 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
 
 def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict[str, float]:
     span = sender.spans[wait.after]
+    # The sender was still computing: the wait is a bubble, not a message.
     if span.lane == COMPUTE:
         return {}
+    # Each recording counts from its own stage's start.
     before_s = sender.begin_s - recording.begin_s
     spent_s = min(wait.end_s, span.end_s + before_s) - max(wait.start_s, span.start_s + before_s)
     shares = tier_shares(sender.program, sender.program.instructions[span.position])

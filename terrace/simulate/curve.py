@@ -65,6 +65,7 @@ def memory_curve(
         times_s.append(moment_s)
         for name in _VARYING:
             curve[name].append(now[name])
+    # Sharded states and message buffers stay for the whole step.
     constant = {name: size for name, size in recording.report.memory_bytes.items() if name not in _VARYING}
     return MemoryCurve(
         constant_bytes=constant,
@@ -80,6 +81,7 @@ def _steps(recording: Recording, kept: Sequence[float], working: Sequence[float]
     changes: dict[tuple[float, int, str, bool], float] = defaultdict(float)
     for category, span, num_bytes in _lives(recording.program, kept, working):
         if num_bytes:
+            # Rises and falls are kept apart, so that a peak within one instruction is not cancelled.
             changes[recording.started_s[span.first], span.first, category, True] += num_bytes
             changes[recording.done_s[span.last], span.last, category, False] -= num_bytes
     steps = [(moment_s, position, category, change) for (moment_s, position, category, _), change in changes.items()]
@@ -95,6 +97,7 @@ def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) ->
         block, key = instruction.block, (instruction.block, instruction.micro)
         if instruction.op is Op.FORWARD:
             begun[key] = position
+        # The weight gradients still read the activations, so a split backward frees them last.
         if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
             yield "activations", Span(begun.pop(key), position, position + 1), kept[block]
         if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):

@@ -56,6 +56,7 @@ def check_alone(program: Program) -> None:
 
 
 def _time(program: Program, plays: list["Play"]) -> dict[str, float]:
+    # FREE takes no time.
     plays = [play for play in plays if play[1].op is not Op.FREE]
     rank = Rank(program)
     for _ in range(2):
@@ -92,6 +93,7 @@ Moment = tuple[float, int]  # when a message will be there; for a recording, the
 
 def price(program: Program, costs: Costs) -> list[Play]:
     """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
+    # The key leaves the micro-batch out: all micro-batches have the same shapes.
     pricing = _Pricing(program, costs)
     known: dict[_Alike, Play] = {}
     plays = []
@@ -119,6 +121,7 @@ class _Pricing:
             return self._pass(instruction)
         if op is Op.UPDATE:
             return Rank.update, Event(op, block, self.costs.update_s[block], -1, "update")
+        # Frozen blocks and gradients accumulated in place need no reduction; a RECV is waited for by its pass.
         if op in (Op.FREE, Op.RECV) or (op is Op.REDUCE and not self._buffered[block]):
             return Rank.nothing, Event(op, block, 0.0, -1, "")
         if op in (Op.SEND, Op.TIE):
@@ -143,6 +146,7 @@ class _Pricing:
     def _pass(self, instruction: Instruction) -> Play:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
         needs = (index, *blocks[index].borrows)
+        # Replicated parameters are ready after the refresh of the step before, so the pass waits for it.
         act = Rank.run_replicated if self.program.layout.params == DEVICE else Rank.run
         inside = self._waits_inside(instruction)
         if op is Op.FORWARD:
@@ -151,6 +155,7 @@ class _Pricing:
         weight_s = self.costs.weight_s[index] if self.costs.weight_s else 0.0
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
             return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
+        # A recomputed block runs its forward again first.
         seconds = self.costs.backward_s[index] + (self.costs.forward_s[index] if index in self._again else 0.0)
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
@@ -161,6 +166,8 @@ class _Pricing:
             return ()
         index, blocks = instruction.block, self.program.blocks
         ends = (index == 0, index == len(blocks) - 1)
+        # Layers share their parameter specs, so identity groups equal blocks; the first and the last block send other
+        # messages at their open ends.
         key = (instruction.op, id(blocks[index].params), *ends, index in self._again)
         if key not in self._inside:
             waits = self.costs.waits_inside(instruction)
@@ -242,6 +249,7 @@ class Rank:
     def _run(self, event: Event) -> None:
         if event.opens:
             reductions = self.reductions
+            # At most one reduction may be in flight when a new gradient buffer opens.
             while len(reductions) > 1:
                 self.wait(reductions.popleft(), "wait reduce")
         self.compute(event)
@@ -300,6 +308,7 @@ class Rank:
         if lanes_s[lane] > start_s:
             start_s = lanes_s[lane]
         else:
+            # The lane was idle, so a new busy stretch begins.
             self.begins_s[lane] = start_s
         lanes_s[lane] = done_s = start_s + event.seconds
         self.penalties[lane] = event.penalty
@@ -319,6 +328,7 @@ class Rank:
     def compute(self, event: Event) -> None:
         """Run something on the compute stream."""
         seconds = event.seconds
+        # Fast path: every lane is idle.
         if self.busy_s <= self.now_s:
             self.time_s[event.category] += seconds
             self.now_s += seconds
@@ -347,6 +357,7 @@ class Rank:
             if end_s > now_s:
                 shared_s = end_s - now_s
                 slowed_s = penalty * (shared_s if shared_s < seconds else seconds)
+                # Messages on several lanes run at once; only the strongest slow-down counts.
                 if slowed_s > most_s:
                     most_s = slowed_s
         return most_s

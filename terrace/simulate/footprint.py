@@ -100,6 +100,7 @@ def footprint(
         )
     states = model_states(layout, plan, held, num_micros, lambda axes: state_layout(cluster, plan, axes))
     steady = dict(states.steady)
+    # Tensor ranks have message buffers of their own.
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, work, held)
     stream = work.tokens * model.hidden_size * FORMATS[plan.compute].element_bytes
@@ -123,6 +124,7 @@ def footprint(
                 running["grads_full"] = whole[1]
             candidates.append(steady | running)
     worst = max(candidates, key=lambda categories: sum(categories.values()))
+    # The factor applies to tensors only; the context is outside the allocator.
     factor = (CUDA_ALLOCATOR_FACTOR if backend == "cuda" else 1.0) if allocator_factor is None else allocator_factor
     if context_bytes is None:
         context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
@@ -177,6 +179,7 @@ def has_flash_attention(
     """
     masked = documents or 0 < model.sliding_window < sequence
     if backend == "cpu":
+        # Short pieces in bf16 attend by plain products, and documents may be short.
         longest = piece_tokens(model.sliding_window, sequence)
         return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
     grouped = model.num_kv_heads != model.num_heads and not masked
@@ -208,6 +211,8 @@ def _moments(
     others = in_flight - 1
     moments = []
     for run in runs:
+        # In a pipeline the other micro-batches in flight have passed the whole stage; in a unit, the same block, and
+        # the output or gradient of each waits to go on.
         block, beside = run.block, runs[-1] if pipelined else run
         activations = run.activations + math.ceil(others * beside.activations)
         logits = run.logits + math.ceil(others * beside.logits)
@@ -230,8 +235,10 @@ def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend
         block = block_of("embedding", embedding)
         kept = block.kept_bytes
         runs.append(_Run("embedding", block, kept, 0))
+    # All layers of one kind hold the same bytes, so the last of each kind is its worst.
     plain_layer, again_layer = block_of("layer", False), block_of("layer", True)
     before = kept
+    # The kind whose last layer comes earlier is met first; its run counts the layers up to there.
     for whole, (num_plain, num_again) in sorted(((False, plain), (True, again)), key=lambda entry: sum(entry[1])):
         if num_plain + num_again:
             kept = before + num_plain * plain_layer.kept_bytes + num_again * again_layer.kept_bytes

@@ -67,6 +67,7 @@ class InBlockPrices:
         """Seconds of a message, and the share of them by which overlapping compute slows."""
         found = self._known.get(message)
         if found is None:
+            # Tensor messages and exchanges over several tiers have the device's penalty.
             own_tier = -1 if isinstance(message, TensorMessage) else message.tier
             device_penalty = self._cluster.device.overlap_penalty
             penalty = device_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
@@ -107,6 +108,7 @@ def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass,
         left_s = 0.0 if moment.behind is None else rooms.get(moment.behind, 0.0)
         added_s = 0.0
         for seconds, penalty in moment.parts:
+            # Compute hides this part, and is slowed by its penalty; the rest is exposed.
             covered_s = min(seconds, left_s)
             left_s -= covered_s
             added_s += seconds - covered_s + penalty * covered_s
@@ -160,6 +162,7 @@ def tensor_message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMess
 
 
 def _coding_s(cluster: Cluster, tensor: Tensor, message: TensorMessage) -> float:
+    # Single numbers per token travel unencoded.
     if message.leg is Leg.NUMBERS:
         return 0.0
     hops, device = tensor.hops(message), cluster.device

@@ -46,8 +46,10 @@ def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
     num_cores, best = kernels.num_cores, 0.0
     for rows, columns, share in kernels.tiles:
         num_tiles = -(-m // rows) * -(-n // columns)
+        # Edge tiles compute padding.
         fill = share * (m * n / (num_tiles * rows * columns))
         if num_cores:
+            # The last wave occupies all cores' time even if it fills only some of them.
             waves = num_tiles * batch / num_cores
             fill = fill * waves / math.ceil(waves)
         best = max(best, fill)
@@ -83,6 +85,7 @@ def attention_s(
         return forward + device.kernels.launch_s, _FLASH_BACKWARD * forward + device.kernels.launch_s
     item = FORMATS[dtype].element_bytes
     scores = pairs * queries * keys
+    # Scores read and written once more, and a mask of one byte.
     dropped = (2 * item + 1) * scores if dropout else 0
     passes = 2 if dropout else 1
     to_scores = gemm_s(device, queries, head_dim, keys, pairs, dtype)  # Q K^T; backward, dO V^T
@@ -108,6 +111,7 @@ def stream_s(device: Device, num_bytes: float, num_kernels: int = 1) -> float:
 def fresh_s(device: Device, num_bytes: float) -> float:
     """Extra seconds of a buffer newly allocated from the system; 0 for small ones, which the allocator keeps."""
     share = device.kernels.fresh
+    # Small buffers are reused; larger ones come new from the system, which costs bandwidth.
     if not share or num_bytes < KEPT_BYTES:
         return 0.0
     return num_bytes / (device.memory_bandwidth_bytes_per_s * share)

@@ -102,6 +102,7 @@ def hardware_flops(work: Work, batch: int) -> int:
     2104.04473, equation 3, as used in their Table 1. Recomputation inside a flash kernel is not counted.
     """
     model, sequence = work.model, work.sequence
+    # Recomputation runs every layer's forward a second time.
     again = model.num_layers * forward_flops(model, 1, batch, sequence) if work.recompute == "full" else 0
     return model_flops(model, sequence, batch) + again
 
@@ -113,6 +114,7 @@ def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds
     input_s = sum(gemm_s(device, m, n, k, 1, work.compute) for m, k, n in products)
     weight_s = sum(gemm_s(device, k, m, n, 1, work.compute) for m, k, n in products)
     if accumulate:
+        # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
     core = _core_seconds(device, work)
     passes = _pass_seconds(device, work)
@@ -121,11 +123,13 @@ def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds
         input_s=input_s + core[1] + passes[1],
         weight_s=weight_s,
     )
+    # A small layer takes as long as the host needs to launch its kernels.
     seconds = _host_bound(seconds, device.kernels.host_layer_s)
     return replace(seconds, again_s=seconds.forward_s) if work.recompute == "full" else seconds
 
 
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
+    # The bound holds for the backward as a whole, so both parts stretch alike.
     slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
     return BlockSeconds(
         forward_s=max(seconds.forward_s, host_s),
@@ -148,6 +152,7 @@ def _layer_products(work: Work) -> list[tuple[int, int, int]]:
 
 
 def _widths(work: Work) -> tuple[int, int]:
+    # A key-value head is never cut: the rank with most heads sets the width.
     heads, kv_heads = (math.ceil(count / work.rows) for count in (work.model.num_heads, work.model.num_kv_heads))
     return heads * work.model.head_dim, kv_heads * work.model.head_dim
 
@@ -182,6 +187,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     row = work.attended * FORMATS[work.compute].element_bytes * work.model.head_dim  # bytes of a head
     outputs_s = memory_s(device, 3 * row * work.attended_heads)
     sums_s = memory_s(device, 3 * row * (work.attended_heads + 2 * work.attended_kv_heads), 3)
+    # Under a window the first round has counted all products already.
     own = (0.0, 0.0) if windowed else first
     return first, (own[0] + outputs_s, own[1] + sums_s)
 
@@ -195,9 +201,11 @@ def _pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.intermediate_size / work.rows)
+    # Two residual sums read two operands and write one, plus a dropout mask of one byte.
     residual = 2 * (3 * item + (1 if work.dropout else 0)) * model.hidden_size / work.stream_cut
     norms = 2 * item * model.hidden_size / work.stream_cut
     rope = 2 * item * (query + key) if model.rotary_dim else 0
+    # Plain products need contiguous operands: read and written once.
     layout = 0 if work.flash else 2 * item * (query + 2 * key)
     bias = item * intermediate if model.mlp_bias else 0
     norms += item * (query + key) if model.qk_norm else 0
@@ -216,6 +224,7 @@ def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSec
     model, item = work.model, FORMATS[work.compute].element_bytes
     row = item * model.hidden_size
     rows = work.tokens * (2 + (2 if model.learned_positions else 0)) * row
+    # The gradient is dense: zeros for the whole matrix, to which the rows are added.
     weights = math.ceil(model.vocab_size / work.tensor) * model.hidden_size
     weight_s = memory_s(device, item * weights + rows + work.tokens * row, 2)
     if accumulate:
@@ -226,6 +235,7 @@ def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSec
 @lru_cache(maxsize=65536)
 def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
+    # The hidden size is whole: tensor columns cut the head's vocabulary, too.
     words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
     logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
     norm = item * tokens * hidden / work.stream_cut

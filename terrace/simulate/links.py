@@ -29,6 +29,7 @@ def rate_bytes_per_s(cluster: Cluster, tier: int, num_bytes: float, *, degree: i
     """
     here = cluster.tiers[tier]
     rate = here.bandwidth_bytes_per_s
+    # Devices wired in pairs share their bandwidth among size - 1 links.
     if here.direct and degree > 1 and here.size > 1:
         rate *= min(1.0, (degree - 1) / (here.size - 1))
     return rate * here.efficiency * (num_bytes / (num_bytes + here.half_bytes) if num_bytes else 1.0)
@@ -39,6 +40,7 @@ def hop_s(cluster: Cluster, tier: int, degree: int, num_bytes: float) -> float:
 
     (degree - 1) latency + bytes / rate, at the rate of a message as large as all their parts.
     """
+    # The rate depends on the whole message, of which a rank sends all parts but one.
     whole = num_bytes * degree / (degree - 1) if degree > 1 else num_bytes
     rate = rate_bytes_per_s(cluster, tier, whole, degree=degree)
     return (degree - 1) * cluster.tiers[tier].latency_s + num_bytes / rate
@@ -53,6 +55,7 @@ def gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
     for tier, degree in enumerate(_degrees(cluster, group)):
         if degree > 1 and num_bytes:
             total_s += hop_s(cluster, tier, degree, num_bytes * (degree - 1) / degree)
+            # Each member of this tier brings 1 / degree of the bytes, gathered over the outer tiers.
             num_bytes /= degree
     return total_s + cluster.device.kernels.launch_s if total_s else 0.0
 
@@ -68,6 +71,7 @@ def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, 
     for tier, num_bytes in sends:
         rate = rate_bytes_per_s(cluster, tier, num_bytes, degree=degrees[tier])
         found[tier] = launch_s + cluster.tiers[tier].latency_s + num_bytes / rate
+        # One launch starts the messages of all tiers.
         launch_s = 0.0
     return found
 

@@ -25,11 +25,14 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
     Rows are assumed to hold one document each, so a price from these keys is an upper bound.
     """
     window, sequence = work.model.sliding_window, work.sequence
+    # A window of the whole sequence or more masks nothing.
     if not 0 < window < sequence:
         return sequence, work.causal
     length = piece_tokens(window, sequence)
+    # Under a mask the kernel computes the whole square and cannot skip the causal half.
     if backend != "cpu" or length == sequence:
         return sequence, False
+    # The first piece sees its own keys, each later piece also the piece before.
     return (length + 2 * (sequence - length)) * length // sequence, False
 
 
@@ -62,6 +65,7 @@ def mask_bytes(work: Work, backend: str) -> int:
     if length < sequence:
         rest = (sequence - 1) % length + 1
         bands = (length * length if window < length else 0) + 2 * length * length
+        # A shorter last piece needs a mask of its own.
         bands += rest * (length + rest) if rest < length else 0
     if not work.documents:
         return item * (bands or sequence * sequence)

@@ -64,6 +64,7 @@ class RecordedStep:
 def record_step(step: Step) -> RecordedStep:
     """Predict and record a step; raises `PlanError` for a plan that cannot run."""
     prediction = predict_step(step)
+    # A folded prediction has no times for the micro-batches in between.
     whole = prediction if prediction.is_whole else play_whole(prediction.step)
     recordings = record_stages(whole.programs, whole.costs)
     return RecordedStep(
@@ -75,6 +76,7 @@ def record_step(step: Step) -> RecordedStep:
 
 
 def _curve(step: Step, recording: Recording) -> MemoryCurve:
+    # FLOPs alone tell nothing of activations.
     if not isinstance(step.work, Work):
         return memory_curve(recording)
     backend = step.cluster.device.backend

@@ -74,6 +74,7 @@ class Recording:
         while number >= 0:
             span = self.spans[number]
             found.append(self.program.instructions[span.position])
+            # Messages that began before the wait, or on another stage, end the chain.
             if span.start_s <= wait.start_s or span.stage >= 0:
                 break
             number = span.after
@@ -98,6 +99,7 @@ def record(program: Program, costs: Costs) -> Recording:
     plays = price(program, costs)
     rank = Recorder(program)
     for _ in range(2):
+        # The second step is the steady one; the first stays in the spans for messages that reach over.
         rank.restart()
         for position, (act, event) in enumerate(plays):
             rank.begin(position)
@@ -151,6 +153,7 @@ class Recorder(Rank):
 
     def recording(self, begin_s: float = 0.0) -> Recording:
         """The recording of the last step."""
+        # Spans were noted by the rank's clock, which stands still while cores are shared (terrace.simulate.events).
         wall_s = self.wall()
         origin_s = wall_s(self.origin)
         spans = (
@@ -174,6 +177,7 @@ class Recorder(Rank):
         before = [0.0, *accumulate(longer_s for _, _, longer_s in self.halts)]
 
         def wall_s(moment_s: float) -> float:
+            # Halts are in order of time; inside one, the wall's clock runs at an even, faster rate.
             number = bisect_right(starts, moment_s) - 1
             if number < 0:
                 return moment_s
@@ -192,6 +196,7 @@ class Recorder(Rank):
         if not event.seconds:
             return done_s, number
         start_s = max(self.now_s, free_s, ready[0])
+        # Issue, free lane or ready input: the latest of the three is the cause.
         behind = self.newest[lane] if free_s >= ready[0] else ready[1]
         after = self.newest[COMPUTE] if start_s == self.now_s else behind
         return done_s, self._add(lane, start_s, done_s, self._message(), after)
@@ -212,6 +217,7 @@ class Recorder(Rank):
         start_s, before_s = self.now_s, self.time_s.get(category, 0.0)
         super().wait(moment, category)
         self._halted(start_s, self.time_s.get(category, 0.0) - before_s)
+        # A cause on another stage is set by the pipeline and holds for one wait.
         (stage, after), self.cause = self.cause or (-1, moment[1]), None
         if self.now_s > start_s:
             self._add(COMPUTE, start_s, self.now_s, category, after, stage)

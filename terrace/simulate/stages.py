@@ -95,6 +95,7 @@ class _Pipeline:
     def run(self) -> StagesStep:
         for _ in range(2):
             for index, rank in enumerate(self.ranks):
+                # A stage's categories cover its step, so their sum is where its next step begins.
                 self.begun_s[index] += sum(rank.time_s.values())
                 rank.time_s = defaultdict(float)
                 if isinstance(rank, Recorder):
@@ -119,6 +120,7 @@ class _Pipeline:
 
     def _step(self) -> None:
         clock = _Clock({}, defaultdict(dict), {})
+        # Stages are coroutines: each runs until it needs a message that has not been sent yet.
         running = {index: self._stage(index, clock) for index in range(len(self.programs))}
         waiting: dict[int, object] = {}
         while running:
@@ -132,6 +134,7 @@ class _Pipeline:
                     running.pop(index)
                 else:
                     waiting[index] = reason
+            # A round without progress: nobody can ever send the missing message.
             if waiting == before and running:
                 raise ProgramError(f"the stages wait in a circle: {'; '.join(_words(waiting))}")
 
@@ -153,6 +156,7 @@ class _Pipeline:
                 read[instruction.backward, instruction.block, instruction.micro] = instruction.peer
             elif op in PASSES:
                 backward = op is not Op.FORWARD
+                # A forward reads the output of the block before, a backward the gradient of the block after.
                 key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
                 peer = None if op is Op.BACKWARD_WEIGHT else read.pop(key, None)
                 if peer is not None:
@@ -169,11 +173,13 @@ class _Pipeline:
                 done_s, number = rank.issue(event, (0.0, -1))
                 key = (instruction.backward, instruction.block, instruction.micro)
                 if recorder is not None:
+                    # A message without bytes has no span: its sender's computing is the cause.
                     sent = number if number >= 0 else recorder.newest[COMPUTE]
                     clock.spans[index, instruction.peer, *key] = (index, sent)
                 clock.arrived_s[index, instruction.peer, *key] = self._now_s(index) + done_s - rank.now_s
             elif op is Op.TIE:
                 rank.settle()
+                # Both holders of the tied block leave together.
                 pair = ("tie", instruction.block)
                 yield from self._meet(index, clock, pair, 2, event.category)
                 rank.exchange(event)
@@ -192,6 +198,7 @@ class _Pipeline:
         clock.met_s[place][index] = self._now_s(index), newest
         if len(clock.met_s[place]) < number:
             yield ("meet", place, number)
+        # All leave when the last one has come.
         (moment_s, newest), latest = max((there, stage) for stage, there in clock.met_s[place].items())
         if isinstance(rank, Recorder):
             rank.cause = (latest, newest)
@@ -205,6 +212,7 @@ class _Pipeline:
         if left_s > 0.0:
             rank.wait((rank.now_s + left_s, -1), category)
         elif isinstance(rank, Recorder):
+            # No wait came, so its cause must not stick to the next one.
             rank.cause = None
 
 

@@ -77,6 +77,7 @@ class Stage:
         """The flat buffers by the tensor axes that share them; first the ones shared by data ranks only."""
         own = [self.embedding, self.layer, self.head]
         for _, sizes in self.shared:
+            # The data ranks' own buffers are the rest.
             own = [whole - part for whole, part in zip(own, sizes, strict=True)]
         return (((), (own[0], own[1], own[2])), *self.shared)
 
@@ -130,10 +131,12 @@ def stage_of(
     kinds = [_local_numels(block) for block in blocks]
     tied = model.tied_embeddings
     if tied and num_stages > 1:
+        # Across stages a tied head has a copy of the embedding's matrix.
         kinds[2][()] = kinds[2].get((), 0) + -(-model.vocab_size // tensor) * model.hidden_size
     counted = (stage == 0, True, stage == num_stages - 1)
     flats: dict[tuple[str, ...], Sizes] = {}
     for axes in sorted({axes for numels in kinds for axes in numels}):
+        # A shared buffer is also sharded over the tensor ranks that share it.
         parts = shards * math.prod(degrees[axis] for axis in axes)
         sizes = [-(-numels.get(axes, 0) // parts) * parts * here for numels, here in zip(kinds, counted, strict=True)]
         flats[axes] = (sizes[0], sizes[1], sizes[2])
@@ -171,6 +174,7 @@ def gathered_numel(stage: Stage, prefetch: int, kind: BlockKind) -> int:
     reach, num = prefetch + 1, len(stage.layers)
     begins, ends = stage.embedding > 0, stage.head > 0
     windows = []  # (with embedding, with head, elements)
+    # The neighbours that may be whole together, with and without the ends of the stage.
     if num:
         windows.append((False, False, min(num, reach) * stage.layer))
     if begins:
@@ -241,8 +245,10 @@ def model_states(
         steady["grads"] += total // here.span(here.grads) * master
         kept = total // here.span(here.optimizer) * (3 if keeps_master(plan, here) else 2)
         steady["optimizer"] += (kept - _spared_moments(plan, here, stage, sizes)) * master
+        # Only gradients that are reduced need a whole buffer.
         if not accumulates_in_place(plan, here):
             buffered = [before + size for before, size in zip(buffered, sizes, strict=True)]
+        # Each flat buffer sends messages of its own size; a lane's buffer fits the largest.
         alone = replace(stage, embedding=sizes[0], layer=sizes[1], head=sizes[2], shared=())
         messages, feedback = _messages(everyone, here, wires, plan.compute, plan.master, plan.prefetch, alone, again)
         steady["feedback"] += feedback
@@ -261,6 +267,7 @@ def model_states(
 def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
     span, spared = layout.span(layout.optimizer), 0
     for kind, (count, size) in enumerate(zip((1, len(stage.layers), 1), sizes, strict=True)):
+        # Muon keeps one moment for matrices, and those are in layers only.
         elementwise = stage.layer_vectors if plan.update == "muon" and kind == 1 else size
         spared += count * (size // span - num_second_moments(plan.update, size // span, elementwise))
     return spared
@@ -278,6 +285,7 @@ def _messages(
     again: bool,
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     table = {message: dict(row) for message, row in wires}
+    # Only formats and dtypes matter here, so plans that differ in placement share a cache entry.
     plan = Plan(params="device", grads="device", optimizer="device", wire=table, compute=compute, master=master)
     cases: list[tuple[MessageClass, int | None]] = [
         (message, None) for message in (MessageClass.REDUCE, MessageClass.SYNC, MessageClass.REFRESH)
@@ -296,6 +304,7 @@ def _messages(
         sizes = (reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering))
         lanes[lane] = max(lanes.get(lane, 0), *map(arena_bytes, sizes))
     feedback = 0
+    # Error feedback keeps its residuals for the whole step.
     if any(name.endswith("+feedback") for row in table.values() for name in row.values()):
         blocks = ((stage.embedding, 1), (stage.layer, len(stage.layers)), (stage.head, 1))
         feedback = sum(count * sum(residual_numels(layout, plan, numel)) for numel, count in blocks)

@@ -125,6 +125,7 @@ def predict_step(step: Step) -> Prediction:
         least, further = max(num_stages + 2, 2 * every, 8), every * -(-num_stages // (4 * every))
         while (short := least + (step.num_micros - least) % every) + 2 * further < step.num_micros // 2:
             played = [_play(step, short + times * further) for times in range(3)]
+            # Two lines through three points: if they agree, the schedule has settled.
             before, line = (_line(one, two) for one, two in pairwise(played))
             if _agree(before, line):
                 return line
@@ -159,18 +160,21 @@ def best_stages(step: Step) -> tuple[int, ...]:
         plan=plan,
         layout=validate(cluster, plan, step.blocks),
         blocks=slice_blocks(step.blocks, Mesh.of(cluster, plan)),
+        # Two micro-batches show whether gradients are accumulated; more change no block's cost.
         stage=whole_stage(len(step.blocks), min(2, step.num_micros), 1),
         instructions=(),
         sequence=step.sequence,
     )
     costs = step_costs(frame, step.work)
     seconds = [round(_block_s(costs, block) / _UNIT_S) for block in range(len(step.blocks))]
+    # Model state bounds a virtual stage's share of the blocks.
     sizes = [sum(slice_bytes(plan, parts).values()) for parts in frame.flats]
     room = cluster.device.memory_bytes * num_stages / virtual
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 
 
 def _block_s(costs: Costs, block: int) -> float:
+    # Costs hold the backward without recomputation.
     again_s = costs.forward_s[block] if costs.program.recomputes(block) else 0.0
     passes = (Instruction(Op.FORWARD, block, 0), Instruction(Op.BACKWARD, block, 0))
     waits_s = math.fsum(seconds for each in passes for seconds in costs.waits_inside(each).values())
@@ -205,6 +209,7 @@ def _line(short: Prediction, long: Prediction) -> Prediction:
     further = (long.step.num_micros - long.played_micros) / (long.played_micros - short.played_micros)
     reports = []
     for one, two in zip(short.reports, long.reports, strict=True):
+        # A category may first occur in the longer play; dict keeps the order.
         names = dict.fromkeys((*one.time_s, *two.time_s))
         slopes_s = {name: two.time_s.get(name, 0.0) - one.time_s.get(name, 0.0) for name in names}
         time_s = {name: two.time_s.get(name, 0.0) + further * slope_s for name, slope_s in slopes_s.items()}

@@ -40,6 +40,7 @@ def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> di
     seen = {INPUT}
     kept: dict[str, int] = {}
     for operation in tape:
+        # A tensor that two operations keep is stored once.
         new = [name for name in operation.keeps if name not in seen]
         seen.update(new)
         if new:
@@ -49,6 +50,7 @@ def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> di
 
 def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: bool) -> int:
     """Peak bytes alive during a forward, with the input and (if `keeping`) all kept tensors."""
+    # Later uses overwrite earlier ones.
     last_read = {name: index for index, use in enumerate(tape) for name in (*use.reads, *use.variables)}
     alive, kept = {INPUT}, {INPUT, OUTPUT}
     peak = sizes[INPUT]
@@ -63,6 +65,7 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
 def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
     """Peak bytes alive during a backward, with kept tensors and the gradients at both ends."""
     first_keeper = {name: index for index, operation in reversed(list(enumerate(tape))) for name in operation.keeps}
+    # The backward starts with every kept tensor alive.
     held = {INPUT, OUTPUT, *first_keeper}
     gradients = {OUTPUT: 0}  # tensor -> the buffer that holds its gradient
     buffers = [sizes[OUTPUT]]
@@ -72,6 +75,7 @@ def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
         arriving = gradients.pop(operation.writes)
         added = operation.backward_adds
         for name in operation.reads:
+            # The gradient of a sum is the arriving one itself, without a copy.
             if operation.is_sum:
                 buffer = arriving
             else:
@@ -86,6 +90,7 @@ def backward_peak(tape: Sequence[Operation], sizes: Mapping[str, int]) -> int:
                 gradients[name] = buffer
             else:
                 added += 0 if operation.is_sum else sizes[name]  # gone once it has been added
+        # A set: one buffer may be the gradient of several tensors.
         living = outside | {arriving, *gradients.values()}
         peak = max(peak, sum(sizes[name] for name in held) + sum(buffers[buffer] for buffer in living) + added)
         held -= {name for name in operation.keeps if first_keeper[name] == index and name not in (INPUT, OUTPUT)}

@@ -94,6 +94,7 @@ class Timeline:
         while True:
             task, start_s = orders.tasks[stage][position], self.starts_s[stage][position]
             source, needed = _reads(orders, holders, stage, task)
+            # Exact equality is safe: a start without a message is the same sum as the end it waited for.
             own = position > 0 and self.ends_s[stage][position - 1] == start_s
             if source not in positions:
                 positions[source] = {made: at for at, made in enumerate(orders.tasks[source])}
@@ -121,6 +122,7 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
     arrived[: orders.num_micros] = [0.0] * orders.num_micros  # the first virtual stage has its inputs
     starts: tuple[list[float], ...] = tuple([] for _ in range(orders.num_stages))
     waiting: dict[int, int] = {}  # slot -> stage
+    # A stack, so that the first stage runs first.
     ready = list(reversed(range(orders.num_stages)))
     stages = [
         _run(orders, seconds, stage, arrived, waiting, ready, starts[stage]) for stage in range(orders.num_stages)
@@ -142,9 +144,11 @@ def _moves(orders: Orders, seconds: TaskSeconds, stage: int) -> list[list[tuple[
     local = set(orders.placement[stage])
     moves: list[list[tuple[int, int, float, float]]] = [[], [], [], []]
     for virtual in orders.placement[stage]:
+        # No message between virtual stages of the same stage.
         onward = 0.0 if virtual == last or virtual + 1 in local else seconds.edge_s[virtual]
         back = 0.0 if virtual == 0 or virtual - 1 in local else seconds.edge_s[virtual - 1]
         f_slot, b_slot, w_slot = (part * slots + virtual * num_micros for part in range(3))
+        # The last forward feeds its own backward.
         f_next = b_slot if virtual == last else f_slot + num_micros
         b_next = 3 * slots if virtual == 0 else b_slot - num_micros
         moves[_FORWARD].append((f_slot, f_next, seconds.forward_s[virtual], onward))
@@ -170,6 +174,7 @@ def _run(
         source, target, lasts_s, edge_s = moves[kind][chunk]
         input_s = arrived[source + micro]
         if input_s > now:
+            # inf: not made yet. The stage resumes when another one fills the slot.
             if input_s == inf:
                 yield source + micro
                 input_s = arrived[source + micro]
@@ -181,6 +186,7 @@ def _run(
         arrived[target] = now + edge_s
         if target in waiting:
             ready.append(waiting.pop(target))
+        # A split backward: the weight half may start at once, on this stage only.
         if kind == _INPUT:
             arrived[w_slots[chunk] + micro] = now
 

@@ -48,6 +48,7 @@ def passes_picture(stages: Sequence[Stage], passes: Sequence[Sequence[Passed]], 
     """
     names, columns = _names(len(stages), width)
     spans = [task_spans(stage, passed) for stage, passed in zip(stages, passes, strict=True)]
+    # Time outside the passes (updates, refreshes) is not drawn.
     first_s = min(row[0].start_s for row in spans)
     last_s = max(row[-1].end_s for row in spans)
     column_s = (last_s - first_s) / columns
@@ -97,6 +98,7 @@ def _runs(
 ) -> Iterator[tuple[Task | None, int]]:
     position, shown = 0, []
     for column in range(columns):
+        # The middle of a column decides which task it shows.
         middle_s = (column + 0.5) * column_s
         while position < len(spans) and spans[position][2] <= middle_s:
             position += 1

@@ -85,6 +85,7 @@ def stages_trace_json(
     for stage, (recording, curve) in enumerate(zip(recordings, curves, strict=True)):
         own = [*recording_events(recording, stage, f"stage {stage} of {name}"), *_counters(curve, stage)]
         for event in own:
+            # Metadata has no time; the rest moves from the stage's clock to the first stage's.
             if "ts" in event:
                 event["ts"] += recording.begin_s * _US
         events += own
@@ -106,6 +107,7 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
         for tier, num_bytes in program.message(instruction).sends:
             key = f"bytes on {program.layout.tiers[tier]}"
             args[key] = args.get(key, 0) + num_bytes
+    # Messages of the step before are cut at the start.
     start_s = max(0.0, span.start_s)
     return {
         "ph": "X",
@@ -123,6 +125,7 @@ def _counters(curve: MemoryCurve, pid: int = _PID) -> list[dict[str, Any]]:
     constant = sum(curve.constant_bytes.values())
     events = []
     for index, moment_s in enumerate(curve.times_s):
+        # A counter has one value per moment: the last change counts.
         if index + 1 < len(curve.times_s) and curve.times_s[index + 1] == moment_s:
             continue
         values = {name: parts[index] for name, parts in curve.varying_bytes.items() if any(parts)}

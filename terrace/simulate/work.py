@@ -103,5 +103,6 @@ class Work:
 
     @property
     def _part(self) -> Heads:
+        # Tensor rows cut the heads first, then the Ulysses ranks divide a row's heads.
         heads, keys = (math.ceil(each / self.rows) for each in (self.model.num_heads, self.model.num_kv_heads))
         return Heads(heads, keys, self.model.head_dim).per_ulysses_rank(self.ulysses)
