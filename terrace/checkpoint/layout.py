@@ -42,12 +42,12 @@ Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps."""
+    """Folder of the checkpoint after `step` steps."""
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """Complete checkpoints in a folder, oldest first."""
     if not checkpoints.is_dir():
         return []
     found = [path for path in checkpoints.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
@@ -55,12 +55,12 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Step in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def latest(run_folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None."""
+    """Newest complete checkpoint of a run, or None."""
     found = complete(run_folder / "checkpoints")
     return found[-1] if found else None
 
@@ -68,7 +68,7 @@ def latest(run_folder: Path) -> Path | None:
 def checkpoint_bytes(
     blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, master_bytes: int, compute_bytes: int
 ) -> int:
-    """The size of a checkpoint of whole blocks on disk, without headers."""
+    """Size on disk of a checkpoint of whole blocks, without headers."""
     return sum(
         param.numel
         * len(KINDS[group_of(param, optimizer, is_layer(index, len(blocks)))])
@@ -79,7 +79,7 @@ def checkpoint_bytes(
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
-    """The group and the shape of every parameter of whole blocks."""
+    """Group and shape of every parameter of whole blocks."""
     return {
         block.name: {
             param.name: (group_of(param, optimizer, is_layer(index, len(blocks))), list(param.shape))
@@ -90,7 +90,6 @@ def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> di
 
 
 def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
-    """The name of a piece in its file."""
     return f"{block}/{parameter}[{to_text(box)}]/{kind}"
 
 
@@ -102,7 +101,7 @@ def manifest_of(
     facts: Mapping[str, Any],
     files: Files,
 ) -> dict[str, Any]:
-    """The manifest of a model's checkpoint; `blocks` are whole."""
+    """Manifest of a model's checkpoint; `blocks` are whole."""
     layout = block_layouts(blocks, optimizer)
     used = {group for parameters in layout.values() for group, _ in parameters.values()}
     return {
@@ -117,16 +116,17 @@ def manifest_of(
 
 
 def encode(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest, with its checksum."""
+    """Text of a manifest, with its checksum."""
     return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Parse the text of a manifest; raises `ValueError` when it is damaged."""
+    """Parse the text of a manifest; raises `ValueError` if it is damaged."""
     manifest = json.loads(text)
     if not isinstance(manifest, dict):
         raise ValueError("it holds no table")
     found = manifest.pop("checksum", None)
+    # Unknown formats pass: their error is about the version, not about damage.
     if manifest.get("format") in (FORMAT, FORMAT_2) and found != _checksum(manifest):
         raise ValueError("its checksum differs")
     return _from_format_2(manifest) if manifest.get("format") == FORMAT_2 else manifest
@@ -135,8 +135,10 @@ def decode(text: str) -> dict[str, Any]:
 def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
     """Whether a file has the checksum of its entry in the manifest; raises `OSError`."""
     with path.open("rb", buffering=0) as file:
+        # Format 2.
         if "crc32" not in entry:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == entry["sha256"])
+        # In parts, since a file may be larger than the memory left during a run.
         crc = 0
         while chunk := file.read(_READ_BYTES):
             crc = zlib.crc32(chunk, crc)
@@ -148,6 +150,7 @@ def check_model(
 ) -> None:
     """Raise `CheckpointError` naming the first difference between a checkpoint's parameters and whole blocks."""
     here = block_layouts(blocks, optimizer)
+    # The model's own order first, so that the first difference is the one nearest to the embedding.
     for block in (*here, *theirs):
         stored, wanted = _parameters(theirs.get(block)), _parameters(here.get(block))
         for name in (*wanted, *stored):

@@ -44,15 +44,16 @@ class Part:
 
 
 def slices_of(mesh: Mesh, rank: int) -> Slices:
-    """The slice of each parameter that `rank` holds."""
+    """Slice of each whole parameter held by `rank`."""
     return partial(rank_slices, mesh=mesh, rank=rank)
 
 
 def held(flat: FlatParam) -> list[Held]:
-    """The state of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values."""
+    """State of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values."""
     tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
     start, is_first = flat.part(tier).start, flat.is_first(tier)
     if not flat.spec.trainable:
+        # Frozen parameters have no optimizer state and stay on the parameters' tier.
         values = dict(zip(KINDS[FROZEN], (flat.shard,), strict=True))
         return [Held(flat=flat, start=start, values=values, is_first=is_first)]
     assert flat.optimizer is not None, f"block {flat.name} is not initialised"
@@ -65,7 +66,7 @@ def held(flat: FlatParam) -> list[Held]:
 def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False) -> Iterator[tuple[str, Part]]:
     """(block, part) for every box of whole parameters that a rank holds in `flats`.
 
-    With `first` only the boxes that this rank is the first to hold: over all ranks, each element once.
+    With `first`, only boxes of which this rank is the first holder, so that all ranks together write each element once.
     """
     for flat in flats:
         for own in held(flat):
@@ -77,7 +78,9 @@ def _parts(own: Held, slices: Slices) -> Iterator[Part]:
     stop = own.start + next(iter(own.values.values())).numel()
     for spec, first, last in own.flat.extents:
         place = slices(spec)
+        # The slice without padding; elements outside belong to no whole parameter.
         real = tuple((0, part.stop - part.start) for part in place)
+        # Elements of the buffer from here on are covered by the boxes in turn.
         at = max(own.start, first)
         for box in cut(spec.shape, at - first, min(stop, last) - first):
             elements = slice(at - own.start, at - own.start + numel(box))
@@ -88,6 +91,7 @@ def _parts(own: Held, slices: Slices) -> Iterator[Part]:
                     parameter=spec.name,
                     box=shifted(clipped, [part.start for part in place]),
                     values={
+                        # A view, so that loading writes straight into the rank's state.
                         kind: values[elements].view(sizes(box))[within(clipped, box)]
                         for kind, values in own.values.items()
                     },

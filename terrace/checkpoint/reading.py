@@ -37,12 +37,13 @@ class Checkpoint:
     """A checkpoint on disk, opened for reading."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the manifest; raises `CheckpointError` when it is missing, damaged or of another format."""
+        """Read the manifest; raises `CheckpointError` if it is missing, damaged or of another format."""
         self.folder = folder
         path = folder / "manifest.json"
         self._pieces: dict[tuple[str, str], list[tuple[Box, str]]] = defaultdict(list)  # -> (box, file), sorted
         try:
             manifest = decode(path.read_text(encoding="utf-8"))
+            # Before any other key, since only known formats promise them.
             if manifest["format"] not in (FORMAT_2, FORMAT):
                 raise CheckpointError(
                     f"{folder} has format {manifest['format']!r}, but this version of Terrace reads formats {FORMAT_2} "
@@ -65,19 +66,21 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; is {folder} a checkpoint?") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error}): {_INSTEAD}") from error
+        # Sorted once, as `reshard` is fastest on sorted boxes.
         for pieces in self._pieces.values():
             pieces.sort()
 
     def verify(self) -> None:
-        """Compare every file with its size and checksum, and the pieces with the whole parameters.
+        """Check the size and checksum of every file, and that its pieces cover the whole parameters.
 
-        Raises `CheckpointError` naming the first that is bad.
+        Raises `CheckpointError` naming the first problem.
         """
         with ThreadPoolExecutor(_NUM_READERS) as readers:  # reading and checksums let go of the interpreter lock
             for _ in readers.map(self._verify_file, self.files):
                 pass
         for block, layout in self.layout.items():
             for name, (_, shape) in layout.items():
+                # `_copies` raises for missing elements, so only duplicates are left to check.
                 if sum(numel(box) for box, *_ in self._copies(block, name, whole(shape))) != numel(whole(shape)):
                     raise CheckpointError(f"{self.folder} has elements of {block}.{name} twice: {_INSTEAD}")
 
@@ -86,6 +89,7 @@ class Checkpoint:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: {_INSTEAD}")
         try:
+            # The size first: a truncated file needs no checksum.
             size = path.stat().st_size
             intact = size == file["num_bytes"] and is_intact(path, file)
         except OSError as error:
@@ -98,9 +102,9 @@ class Checkpoint:
             raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
 
     def fill(self, block: str, wanted: Sequence[Part]) -> None:
-        """Read boxes of parameters of one block into the parts' values.
+        """Read boxes of one block's parameters into the parts' values.
 
-        Only overlapping elements are read, with one file open and one overlap in memory at a time. Raises
+        Reads overlapping elements only, with one file open and one overlap in memory at a time. Raises
         `CheckpointError` for missing elements and unreadable files.
         """
         for index, kind, box, stored in self._stored(
@@ -110,7 +114,7 @@ class Checkpoint:
             part.values[kind][within(box, part.box)].copy_(stored)
 
     def read(self, block: str, kinds: Collection[str] | None = None) -> dict[str, dict[str, Tensor]]:
-        """The whole parameters of a block: parameter -> kind -> tensor; without `kinds`, all kinds.
+        """Whole parameters of a block: parameter -> kind -> tensor; without `kinds`, all kinds.
 
         Raises `CheckpointError` as `fill` does.
         """
@@ -125,12 +129,14 @@ class Checkpoint:
                 found[name][kind] = torch.empty(sizes(everything), dtype=stored.dtype)
             found[name][kind][within(box, everything)].copy_(stored)
         for name, everything, its_kinds in wanted:
+            # Empty parameters have no piece in any file.
             if not numel(everything):
                 found[name] = {kind: torch.empty(sizes(everything)) for kind in its_kinds}
         return found
 
     def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (block, parameter, master value) of the whole model, one block in memory at a time."""
+        """(block, parameter, master value) of the whole model, one block in memory at a time."""
+        # The first kind of each group is the parameter's value.
         first = {kinds[0] for kinds in self.groups.values()}
         for block in self.layout:
             for name, values in self.read(block, first).items():
@@ -140,7 +146,7 @@ class Checkpoint:
     def _stored(
         self, block: str, wanted: Sequence[tuple[str, Box, Collection[str]]]
     ) -> Iterator[tuple[int, str, Box, Tensor]]:
-        """For the wanted (parameter, box, kinds): (index in `wanted`, kind, overlap with a piece, its values)."""
+        # By file, so that each one is opened once.
         by_file: dict[str, list[tuple[int, Box, Box]]] = defaultdict(list)
         for index, (name, box, _) in enumerate(wanted):
             for piece, file_name, common in self._copies(block, name, box):
@@ -152,13 +158,13 @@ class Checkpoint:
                     for index, piece, common in copies:
                         name, _, kinds = wanted[index]
                         for kind in kinds:
+                            # A slice reads only its own part of the file.
                             stored = file.get_slice(tensor_name(block, name, piece, kind))
                             yield index, kind, common, stored[within(common, piece)]
             except (OSError, safetensors.SafetensorError) as error:
                 raise CheckpointError(f"cannot read {block} of {path}: {error}") from error
 
     def _copies(self, block: str, name: str, box: Box) -> Iterator[tuple[Box, str, Box]]:
-        """(piece, file, overlap) of every piece with elements of a box."""
         pieces = self._pieces.get((block, name), [])
         try:
             copies = reshard([piece for piece, _ in pieces], [box])
@@ -171,9 +177,9 @@ class Checkpoint:
 
 
 def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest intact checkpoint of a run, verified, and the damage of each newer one.
+    """Newest intact checkpoint of a run, verified, and the damage of each newer one.
 
-    Raises `CheckpointError` when none is intact, with the damage of each.
+    Raises `CheckpointError` if none is intact, with the damage of each.
     """
     wrong: list[str] = []
     for folder in reversed(complete(run_folder / "checkpoints")):
@@ -181,6 +187,7 @@ def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
             checkpoint = Checkpoint(folder)
             checkpoint.verify()
         except CheckpointError as error:
+            # The advice is to take an earlier checkpoint, which is about to happen.
             wrong.append(str(error).removesuffix(f": {_INSTEAD}"))
         else:
             return checkpoint, wrong
@@ -192,11 +199,12 @@ def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     """Load parameters and optimizer state into the engine. Every rank calls this.
 
-    Raises `CheckpointError` when the checkpoint is of another model or cannot be read. Call `checkpoint.verify()` on
-    one rank before: this checks only the elements that it reads.
+    Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one rank
+    first: this checks only the elements it reads.
     """
     load_state(engine.state, checkpoint)
     with torch.no_grad():
+        # The checkpoint holds master values; the working copies are made from them.
         engine.refresh()
 
 
@@ -214,6 +222,7 @@ def load_state(state: ModelState, checkpoint: Checkpoint) -> None:
 
 def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices) -> None:
     """Load a flat parameter's state; `slices` gives the rank's part of each parameter. Padding becomes zero."""
+    # Padding is not stored, and must not keep the values it was initialised with.
     for own in held(flat):
         for values in own.values.values():
             values.zero_()

@@ -1,4 +1,4 @@
-"""Resharding: from the boxes that one layout holds of parameters to the boxes that another layout wants.
+"""Resharding: copies from the boxes stored by one layout to the boxes wanted by another.
 
 Layouts appear here only as boxes of whole parameters, so any plan can take over the state of any other. Reading a
 checkpoint copies from files, `hand_over` from tensors in memory; both follow the same list of copies.
@@ -30,14 +30,15 @@ class MissingElements(ValueError):  # noqa: N818  (names what is wrong)
 
 
 def reshard(stored: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
-    """Copies that fill the boxes `wanted` of one array from the boxes `stored` of it, in the order of `wanted`.
+    """Copies that fill the boxes `wanted` of one array from its boxes `stored`, in the order of `wanted`.
 
-    Where stored boxes overlap, as replicas do, each of them is copied. Raises `MissingElements` for elements of
-    `wanted` that none of them has. Fastest when `stored` is sorted (`uncovered`).
+    Overlapping stored boxes, such as replicas, are all copied. Raises `MissingElements` for wanted elements that are
+    not stored. Fastest if `stored` is sorted (`uncovered`).
     """
     copies = []
     for target, box in enumerate(wanted):
         found = [(source, common) for source, each in enumerate(stored) if (common := overlap(each, box)) is not None]
+        # Checked before any copy, so that missing elements never leave stale values unnoticed.
         missing = uncovered(box, [stored[source] for source, _ in found])
         if missing is not None:
             raise MissingElements(missing)
@@ -48,14 +49,15 @@ def reshard(stored: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
 def hand_over(stored: Iterable[Part], wanted: Iterable[Part]) -> None:
     """Fill the values of `wanted`, parts of one block, from `stored`, parts of the same block in another layout.
 
-    Every kind of state that a wanted part has is copied, cast to its dtype and device. Raises `MissingElements`, and
-    `KeyError` for a kind that a stored part lacks.
+    Copies every kind of state of a wanted part, cast to its dtype and device. Raises `MissingElements`, and `KeyError`
+    for a kind that a stored part lacks.
     """
     sources, targets = defaultdict[str, list[Part]](list), defaultdict[str, list[Part]](list)
     for found, given in ((sources, stored), (targets, wanted)):
         for part in given:
             found[part.parameter].append(part)
     for name, parts in targets.items():
+        # `uncovered` halves its candidates per split only in sorted order.
         have = sorted(sources[name], key=lambda part: part.box)
         for copy in reshard([part.box for part in have], [part.box for part in parts]):
             source, target = have[copy.source], parts[copy.target]

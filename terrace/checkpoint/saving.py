@@ -49,9 +49,9 @@ _DONE = "done"
 class Saver:
     """Writes the checkpoints of a run. Every rank of the world has one, and calls it after the same steps.
 
-    `staging_bytes` of main memory, the size of this rank's part, hold the copy: from the first save to the end of the
-    run, or only during a save where training waits for it (`background` is false). `limit_s` bounds how long rank 0
-    waits for the parts of others after its own.
+    The copy takes `staging_bytes` of main memory, the size of this rank's part: from the first save to the end of the
+    run, or only during a save if training waits for it (`background` is false). `limit_s` bounds how long rank 0 waits
+    for the other ranks' parts after its own.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Saver:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save has not ended yet."""
         return self._thread.is_alive()
 
     def start(self, step: int) -> None:
-        """Copy the state after `step` steps and begin to write it, once a save under way has ended.
+        """Copy the state after `step` steps and start writing it; first waits for a save under way.
 
-        Raises `CheckpointError` on every rank when the save that this call waited for has failed.
+        Raises `CheckpointError` on every rank if that earlier save failed.
         """
         begin_s = time.perf_counter()
         self.finish()
+        # Work may still be queued on lanes and streams; the copy must see its results.
         self._engine.drain()
         self._snapshot.take()
         self._folder, self._outcome, self._number = folder_of(self._run_folder, step), None, self._number + 1
@@ -98,10 +98,11 @@ class Saver:
         self._thread.start()
         if not self._background:
             self.finish()
+            # Without background saves the copy is needed for this save only.
             self._snapshot.release()
 
     def finish(self) -> None:
-        """Wait for a save under way. Raises `CheckpointError` on every rank when any rank could not write."""
+        """Wait for a save under way. Raises `CheckpointError` on every rank if any rank could not write."""
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
@@ -112,23 +113,24 @@ class Saver:
 
     @property
     def problem(self) -> str | None:
-        """The error of the last save, once it is known; then it is the same on every rank."""
+        """Error of the last save, once known; the same on every rank."""
         if self._error is not None:
             return f"{type(self._error).__name__}: {self._error}"
         return None if self._outcome in (None, _DONE) else not_written(self._folder, str(self._outcome))
 
     def news(self) -> Saved | None:
-        """The next checkpoint that has been completed and was not returned yet."""
+        """Next completed checkpoint that was not returned yet."""
         return self._finished.popleft() if self._finished else None
 
     def close(self) -> None:
-        """Wait for a save under way, and for the other ranks to have heard of it: the store may be in this process.
+        """Wait for a save under way, and until the other ranks know its outcome: the store may be in this process.
 
         Raises as `finish` does.
         """
         try:
             self.finish()
         finally:
+            # The rank that hosts the store ends last, or the others could not read the outcome.
             self._store.add("left", 1)
             if self._world.store_rank == self._world.rank:
                 self._wait(lambda: self._store.add("left", 0) == self._world.world_size, _LEAVE_S)
@@ -183,6 +185,7 @@ class Saver:
     def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
         count = self._world.world_size
         if not self._wait(lambda: self._store.add(f"{number}/written", 0) >= count, self._limit_s):
+            # A rank's list of pieces exists only after its part is on disk, so missing lists name the late ranks.
             absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
             problem: str | None = f"{in_words(absent)} had not written {self._limit_s:g} s after rank 0"
         elif self._store.check([f"{number}/problem"]):
@@ -200,6 +203,7 @@ class Saver:
             if limit_s is not None and time.monotonic() - begin_s > limit_s:
                 return False
             time.sleep(pause_s)
+            # Fast polls for small checkpoints, rare ones for large worlds and slow disks.
             pause_s = min(self._longest_poll_s, pause_s * _POLL_GROWTH)
         return True
 

@@ -1,7 +1,7 @@
-"""A consistent copy of the state that a rank writes, in memory laid out as its file.
+"""Consistent copy of the state that a rank writes, in memory laid out as its file.
 
-Copying runs at the speed of memory; training continues while the file is written from the copy. The copy has the size
-of the rank's file and stays for the whole run: in main memory, pinned where the state is on a CUDA device.
+Copying runs at memory speed; training continues while the file is written from the copy. The copy has the size of the
+rank's file and is kept for the whole run: in main memory, pinned if the state is on a CUDA device.
 
 The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without gaps.
 """
@@ -29,7 +29,7 @@ _ALIGNED = 8  # where the tensors begin in a file
 
 
 class Snapshot:
-    """The pieces that a rank is the first to hold, as the content of one file.
+    """Pieces of which this rank is the first holder, as the content of one file.
 
     `slices` gives the rank's slice of each parameter. The tensors of `flats` must keep their storage: every `take`
     copies from them.
@@ -54,6 +54,7 @@ class Snapshot:
     def take(self) -> None:
         """Copy the current state; returns when the copy is complete."""
         if self._staging is None:
+            # One buffer in the order of the file; the copies are views of it, so writing needs no serialisation.
             self._staging = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
             self._copies, start = [], 0
             for values in self._live:
@@ -64,26 +65,29 @@ class Snapshot:
         self.num_updates = max((optimizer.num_steps for optimizer in optimizers), default=0)
         for copy, values in zip(self._copies, self._live, strict=True):
             copy.copy_(values, non_blocking=True)
+        # Training may change the state right after this call.
         if self._on_cuda:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Give the memory of the copy back until the next `take`."""
+        """Free the memory of the copy until the next `take`."""
         self._staging, self._copies = None, []
 
     def write(self, path: Path) -> dict[str, Any]:
         """Write the copy and sync it; returns the file's entry in the manifest. Raises `OSError`.
 
-        Another thread computes the checksum meanwhile. Safe in any thread, but not concurrently with `take`.
+        A second thread computes the checksum. Safe in any thread, but not concurrently with `take`.
         """
         assert self._staging is not None, "write follows take"
         buffer: Any = self._staging.numpy()
         data = memoryview(buffer)
         with ThreadPoolExecutor(1, "checksum") as hasher, path.open("wb", buffering=0) as file:
+            # `crc32` and `write` both release the interpreter lock, so they run in parallel.
             checksum = hasher.submit(zlib.crc32, data, zlib.crc32(self._header))
             write_all(file, memoryview(self._header))
             for start in range(0, len(data), _WRITE_BYTES):
                 write_all(file, data[start : start + _WRITE_BYTES])
+            # The checkpoint is renamed into place only once all its parts survive a crash.
             os.fsync(file.fileno())
             return {
                 "num_bytes": len(self._header) + len(data),
@@ -93,7 +97,7 @@ class Snapshot:
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
-    """Write to a file that may take a part of it at a time."""
+    """Write all of `data`; one call of an unbuffered file may write only a part."""
     while data:
         data = data[file.write(data) or 0 :]
 
@@ -105,5 +109,6 @@ def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
         entries[name] = {"dtype": _DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Safetensors allows trailing spaces in the header; they align the tensors.
     text += b" " * (-len(text) % _ALIGNED)
     return len(text).to_bytes(8, "little") + text

@@ -26,8 +26,8 @@ _REPLACED = ".replaced"
 def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
-    The newest `keep` checkpoints stay. Raises `CheckpointError` on every rank when any of them could not
-    write; earlier checkpoints are untouched then, and no partial file is left.
+    Keeps the newest `keep` checkpoints. Raises `CheckpointError` on every rank if any rank could not write; then
+    earlier checkpoints are untouched and no partial file is left.
     """
     folder = folder_of(run_folder, step)
     partial = partial_of(folder)
@@ -39,6 +39,7 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(not_written(folder, failed[0]))
 
+    # All ranks agree after each phase, so that none goes on where another has failed.
     agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
     snapshot = snapshot_of(engine.state)
     snapshot.take()
@@ -48,22 +49,21 @@ def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], 
 
 
 def snapshot_of(state: ModelState) -> Snapshot:
-    """The part of the model's state that this rank writes."""
+    """Snapshot of this rank's part of the model state."""
     return Snapshot(state, slices_of(state.program.mesh, state.rank))
 
 
 def partial_of(folder: Path, life: str = "") -> Path:
-    """The folder of an incomplete checkpoint; `life` keeps runs of the same folder apart."""
+    """Folder of an incomplete checkpoint; `life` separates runs in the same folder."""
     return folder.with_name(f".{folder.name}.{life}{'.' * bool(life)}partial")
 
 
 def part_of(partial: Path, rank: int) -> Path:
-    """The file that lists the pieces of a rank; it exists once they are on disk."""
+    """File that lists the pieces of a rank; it exists once they are on disk."""
     return partial / f"rank-{rank:05d}.json"
 
 
 def not_written(folder: Path, why: str) -> str:
-    """The message of a save that failed."""
     return (
         f"cannot write a checkpoint in {folder.parent} ({why}): free space or name another --folder; "
         "earlier checkpoints are untouched"
@@ -71,7 +71,7 @@ def not_written(folder: Path, why: str) -> str:
 
 
 def attempt(work: Callable[[], object]) -> str | None:
-    """Run `work`; returns the reason of a file error, None without one."""
+    """Run `work`; returns the reason of a file error, or None."""
     try:
         work()
     except OSError as error:
@@ -80,12 +80,14 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 
 def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
-    """Write the snapshot of a rank. Raises `OSError`."""
+    """Write a rank's snapshot. Raises `OSError`."""
     partial.mkdir(parents=True, exist_ok=True)
     part, files = part_of(partial, rank), {}
+    # A rank that is nowhere the first holder writes an empty list, and no file of tensors.
     if snapshot.pieces:
         path = part.with_suffix(".safetensors")
         files[path.name] = snapshot.write(path)
+    # Written last: its existence says that the tensors are on disk.
     write_atomic(part, json.dumps({"num_updates": snapshot.num_updates, "files": files}))
 
 
@@ -97,14 +99,19 @@ def commit(state: ModelState, partial: Path, folder: Path, step: int, facts: Map
         path = part_of(partial, rank)
         part = json.loads(path.read_text(encoding="utf-8"))
         files |= part["files"]
+        # A rank with only frozen parameters has made no updates.
         num_updates = max(num_updates, part["num_updates"])
+        # The manifest takes the place of the lists.
         path.unlink()
     manifest = manifest_of(state.specs, state.settings, step, num_updates, facts, files)
     write_atomic(partial / "manifest.json", encode(manifest))
     sync_folder(partial)
+    # A run that resumed before this checkpoint replaces it. A rename onto a folder fails unless it is empty, so the
+    # old one moves aside first.
     if folder.exists():
         folder.rename(folder.with_name(f".{folder.name}{_REPLACED}"))
     partial.rename(folder)
+    # The rename must survive a crash before the old checkpoint is removed.
     sync_folder(folder.parent)
     shutil.rmtree(folder.with_name(f".{folder.name}{_REPLACED}"), ignore_errors=True)
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
