@@ -48,6 +48,7 @@ class ContextGroup:
     def of(cluster: Cluster, plan: Plan, rank: int) -> "ContextGroup":
         """The group of `rank`: all ranks that differ from it only on `ring_axes` and Ulysses."""
         mesh = Mesh.of(cluster, plan)
+        # One Ulysses rank stands for each ring rank while the ring is laid out.
         first = mesh.members(rank, ULYSSES)[0]
         return ContextGroup(
             members=tuple(
@@ -74,6 +75,7 @@ def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
     assert rank != other, f"rank {rank} needs no link to itself"
     crossed = 0
     for tier, size in enumerate(sizes):
+        # Peel off one tier per turn: quotients are the units that hold the two ranks.
         (rank, here), (other, there) = divmod(rank, size), divmod(other, size)
         crossed = tier if here != there else crossed
     return crossed
@@ -95,7 +97,7 @@ def num_ring_ranks(mesh: Mesh, plan: Plan) -> int:
 
 
 def chunk_tokens(sequence: int, ring: int) -> int:
-    """Return the tokens of a chunk of a row, padding included."""
+    """Tokens of one chunk of a row, padding included."""
     return sequence if ring == 1 else -(-sequence // (CHUNKS_PER_RING_RANK * ring))
 
 
@@ -109,17 +111,18 @@ def _attention_tokens(micro_batch: int, sequence: int, ring: int) -> int:
 
 
 def batch_shape(plan: Plan, mesh: Mesh, sequence: int) -> tuple[int, int]:
-    """Return the rows and the tokens of a row that blocks run on: one row of what a rank holds where that is spread."""
+    """(rows, tokens per row) that blocks run on; under context parallelism, one row of the rank's local tokens."""
     return (1, local_tokens(plan, mesh, sequence)) if is_context_parallel(mesh, plan) else (plan.micro_batch, sequence)
 
 
 def local_tokens(plan: Plan, mesh: Mesh, sequence: int) -> int:
-    """Return the tokens of a micro-batch that every rank holds between attention, padding included."""
+    """Tokens of a micro-batch on each rank outside attention, padding included."""
     return count_local_tokens(plan.micro_batch, sequence, mesh.total("ulysses"), mesh.total("ring"), plan.balance)
 
 
 def count_local_tokens(micro_batch: int, sequence: int, ulysses: int, ring: int, balance: str = "tokens") -> int:
     """Same as `local_tokens`, from plain integers."""
+    # Tokens of all documents are dealt out evenly, without chunks per row.
     if balance == "cost":
         return -(-micro_batch * sequence // (ulysses * ring))
     return -(-_attention_tokens(micro_batch, sequence, ring) // ulysses)
@@ -138,27 +141,28 @@ class Heads:
         return self.queries % ulysses == 0 and (self.keys % ulysses == 0 or ulysses % self.keys == 0)
 
     def per_ulysses_rank(self, ulysses: int) -> "Heads":
-        """Return the heads that a part attends with: K/u of K key-value heads, or one that others have too where u > K.
+        """Heads of one Ulysses rank: K/u of K key-value heads, or one shared head where u > K.
 
-        Of heads that cannot be split so (`can_split`), what the part with most would have.
+        If the heads do not divide evenly (`can_split`), the largest rank's share.
         """
         return Heads(-(-self.queries // ulysses), -(-self.keys // ulysses), self.size)
 
 
 def attention_heads(block: BlockSpec, rows: int) -> Heads | None:
-    """Return the heads that each of `rows` tensor rows has of a block; None for one that declares none.
+    """Heads of a block on each of `rows` tensor rows; None for a block that declares none.
 
-    With more rows than key-value heads each uses one of them (terrace.plan.slices).
+    With more rows than key-value heads each row uses one of them (terrace.plan.slices).
     """
     queries, keys = _declared(block, "heads"), _declared(block, "kv_heads")
     if queries is None:
         return None
+    # Without `kv_heads` attention is multi-head: as many keys as queries.
     num_keys = queries[0] if keys is None else keys[0]
     return Heads(queries[0] // rows, max(1, num_keys // rows), queries[1])
 
 
 def _declared(block: BlockSpec, name: str) -> tuple[int, int] | None:
-    """Return (units, elements of a unit) of the first dim of that name."""
+    """(units, elements of a unit) of the first dim of that name."""
 
     def elements(param: ParamSpec, dim: int) -> int:
         return (param.whole or param.shape)[dim]

@@ -97,6 +97,7 @@ class AttentionBytes:
         """(tier index, bytes sent over it) of a message, the innermost tier first."""
         if message.leg not in _DEALT:
             return ((message.tier, self.keys),)
+        # A backward sends gradients the other way: into carries the output's, back the inputs'.
         is_inputs = (message.leg is ContextLeg.INTO) is not message.backward
         return tuple(_dealt(self.ulysses, self.inputs if is_inputs else self.outputs))
 
@@ -119,7 +120,7 @@ class AttentionBytes:
 
 @dataclass(frozen=True)
 class ContextTraffic:
-    """Bytes of a context axis with `balance = "tokens"`, for micro-batches whose rows have `sequence` tokens."""
+    """Bytes of a context axis with `balance = "tokens"`, for rows of `sequence` tokens."""
 
     plan: Plan
     mesh: Mesh
@@ -143,6 +144,7 @@ class ContextTraffic:
     def _attention(self, heads: Heads) -> AttentionBytes:
         head_bytes = heads.size * FORMATS[self.plan.compute].element_bytes
         part = heads.per_ulysses_rank(self.mesh.total("ulysses"))
+        # Keys and values travel together.
         queries, keys = part.queries * head_bytes, 2 * part.keys * head_bytes
         held = local_tokens(self.plan, self.mesh, self.sequence)
         return AttentionBytes(
@@ -155,7 +157,8 @@ class ContextTraffic:
 
 
 def _dealt(degrees: Sequence[int], num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (tier, bytes) of `num_bytes` to each other part."""
+    """(tier, bytes) sent when each other Ulysses rank gets `num_bytes`."""
     for tier, degree in enumerate(degrees):
         if degree > 1:
+            # Across tier t a rank meets (degree - 1) units, each with all Ulysses ranks of the tiers inside.
             yield tier, (degree - 1) * prod(degrees[:tier]) * num_bytes

@@ -1,11 +1,11 @@
 """Messages between the stages of a pipeline, in closed form.
 
-At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements
-of the compute dtype, T being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. Of the
-tensor axis, R rows x C columns, every rank sends to its own place in the other stage
+At the edge between two chunks an activation goes onward and its gradient back, once a micro-batch each: T H elements of
+the compute dtype, T being the tokens of a micro-batch on a rank (terrace.plan.context), H the hidden size. With a
+tensor axis of R rows x C columns, every rank sends to the same place in the other stage
 
-    with sequence parallelism    the part that it has:  T'/R x H/C, T' being T padded for the rows to divide
-    without                      a part of what all rows have, T H / C / R, which the receivers gather over the rows
+    with sequence parallelism    its own part:  T'/R x H/C, T' being T padded for the rows to divide
+    without                      1/R of the replicated activation, T H / C / R, which receivers gather over the rows
                                  (scatter/gather, Narayanan et al. 2104.04473, section 4.1)
 
 A block that two stages hold, a tied embedding, has its accumulated gradient shards exchanged once a step.
@@ -40,10 +40,12 @@ def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec]) -> Edge:
     if tensor.tokens < 1:
         raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
     rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
+    # Ranks hold distinct tokens already, so nothing is sent twice.
     if tensor.splits_tokens:
         shape: tuple[int, ...] = (tensor.padded_tokens // rows, features)
         return Edge(shape=shape, numel=shape[0] * shape[1], gathers=None)
     shape = (*tensor.shape, features)
+    # All rows hold the same activation: each sends one part, and receivers gather.
     padded = tensor.rows.padded(tensor.tokens * features)
     gathers = TensorMessage(Leg.GATHER, tensor.rows.axes, padded) if rows > 1 else None
     return Edge(shape=shape, numel=padded // rows, gathers=gathers)
@@ -52,6 +54,7 @@ def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec]) -> Edge:
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], ...]]:
     """The pairs of stages in rounds; no stage appears twice in a round."""
     rounds: list[list[tuple[int, int]]] = []
+    # Greedy edge colouring: a pair joins the first round in which both stages are free.
     for pair in pairs:
         for group in rounds:
             if not any(stage in other for other in group for stage in pair):
@@ -70,5 +73,6 @@ def stage_sends(stage: Stage, mesh: Mesh, edge: Edge, compute: str) -> Iterator[
 
 def tie_bytes(flats: Sequence[FlatParamSpec], master: str) -> int:
     """Bytes a rank sends to sum up the gradient of a block that two stages hold."""
+    # Gradients are exchanged after their reduction, so each rank sends only its shard.
     shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
     return sum(shards) * FORMATS[master].element_bytes

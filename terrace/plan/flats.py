@@ -20,9 +20,10 @@ from terrace.plan.wire import ROUTES, MessageClass
 
 @dataclass(frozen=True)
 class FlatParamSpec:
-    """One flat buffer: its parameters in order, matrices, which decay, first; and the layout of its slices.
+    """One flat buffer: its parameters in order, weight-decayed matrices first, and the layout of its slices.
 
-    The first `num_orthogonal` elements are matrices that the optimizer updates as wholes: under Muon those of layers.
+    The first `num_orthogonal` elements are matrices that the optimizer updates whole: under Muon, the matrices of
+    layers.
     """
 
     layout: Layout
@@ -47,12 +48,12 @@ class FlatParamSpec:
 
 
 def everyone(cluster: Cluster, plan: Plan) -> Layout:
-    """Return the layout of all ranks that hold some part of a block together."""
+    """Layout of all ranks that hold some part of a block together."""
     return Layout.of(cluster, plan, STAGE)
 
 
 def world(cluster: Cluster, plan: Plan) -> Layout:
-    """Return the layout of all ranks, of every stage: what control messages cross."""
+    """Layout of all ranks of every stage, crossed by control messages."""
     return Layout.of(cluster, plan, ORDER)
 
 
@@ -69,13 +70,16 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
     def flats(params: tuple[ParamSpec, ...], orthogonal: bool) -> tuple[FlatParamSpec, ...]:
         groups: dict[tuple[bool, tuple[str, ...]], list[ParamSpec]] = {}
         for param in params:
+            # Without slicing, `replicated_over` is unset and the data ranks hold everything.
             held_over = HOLDERS if param.replicated_over is None else param.replicated_over
             axes = tuple(axis for axis in STAGE if axis in held_over and mesh.total(axis) > 1)
+            # An empty parameter cannot train, and would force a buffer of its own.
             groups.setdefault((param.trainable and param.numel > 0, axes), []).append(param)
         made = []
         for trainable, axes in sorted(groups, key=_order):
             if axes not in layouts:
                 layouts[axes] = Layout.of(cluster, plan, axes)
+            # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
             ordered = tuple(sorted(groups[trainable, axes], key=lambda param: not param.decays))
             whole = sum(param.numel for param in ordered if param.decays) if orthogonal and trainable else 0
             made.append(FlatParamSpec(layouts[axes], ordered, trainable, whole))
@@ -95,6 +99,7 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
 
 def _order(group: tuple[bool, tuple[str, ...]]) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
     trainable, axes = group
+    # Trainable buffers first; then the buffers that no tensor axis replicates.
     return not trainable, tuple(axis for axis in axes if axis not in HOLDERS), axes
 
 
@@ -104,7 +109,7 @@ def is_layer(block: int, num_blocks: int) -> bool:
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:
-    """Return the blocks of `held` that have matrices which the optimizer updates as wholes."""
+    """Blocks of `held` with matrices that the optimizer updates whole."""
     return [block for block in held if any(flat.num_orthogonal for flat in flats[block])]
 
 

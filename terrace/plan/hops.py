@@ -52,6 +52,7 @@ def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, o
         degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
         if degree == 1 or not numel:
             continue
+        # Same block format as the tier outside: forward its coded pieces instead of rounding again.
         if hops and wire.block and hops[-1].wire == wire:
             hops.append(Hop(tier, degree, wire, hops[-1].numel, hops[-1].pieces * hops[-1].degree))
         else:
@@ -89,9 +90,9 @@ def block_hops(
 
 
 def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
-    """The message classes that cross some tier in a block format, whose rounding error is measured.
+    """Message classes that cross some tier in a block format; their rounding error is measured.
 
-    `layout` is that of all ranks that hold some part of a block together.
+    `layout` joins all ranks that hold some part of a block together.
     """
     tensor = layout.mesh.group(*TENSOR) if layout.mesh is not None else (1,) * len(layout.tiers)
 
@@ -110,18 +111,22 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
 def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop], gathering: Sequence[Hop]) -> float:
     """Bytes of memory that coding and decoding in block formats reads and writes for one message of a rank.
 
-    A reduction codes what it sends on every hop and adds what it decodes to sums in the master dtype; a gather codes
-    its own part once and decodes the whole. Error feedback reads and writes its residual too. 0 for dtypes.
+    On every hop a reduction codes the parts it sends and adds the decoded parts to sums in the master dtype; a gather
+    codes its own part once and decodes the whole. Error feedback reads and writes its residual too. 0 for dtypes.
     """
     master, compute = FORMATS[plan.master].element_bytes, FORMATS[plan.compute].element_bytes
     held = compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else master
     total = 0.0
     for hop in reduction:
         if hop.wire.block:
+            # A rank's own part is neither coded nor sent.
             coded = (hop.degree - 1) * hop.numel
             total += coded * (held + _feedback_bytes(hop) + 2 * master) + 2 * hop.sent_bytes
         held = master
+    # After the first hop the values are sums, kept in the master dtype.
+    # SYNC gathers accumulated gradients, every other gather parameters or activations.
     held = master if message is MessageClass.SYNC else compute
+    # A run is coded once, on its first hop, and decoded once, after its last.
     for run in encodings(gathering):
         first, last = run[0], run[-1]
         if first.wire.block:
@@ -147,6 +152,7 @@ def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
     for message in GRADIENTS:
         reduction, gathering = block_hops(layout, plan, message, numel)
         yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)
+        # Only the hop that codes makes an error; forwarded pieces (`pieces > 1`) make none.
         yield from (hop.numel for hop in gathering if hop.wire.feedback and hop.pieces == 1)
 
 
@@ -154,6 +160,7 @@ def encodings(hops: Sequence[Hop]) -> Iterator[list[Hop]]:
     """The hops of a gather in runs that share one encoding; a hop in a dtype is a run of its own."""
     run: list[Hop] = []
     for hop in hops:
+        # A hop of one piece starts from decoded values, hence a new encoding.
         if run and hop.pieces == 1:
             yield run
             run = []

@@ -1,13 +1,13 @@
 """The numbers that follow from a cluster and a plan: spans, slices, padded sizes.
 
-Every flat buffer is cut hierarchically, the innermost tier first. With data degrees n_0, n_1, ... and
-a rank at coordinates c_0, c_1, ..., the slice of a state placed on tier t starts at
+Every flat buffer is cut hierarchically, the innermost tier first. With data degrees n_0, n_1, ... and a rank at
+coordinates c_0, c_1, ..., the slice of a state placed on tier t starts at
 
-    sum over i <= t of  c_i * P / (n_0 ... n_i)        and has  P / (n_0 ... n_t)  elements,
+sum over i <= t of  c_i * P / (n_0 ... n_i)        and has  P / (n_0 ... n_t)  elements,
 
-P being the padded size. So the slice of an outer tier lies inside the slice of every inner one and
-all are contiguous: a reduce-scatter package first and then outward, or a gather from the outermost
-tier inward, needs no permuting copy, and each outer link carries only what the inner tiers could not.
+P being the padded size. So the slice of an outer tier lies inside the slice of every inner one and all are contiguous:
+a reduce-scatter package first and then outward, or a gather from the outermost tier inward, needs no permuting copy,
+and each outer link carries only the part that inner tiers cannot serve.
 """
 
 import math
@@ -25,10 +25,10 @@ DEVICE = -1  # the index of the implicit innermost tier
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees per tier over which states are cut, and the tier index of each state (`DEVICE` = replicated).
+    """Degrees per tier over which states are cut, and the tier index of each state (`DEVICE` = replicated).
 
-    The degrees are those of the ranks that hold the same slice of a block: they differ on `axes` alone, which names no
-    axis of degree 1.
+    The degrees count ranks that hold the same slice of a block: they differ on `axes` only, which names no axis of
+    degree 1.
     """
 
     tiers: tuple[str, ...]
@@ -71,22 +71,22 @@ class Layout:
 
     @property
     def degree(self) -> int:
-        """Number of ranks that the layout joins: those that hold the same slice of a block."""
+        """Number of ranks that the layout joins: the ranks that hold the same slice of a block."""
         return self.span(self.outermost)
 
     @property
     def data_degree(self) -> int:
-        """Number of ranks that work on different samples; those of a context axis share theirs."""
+        """Number of ranks with different samples; the ranks of a context axis share a sample."""
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh.total("data")
 
     def data_place(self, rank: int) -> int:
-        """Return which of the `data_degree` shares of a batch `rank` works on, the innermost tier fastest."""
+        """Index of `rank`'s share among the `data_degree` shares of a batch, the innermost tier fastest."""
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh.place(rank, ("data",))
 
     def span(self, index: int) -> int:
-        """Return over how many ranks a state placed on tier `index` is sharded."""
+        """Number of ranks over which a state placed on tier `index` is sharded."""
         return math.prod(self.degrees[: index + 1])
 
     def tier_of(self, state: str) -> int:
@@ -100,26 +100,28 @@ class Layout:
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
             return range(0)
+        # A gather is written (outer, inner): reversed, it reads as a reduction's range.
         inner, outer = map(self.tier_of, route.reduction or (route.gathering or ())[::-1])
         return range(inner + 1, outer + 1)
 
     def padded(self, numel: int) -> int:
-        """Return `numel` rounded up so that every tier divides it; padding is part of the format."""
+        """`numel` rounded up so that every tier divides it; padding is part of the format."""
         return -(-numel // self.degree) * self.degree
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the place of `rank` on each tier among the ranks that hold the same slice of a block."""
+        """Place of `rank` on each tier among the ranks that hold the same slice of a block."""
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh.coordinates(rank, self.axes)
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` on `tier` and in what they hold of a state, in tier order."""
+        """Ranks that differ from `rank` only on `tier` and in their slice of a state, in tier order."""
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh.peers(rank, tier, self.axes)
 
     def slice(self, index: int, coordinates: tuple[int, ...], padded_numel: int) -> slice:
-        """Return the slice of a flat buffer that a rank holds of a state placed on tier `index`."""
+        """A rank's slice of a flat buffer for a state placed on tier `index`."""
         start, length = 0, padded_numel
+        # Each tier cuts the slice of the tier inside it, so slices nest.
         for degree, here in zip(self.degrees[: index + 1], coordinates, strict=False):
             length //= degree
             start += here * length
@@ -127,18 +129,19 @@ class Layout:
 
 
 def message_tiers(layout: Layout, message: MessageClass, source: int | None = None) -> tuple[int, ...]:
-    """Return the tiers on which a message of a block has someone to talk to, innermost first.
+    """Tiers on which a block's message has peers, innermost first.
 
-    `layout` is that of everyone who holds some part of a block. `source` is the tier that a gather of parameters starts
-    from, where it is not the one the message's class is for.
+    `layout` joins all ranks that hold some part of a block. `source` overrides the tier that a gather of parameters
+    starts from; the default is the one its class names.
     """
+    # A gather from the secondary copy crosses only the tiers up to the copy's own.
     route = layout.route(message) if source is None else range(source + 1)
     return tuple(tier for tier in route if layout.degrees[tier] > 1)
 
 
 def message_lane(layout: Layout, message: MessageClass, source: int | None = None) -> int:
-    """Return the lane of a message: the outermost tier it crosses, 0 if it is local.
+    """Lane of a message: the outermost tier it crosses, 0 if it is local.
 
-    What stays on fast inner tiers so never waits behind a message on a slow outer one.
+    Messages on fast inner tiers thus never wait behind a message on a slow outer one.
     """
     return max(message_tiers(layout, message, source), default=0)

@@ -48,6 +48,7 @@ def keeps_master(plan: Plan, layout: Layout) -> bool:
     They can be one memory when dtypes agree and no refresh message rounds the working copy.
     """
     refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
+    # A rounded working copy cannot serve as the master: its error would feed the next update.
     rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
     return plan.compute != plan.master or rounded
 
@@ -112,6 +113,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         found["secondary"] = padded // layout.span(layout.params_backward) * compute
     if flat.trainable:
         found["grads"] = padded // layout.span(layout.grads) * master
+        # Two moments, and the master copy where it is apart.
         kept = 3 if keeps_master(plan, layout) else 2
         owned = padded // layout.span(layout.optimizer)
         found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
@@ -144,6 +146,7 @@ def _peak_gathered(stays: Sequence[Residency], whole: Sequence[int]) -> int:
     change: dict[int, int] = {}
     for stay in stays:
         change[stay.issue] = change.get(stay.issue, 0) + whole[stay.block]
+        # The block is still read during visit `until`, so its memory returns after it.
         change[stay.until + 1] = change.get(stay.until + 1, 0) - whole[stay.block]
     peak = now = 0
     for position in sorted(change):
@@ -153,10 +156,7 @@ def _peak_gathered(stays: Sequence[Residency], whole: Sequence[int]) -> int:
 
 
 def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffered: Sequence[int]) -> int:
-    """Buffers are opened by the first backward that adds to them; then at most one reduction is in flight.
-
-    A lender's buffer waits for its own reduction.
-    """
+    # The first backward that adds to a gradient opens its buffer; a lender's stays open until its own reduction.
     points = reduction_points(stage, blocks, unit)
     turns: dict[int, list[int]] = {}
     for block, numbers in points.items():
@@ -170,6 +170,7 @@ def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffer
             continue
         for needed in (block, *blocks[block].borrows):
             if needed not in held and buffered[needed]:
+                # Opening a buffer waits for all reductions but the newest, as the executor does.
                 in_flight = in_flight[-1:]
                 held[needed] = buffered[needed]
         peak = max(peak, sum(in_flight) + sum(held.values()))
@@ -180,13 +181,14 @@ def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffer
 def _largest_buffers(
     layout: Layout, plan: Plan, stays: Sequence[Residency], flats: Sequence[Sequence[FlatParamSpec]]
 ) -> int:
-    """The largest message of every lane. A message of a block is one after the other for each of its flat buffers."""
+    # (class, source tier) -> whether frozen buffers travel too: gathers carry them, gradient messages do not.
     sources: dict[tuple[MessageClass, int | None], bool] = dict.fromkeys(
         ((message, None) for message in _OF_TRAINABLE), False
     )
     for stay in stays:
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
         sources[message, layout.params if stay.opening else layout.params_backward] = True
+    # Bytes grow with size within one layout, so only the largest buffer of each kind is priced.
     largest: dict[tuple[tuple[str, ...], bool, bool], FlatParamSpec] = {}
     for flat in chain(*flats):
         key = (flat.layout.axes, flat.trainable, flat.num_orthogonal > 0)
@@ -228,11 +230,14 @@ def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
     rank's own part is neither coded nor sent.
     """
     sizes = []
+    # A fresh gradient or activation is in the compute dtype; sums are in the master dtype.
     held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.master
     for hop in hops:
+        # Outgoing codes and incoming codes.
         if hop.wire.block:
             sizes += [hop.sent_bytes, hop.sent_bytes]
         else:
+            # A dtype travels as one contiguous tensor, own part included; conversion is needed only if dtypes differ.
             whole = hop.degree * hop.part_bytes
             sizes += [whole if hop.wire.codec != held else 0, whole]
         sizes.append(hop.numel * FORMATS[plan.master].element_bytes)
@@ -245,6 +250,7 @@ def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
     sizes = []
     held = plan.master if message is MessageClass.SYNC else plan.compute
     for hop in hops:
+        # A forwarded hop (`pieces > 1`) sends the coded bytes it received and needs no outgoing buffer.
         if hop.wire.codec != held:
             sizes += [hop.part_bytes if hop.pieces == 1 else 0, hop.degree * hop.part_bytes]
         elif sends_copies(message, hop):

@@ -57,6 +57,7 @@ class Mesh:
 
     @cached_property
     def _sorts_as(self) -> tuple[tuple[int, ...], ...]:
+        # Rows and ring follow from these, since tensor = rows x columns and context = ulysses x ring.
         axes = ("data", "tensor", "context", "pipeline", "columns", "ulysses")
         return tuple(zip(*map(self.group, axes), strict=True))
 
@@ -132,6 +133,7 @@ class Mesh:
         """The place of `rank` among the ranks that differ on `axes` alone, per tier."""
         places, kept = [], _positions(tuple(axes))
         for row in self.degrees:
+            # `member` is the rank's number within the tier; its digits in mixed radix are the places on the axes.
             rank, member = divmod(rank, math.prod(row))
             place, stride = 0, 1
             for position, degree in enumerate(row):
@@ -151,7 +153,7 @@ class Mesh:
         return index
 
     def part(self, rank: int, axis: str) -> int:
-        """The part that `rank` holds of a dim cut by `axis`: tier after tier, innermost first, divides what is left."""
+        """Index of `rank`'s part of a dim cut by `axis`, where tiers divide the dim in turn, innermost first."""
         return position(self.group(axis), self.coordinates(rank, (axis,)))
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
@@ -164,6 +166,7 @@ class Mesh:
 
     def peers(self, rank: int, tier: int, axes: Collection[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` on `tier` and on `axes` alone, itself included, in their order."""
+        # Ranks of one unit of the tiers inside: the stride between neighbours on this tier.
         inside = math.prod(math.prod(row) for row in self.degrees[:tier])
         row, kept = self.degrees[tier], _positions(tuple(axes))
         member = rank // inside % math.prod(row)
@@ -171,6 +174,7 @@ class Mesh:
         for position, degree in enumerate(row):
             if position in kept:
                 digit = member // stride % degree
+                # Vary this axis' digit and keep the others.
                 members = [other + (place - digit) * stride for place in range(degree) for other in members]
             stride *= degree
         return tuple(rank + (other - member) * inside for other in members)
@@ -222,7 +226,7 @@ def tier_degrees(row: _Table) -> dict[str, int]:
 
 
 def position(degrees: Sequence[int], coordinates: Sequence[int]) -> int:
-    """The number of the equal part a rank holds when tier after tier, innermost first, divides what is left."""
+    """Index of a rank's equal part when tiers divide a whole in turn, innermost first."""
     index = 0
     for degree, here in zip(degrees, coordinates, strict=True):
         index = index * degree + here

@@ -1,4 +1,4 @@
-"""What Muon's Newton-Schulz iteration is and costs (Jordan 2024, https://kellerjordan.github.io/posts/muon). Pure."""
+"""Constants and cost of Muon's Newton-Schulz iteration (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
 
 from functools import lru_cache
 
@@ -10,17 +10,18 @@ NUM_STEPS = 5  # the default of `optimizer.newton_schulz_steps`, by which steps 
 
 
 def iteration_products(shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Return the (m, k, n) of the products of one iteration on a matrix: X X^T, its square, and the result times X."""
+    """(m, k, n) of the products of one iteration on a matrix: X X^T, its square, and the result times X."""
     short, long = sorted(shape)
     return [(short, long, short), (short, short, short), (short, short, long)]
 
 
 @lru_cache(maxsize=4096)
 def matrices_of_a_rank(flat: FlatParamSpec) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the matrices that reach into a rank's slice of a flat buffer, of the rank with most work."""
+    """Shapes of the matrices that overlap one rank's slice of a flat buffer, for the rank with most work."""
     size = flat.padded // flat.layout.span(flat.layout.optimizer)
     extents, start = [], 0
     for param in flat.params:
+        # Matrices that Muon updates stand at the beginning of the buffer.
         if start >= flat.num_orthogonal:
             break
         extents.append((param.shape, start, start + param.numel))
@@ -35,5 +36,5 @@ def matrices_of_a_rank(flat: FlatParamSpec) -> tuple[tuple[int, ...], ...]:
 
 
 def iteration_flops(shape: tuple[int, ...]) -> int:
-    """Return the FLOPs of one iteration: 4 s^2 l + 2 s^3 for a matrix with sides s <= l."""
+    """FLOPs of one iteration: 4 s^2 l + 2 s^3 for a matrix with sides s <= l."""
     return sum(2 * m * k * n for m, k, n in iteration_products(shape))

@@ -43,5 +43,5 @@ class Plan:
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
-        """Return the format in which `message` crosses `tier`; raises `PlanError` for one that does not exist."""
+        """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""
         return parse_format(self.wire.get(message.value, {}).get(tier, self.compute))

@@ -27,7 +27,7 @@ def _preset(name: str) -> Callable[[Preset], Preset]:
 
 
 def preset(name: str, cluster: Cluster) -> Plan:
-    """Return a preset for this cluster; raises `PlanError` for an unknown name."""
+    """A preset for this cluster; raises `PlanError` for an unknown name."""
     if name not in PRESETS:
         raise PlanError(f"no plan preset {name!r}{did_you_mean(name, PRESETS)}")
     return PRESETS[name](cluster)
@@ -89,9 +89,9 @@ def mics(cluster: Cluster) -> Plan:
 def zero_plus_plus(cluster: Cluster) -> Plan:
     """ZeRO++ (arXiv 2306.10209): ZeRO-3, int8 gathers, a secondary copy on the node, int4 gradients.
 
-    The secondary copy holds what a step's first gather brought, rounded, and serves every later one as it is:
-    so int8 is for the tiers outside the node, and every pass of a step computes with the same parameters.
-    Without a tier outside the node there is no copy, and each gather rounds alike.
+    The secondary copy holds the rounded parameters of a step's first gather, and serves every later one unchanged: so
+    int8 is for the tiers outside the node, and every pass of a step computes with the same parameters. Without a tier
+    outside the node there is no copy, and each gather rounds alike.
     """
     node, names = _node(cluster), [tier.name for tier in cluster.tiers]
     base = zero3(cluster)
@@ -113,8 +113,8 @@ def three_level(cluster: Cluster) -> Plan:
 def three_level_compressed(cluster: Cluster) -> Plan:
     """3-level partitioning with int4 gradients and int8 new weights on every tier but the innermost.
 
-    The innermost tier is the fastest: there a codec would cost more time than it saves. What crosses the tiers
-    outside the grads' feeds its rounding error back.
+    The innermost tier is the fastest: there a codec would cost more time than it saves. Gradients that cross the tiers
+    outside the grads tier use error feedback.
     """
     base = three_level(cluster)
     placed = {state: cluster.index(getattr(base, state)) for state in ("params", "grads", "optimizer")}

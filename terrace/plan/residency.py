@@ -54,12 +54,14 @@ def visits(stage: Stage) -> list[Visit]:
     """The visits of one step in order."""
     found: list[Visit] = []
     for group in stage.groups:
+        # Weight gradients read no parameters.
         if group.kind is Kind.BACKWARD_WEIGHT:
             continue
         order = stage.traversal(group)
         begin, backward = len(found), group.kind is not Kind.FORWARD
         last = begin + len(order) - 1
         for offset, block in enumerate(order):
+            # With several micro-batches the first block is needed again until the last of them has passed.
             until = begin + offset if len(group.micros) == 1 else last
             found.append(Visit(block, backward, begin + offset, until))
     return found
@@ -73,6 +75,7 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
     for visit in visits(stage):
         for block in (visit.block, *blocks[visit.block].borrows):
             current = newest.get(block)
+            # Freeing the block now would only force a second gather, so its stay is extended.
             if current is not None and visit.number - current[1].until <= max(1, prefetch):
                 current[1] = visit
             else:
@@ -90,6 +93,7 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
                 last=last.number,
                 until=last.until,
                 backward=first.backward,
+                # The first gather of a step reads the primary copy.
                 opening=block not in seen,
             )
         )
@@ -98,7 +102,7 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
 
 
 def recomputed(plan: Plan, blocks: Sequence[BlockSpec]) -> frozenset[int]:
-    """Indexes of the blocks whose forward is run again in the backward."""
+    """Indexes of the blocks that are recomputed in the backward."""
     return frozenset(
         index
         for index, block in enumerate(blocks)

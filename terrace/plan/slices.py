@@ -92,6 +92,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
     cuts: list[tuple[str, ...]] = []
     for size, (name, units) in zip(param.shape, param.dims, strict=True):
         cut = tuple(axis for axis in cut_by.get(name, ()) if mesh.total(axis) > 1)
+        # Both dims cut by one axis would leave only the diagonal blocks on some rank.
         if any(axis in cut for other in cuts for axis in other):
             raise PlanError(
                 f"{block}.{param.name} has two dims that {_axes_words(cut)} would cut, {param.dims}: no rank "
@@ -106,6 +107,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
                 f"{block}.{param.name} has {units} {name}, which {_axes_words(cut)} = {degree} do not divide: "
                 f"use {fix}, or another number of {name}"
             )
+        # Whole units per rank, rounded up: `_PADDED` dims fill the rest with zeros.
         shape.append(-(-units // degree) * (size // units) if units else 0)
         cuts.append(cut)
     used = {axis for cut in cuts for axis in cut}

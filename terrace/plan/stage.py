@@ -1,11 +1,10 @@
-"""A stage: what one rank of the pipeline axis holds, and in which order micro-batches pass it.
+"""A stage: the blocks of one pipeline rank, and the order in which micro-batches pass them.
 
 The model is cut into consecutive *chunks* of blocks. A stage holds one or more of them; in a *group* several
 micro-batches pass a chunk one after the other in the same direction, and one gather of its parameters serves them all.
 Without a pipeline there is one stage, each of whose chunks is one block.
 
-Groups are made of the orders of a schedule (terrace.program). What a rank sends, what it gathers and the memory it
-needs follow from them.
+Groups are made of the orders of a schedule (terrace.program). A rank's messages, gathers and memory follow from them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,11 +45,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one pipeline rank holds and does.
+    """The blocks of one pipeline rank and the groups that pass them.
 
-    Of every chunk: its blocks, and the stages that its output and the gradient of its input go to, None where they stay
-    here or there is nothing to send. `ties` maps a block that another stage holds a copy of, or that is held here as a
-    copy, to that stage; copies are in `copies` as well. `pairs` are those of all stages that send one another anything.
+    `chunks` are the blocks of each chunk; `onward` and `back` are the stages that receive its output and the gradient
+    of its input, None where that is this stage or there is no message. `ties` maps a block that two stages hold to the
+    other stage; `copies` are the blocks held here as copies. `pairs` are all pairs of stages, anywhere in the pipeline,
+    that exchange messages.
     """
 
     index: int = 0
@@ -71,7 +71,7 @@ class Stage:
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The blocks whose states are here: those that run here and copies of others that these borrow from."""
+        """Blocks with states here: the ones that run here and the copies they borrow from."""
         return tuple(sorted((*self.own, *self.copies)))
 
     @cached_property
@@ -80,7 +80,7 @@ class Stage:
         return any(group.kind is not Kind.FORWARD for group in self.groups)
 
     def passes(self) -> Iterator[tuple[Group, int, int]]:
-        """Yield (group, micro-batch, block) in the order of the step."""
+        """(group, micro-batch, block) in the order of the step."""
         for group in self.groups:
             order = self.traversal(group)
             for micro in group.micros:
@@ -88,7 +88,7 @@ class Stage:
                     yield group, micro, block
 
     def traversal(self, group: Group) -> range:
-        """Return the blocks of a group in the order in which a micro-batch passes them."""
+        """Blocks of a group in the order in which a micro-batch passes them."""
         blocks = self.chunks[group.chunk]
         return blocks if group.kind is Kind.FORWARD else blocks[::-1]
 
@@ -98,13 +98,13 @@ class Stage:
         return sum(peer is not None for peer in (*self.onward, *self.back))
 
     def sends(self) -> Iterator[tuple[int, bool]]:
-        """Yield (stage, whether it is a gradient) for each message that a micro-batch makes this rank send."""
+        """(stage, whether it is a gradient) of each message this rank sends per micro-batch."""
         yield from ((peer, False) for peer in self.onward if peer is not None)
         yield from ((peer, True) for peer in self.back if peer is not None)
 
 
 def whole_stage(num_blocks: int, num_micros: int, unit: int) -> Stage:
-    """Return the stage of a plan without a pipeline: units of micro-batches pass block after block, then back."""
+    """The stage of a plan without a pipeline: units of micro-batches pass block after block, then back."""
     groups = []
     for micros in units(num_micros, unit):
         groups += [Group(Kind.FORWARD, block, micros) for block in range(num_blocks)]
@@ -119,16 +119,17 @@ def whole_stage(num_blocks: int, num_micros: int, unit: int) -> Stage:
 
 
 def units(num_micros: int, unit: int) -> list[range]:
-    """Return the micro-batches of every unit; the last may hold fewer."""
+    """Micro-batches of every unit; the last may hold fewer."""
     return [range(first, min(first + unit, num_micros)) for first in range(0, num_micros, unit)]
 
 
 def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> dict[int, list[int]]:
-    """Return after which passes (numbers in `Stage.passes`) the gradient of each block held here is reduced.
+    """Passes (numbers in `Stage.passes`) after which the gradient of each held block is reduced.
 
-    That is after every `unit` micro-batches whose gradient is complete, and after all of them; the last time only when
-    no block that borrows from it has anything to add any more. A copy takes the turns of the first that borrows it.
+    A gradient is reduced after every `unit` complete micro-batches and after the last; the last reduction also waits
+    for every block that borrows from it. A copy takes the turns of its first borrower.
     """
+    # Reversed, so that the first borrower in model order wins.
     borrower = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
     finished: dict[int, list[int]] = {block: [] for block in stage.held}
     latest: dict[int, int] = dict.fromkeys(stage.held, -1)
@@ -146,6 +147,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
         turns = numbers[unit - 1 :: unit]
         if len(numbers) % unit:
             turns.append(numbers[-1])
+        # A borrower's backward may come after the lender's own.
         turns[-1] = max(turns[-1], latest[block])
         points[block] = turns
     return points

@@ -13,11 +13,11 @@ an all-gather of the same elements (Megatron-LM 1909.08053, section 3; sequence 
                none where its matrix is frozen
     head       forward: gathers of the same; backward: reductions; and 3 numbers a token for the loss, gathered
 
-With sequence parallelism a rank keeps its part of what attention and MLP read, and gathers it once more in the
+With sequence parallelism a rank keeps its part of the inputs of attention and MLP, and gathers it once more in the
 backward for the weight gradients (section 4.2.2 there), unless the block is recomputed. Without it a whole all-reduce
-stands on one side and nothing on the other: one leg more for embedding and head. With columns, every norm also sums
-one number a token (two of a layer norm) over them, forward and backward. A block that is recomputed does its forward
-twice. `tests/system/test_tensor.py` holds the runtime's ledger against this.
+stands on one side and nothing on the other: one leg more for embedding and head. With columns, every norm also sums one
+number a token (two of a layer norm) over them, forward and backward. A block that is recomputed does its forward twice.
+`tests/system/test_tensor.py` holds the runtime's ledger against this.
 """
 
 from collections.abc import Iterator, Sequence
@@ -175,7 +175,9 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     whole = (tensor.padded_tokens if tensor.splits_tokens else tensor.tokens) * hidden_size(blocks)
     cut = tensor.rows.padded(whole // tensor.columns.degree)
     rows, columns, both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
+    # Without sequence parallelism activations are replicated over rows: one side all-reduces, the other is free.
     one_sided = not tensor.splits_tokens
+    # A recomputed block gathers its input in the second forward anyway.
     regathers = tensor.splits_tokens and not any(fnmatchcase(block.name, each) for each in tensor.plan.recompute)
 
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
@@ -195,6 +197,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
         backward += [TensorMessage(Leg.GATHER, rows, cut)] if one_sided else []
     else:
         for weight in inner:
+            # A matrix back into the residual stream ends a region, so the region's messages are counted here.
             if weight.dims[0][0] == "hidden":
                 parts = [cut] if one_sided else [cut // tensor.padded_tokens * part for part in tensor.token_chunks]
                 legs = (Leg.REDUCE, Leg.GATHER) if one_sided else (Leg.GATHER, Leg.REDUCE)
@@ -220,13 +223,12 @@ def _crossing(tensor: Tensor, messages: list[TensorMessage]) -> list[TensorMessa
 
 
 def _inner(tensor: Tensor, size: int) -> int:
-    """Elements of an activation of all tokens and `size` features, padded for the columns to divide them."""
     return tensor.columns.padded(tensor.tokens * size)
 
 
 def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
-    """One sum of a number a token for each parameter of a norm: a layer norm has two of both."""
     tokens = tensor.padded_tokens // tensor.rows.degree if tensor.splits_tokens else tensor.tokens
+    # A layer norm has two parameters and needs two sums (mean and variance), an rms norm one.
     norms = [param for param in block.params if is_norm(param)]
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
 

@@ -66,10 +66,12 @@ def step_bytes(
         for flat in flats[index]:
             add(message, flat, times, source)
     num_units = len(units(num_micros, plan.unit))
+    # Gathers were counted above by residency; the other classes run once per unit or per step.
     for flat in chain(*(flats[index] for index in held)):
         for message, route in ROUTES.items():
             if route.carries != "all" and flat.travels_in(message):
                 add(message, flat, times=num_units if message is MessageClass.REDUCE else 1)
+    # Control messages join all stages, so they use the world's degrees.
     for name, degree in zip(layout.tiers, world(cluster, plan).degrees, strict=True):
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
@@ -91,6 +93,7 @@ def step_bytes(
         attention = context.attention(blocks[index])
         if attention is not None:
             ahead, back = attention.totals()
+            # A recomputed layer sends its forward messages twice.
             for table in (ahead, back, *([ahead] if index in again else [])):
                 for tier, num_bytes in table.items():
                     total[MessageClass.CONTEXT, layout.tiers[tier]] += num_micros * num_bytes
@@ -120,5 +123,6 @@ def gather_counts(
     num_units = len(units(num_micros, plan.unit))
     if num_units <= 3:
         return count(whole_stage(len(blocks), num_units, 1))
+    # The difference of three units and two is one steady unit.
     two, three = (count(whole_stage(len(blocks), length, 1)) for length in (2, 3))
     return {key: times + (num_units - 3) * (times - two[key]) for key, times in three.items()}

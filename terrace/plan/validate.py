@@ -19,7 +19,7 @@ LONGEST_ROUNDED_UNIT = 8
 
 
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
-    """Return the layout of a plan that can run; raises `PlanError` with the first rule it breaks."""
+    """Layout of a valid plan; raises `PlanError` with the first rule it breaks."""
     _check_mapping(cluster, plan)
     try:
         layout = Layout.of(cluster, plan)
@@ -36,7 +36,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
 
 
 def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
-    """Return how many micro-batches each rank runs for a global batch of `batch` sequences.
+    """Micro-batches of each rank for a global batch of `batch` sequences.
 
     Raises `PlanError` when the batch does not divide.
     """
@@ -69,7 +69,7 @@ def _check_mapping(cluster: Cluster, plan: Plan) -> None:
 
 
 def axis_hint(tier: str, word: str) -> str:
-    """Return what may have been meant by `word`, which stands where an axis of a tier's mapping should."""
+    """Suggestion for `word`, found where a tier's mapping expects an axis."""
     for axis, factors in FACTORS.items():
         if word in factors:
             return f", which is a part of {axis}: write mapping.{tier}.{axis}.{word}"
@@ -92,8 +92,8 @@ def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None
 
 
 def _check_depth(cluster: Cluster, plan: Plan, layout: Layout) -> None:
-    """Depth is the data axis with weights sharded over it, so the placements must say that."""
     for index, tier in enumerate(cluster.tiers):
+        # Depth is a data axis with weights sharded over it, so params must be placed at least as far out.
         tensor = plan.mapping.get(tier.name, {}).get("tensor", 1)
         depth = tensor.get("depth", 1) if isinstance(tensor, Mapping) else 1
         if depth > 1 and layout.params < index:
@@ -188,6 +188,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         return
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     found = {block.name: attention_heads(block, rows) for block in blocks}
+    # Without declared heads nothing says how attention may be split.
     if not any(found.values()):
         asked = 'balance = "cost"' if plan.balance == "cost" else "the context axis of the mapping"
         raise PlanError(
@@ -211,6 +212,7 @@ def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> No
             "or use 'adamw' or 'lion'"
         )
     inner = [param for index, block in enumerate(blocks) if is_layer(index, len(blocks)) for param in block.params]
+    # `decays` marks the weight matrices, as opposed to norms and biases.
     matrices = [param for param in inner if param.trainable and param.decays and param.numel]
     if not matrices:
         raise PlanError("optimizer 'muon' has no effect: no layer has a matrix that trains; use 'adamw'")
@@ -224,6 +226,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         raise PlanError(f"micro_batch = {plan.micro_batch}: a rank works on at least 1 sequence at a time")
     if plan.unit < 1:
         raise PlanError(f"unit = {plan.unit}: at least 1 micro-batch passes a block at a time")
+    # Gradients within a unit are summed in the compute dtype; units are summed in the master dtype.
     if plan.unit > LONGEST_ROUNDED_UNIT and plan.compute != plan.master:
         raise PlanError(
             f"unit = {plan.unit} with compute = {plan.compute!r}: the gradients of a unit are added up in "

@@ -1,19 +1,18 @@
 """Message classes and wire formats.
 
-A message class says what a message is for; a wire format says how its elements travel and how many bytes
-they take. The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format is written
+A message class names the purpose of a message; a wire format says how its elements travel and how many bytes they take.
+The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format is written
 
     fp64 | fp32 | bf16                       a dtype: every element as it is, or rounded
     fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale
 
-A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of
-all elements, then zeros up to a multiple of 16 bytes:
+A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
+elements, then zeros up to a multiple of 16 bytes:
 
-    bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
+bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
 
-The last block may be short, so any n can travel: one element, a prime number, none. `+feedback` keeps what
-rounding took from a gradient and adds it to the next one sent the same way (error feedback, arXiv
-1901.09847).
+The last block may be short, so any n can travel: one element, a prime number, none. `+feedback` keeps the rounding
+error of a gradient and adds it to the next one sent the same way (error feedback, arXiv 1901.09847).
 """
 
 import re
@@ -26,7 +25,7 @@ from terrace.base.errors import PlanError, did_you_mean
 
 
 class MessageClass(StrEnum):
-    """What a message carries."""
+    """Payload of a message."""
 
     GATHER = "gather"  # parameters, for a forward
     GATHER_BACKWARD = "gather_backward"  # parameters, for a backward
@@ -98,7 +97,7 @@ class WireFormat:
         return self.bits // 8
 
     def message_bytes(self, numel: int) -> int:
-        """Return the size of one message of `numel` elements, scales and padding included."""
+        """Bytes of one message of `numel` elements, scales and padding included."""
         if not self.block:
             return self.bits // 8 * numel
         used = SCALE_BYTES * -(-numel // self.block) + -(-numel * self.bits // 8)
@@ -120,7 +119,7 @@ FORMATS = {
 
 @lru_cache(maxsize=256)
 def parse_format(text: str) -> WireFormat:
-    """Return the format that `text` names; raises `PlanError` for one that does not exist."""
+    """The format named by `text`; raises `PlanError` for an unknown one."""
     match = re.fullmatch(r"([^:+]*)(?::([^+]*))?(\+.*)?", text)
     assert match is not None, f"{text!r}: the pattern takes any text"
     codec, block, suffix = match.groups()
