@@ -86,7 +86,7 @@ class Pieces:
 
 
 class Declared(Protocol):
-    """A mask plan made elsewhere, for example for tokens whose keys are on other ranks."""
+    """A mask plan made elsewhere, for example for tokens with keys on other ranks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention output of query (B, N, S, D) over keys and values (B, K, S, D), in the query's shape;
@@ -102,7 +102,7 @@ class Plans(Protocol):
     """The source of a layer's mask plan."""
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """The mask plan for query (B, N, S, D); `positions` (B, S) are those given to the layer, if any."""
+        """Mask plan for query (B, N, S, D); `positions` (B, S) are the layer's, if given."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Attention over a declared list of pairs: runs of queries and runs of keys, one after the other, merged exactly.
+"""Attention over a declared list of pairs: runs of queries and runs of keys, processed in sequence, merged exactly.
 
-Softmax over the keys of several pairs is had from softmax over those of each. With scores s_k = q k^T / sqrt(D), a pair
-p gives its queries
+Softmax over the keys of several pairs follows from the softmax over each. With scores s_k = q k^T / sqrt(D), a pair p
+gives its queries
 
     lse_p = log sum_{k in p} exp(s_k)        out_p = sum_{k in p} exp(s_k - lse_p) v_k
 
@@ -14,13 +14,13 @@ whichever pair it is in, and with the gradient g of out and delta = g . out = su
 
     dv_k = p_k g        ds_k = p_k (g . v_k - delta)        dq = sum_k ds_k k / sqrt(D)        dk_k = ds_k q / sqrt(D)
 
-where dk_k and dv_k are summed over queries. So what a pair adds to the gradients depends on its own keys, out and lse:
-a flash backward (Dao 2307.08691, algorithm 2) that is given those over all keys computes just that.
+where dk_k and dv_k are summed over queries. So a pair's share of the gradients depends on its own keys and on out and
+lse over all keys: a flash backward (Dao 2307.08691, algorithm 2) given these computes exactly that.
 
-Single-device code: where queries and keys come from is nothing that is known here.
+Single-device code: it does not know where queries and keys come from.
 
 Shape legend: B batch, N query heads, K key-value heads (dividing N: query head n has the keys of head n K // N), D
-head_dim, S rows, L queries of a pair, M its keys. What is made of shape (B, N, S, D) lies as (B, S, N, D) in memory.
+head_dim, S rows, L queries of a pair, M its keys. Results of shape (B, N, S, D) lie as (B, S, N, D) in memory.
 """
 
 from collections.abc import Sequence

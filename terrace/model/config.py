@@ -1,8 +1,8 @@
 """The configuration of a decoder, its blocks and its cost. Pure: needs no torch.
 
-A `ModelConfig` holds what the model computes, under the same names for every family; the Hugging Face
-`config.json` is its file format. The blocks are "embedding", "layers.0" ... and "head", in this order, and
-their parameters are named and shaped exactly as the modules of `terrace.model.decoder`.
+A `ModelConfig` describes the computation, under the same names for every family; the Hugging Face `config.json` is its
+file format. The blocks are "embedding", "layers.0" ... and "head", in this order, and their parameters are named and
+shaped exactly as the modules of `terrace.model.decoder`.
 
 Shape legend: B batch, S sequence, H hidden, V vocabulary, I intermediate, D head_dim.
 """

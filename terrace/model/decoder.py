@@ -87,10 +87,10 @@ class Head(nn.Module):
 def build_blocks(
     config: ModelConfig, device: torch.device | str = "meta", dtype: torch.dtype = torch.float32
 ) -> list[nn.Module]:
-    """Build the model's blocks without values: on a real device their memory is uninitialised.
+    """The model's blocks without values: on a real device their memory is uninitialised.
 
-    Names and shapes are those of `block_specs`. A tied head's `weight` is the embedding's Parameter itself,
-    so it also appears in the head's `named_parameters`.
+    Names and shapes are as in `block_specs`. A tied head's `weight` is the embedding's Parameter itself, so it also
+    appears in the head's `named_parameters`.
     """
     meta: dict[str, Any] = {"device": "meta", "dtype": dtype}
     rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)

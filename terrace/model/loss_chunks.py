@@ -17,7 +17,7 @@ def chunk_rows(vocab_size: int, device: str) -> int:
 def chunk_bytes(tokens: int, vocab_size: int, hidden: int, item: int, wide: int, device: str) -> int:
     """Bytes of a chunk: its logits, the operands of their softmax, a wide sum of weight gradients.
 
-    `item` is the bytes of an element, `wide` those in fp32 at least. The sum exists in half precision with several
+    `item` is the bytes of an element, `wide` its bytes in fp32 at least. The sum exists in half precision with several
     chunks.
     """
     rows = min(tokens, chunk_rows(vocab_size, device))

@@ -11,10 +11,10 @@ RopeType = Literal["linear", "llama3"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A `rope_type` other than the default; the fields are those of a Hugging Face `config.json`.
+    """A `rope_type` other than the default; the fields are named as in a Hugging Face `config.json`.
 
     `linear` divides every frequency by `factor` (Chen et al. 2306.15595). `llama3` divides by `factor` the frequencies
-    with a wavelength above `original_max_position_embeddings / low_freq_factor`, leaves those below the same over
+    with a wavelength above `original_max_position_embeddings / low_freq_factor`, leaves wavelengths below the same over
     `high_freq_factor`, and interpolates smoothly between them (the Llama 3.1 release). `linear` has no other field than
     `factor`. Raises `ModelError` for meaningless numbers.
     """

@@ -16,10 +16,10 @@ from terrace.base.errors import ModelError, did_you_mean
 class ParamSpec:
     """One parameter: its name inside the block and its shape.
 
-    `dims` declares what each dim counts, with how many units that cannot be cut ("heads" of 64 elements, say); empty
-    where nothing is declared. In the slice that one rank holds (terrace.plan.slices), `shape` includes padding, `whole`
-    is the shape before slicing, `cuts` names the axes that cut each dim, and `replicated_over` the axes whose ranks all
-    hold this slice and shard its states.
+    `dims` names the quantity that each dim counts, with the number of units that cannot be cut ("heads" of 64 elements,
+    say); empty where nothing is declared. In the slice that one rank holds (terrace.plan.slices), `shape` includes
+    padding, `whole` is the shape before slicing, `cuts` names the axes that cut each dim, and `replicated_over` the
+    axes along which every rank holds this slice; together they shard its states.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block: the parameters it owns, and the earlier blocks whose parameters it also reads.
+    """One block: the parameters it owns, and the earlier blocks it also reads parameters from.
 
     A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner.
     """

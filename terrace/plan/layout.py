@@ -3,7 +3,7 @@
 Every flat buffer is cut hierarchically, the innermost tier first. With data degrees n_0, n_1, ... and a rank at
 coordinates c_0, c_1, ..., the slice of a state placed on tier t starts at
 
-sum over i <= t of  c_i * P / (n_0 ... n_i)        and has  P / (n_0 ... n_t)  elements,
+    sum over i <= t of  c_i * P / (n_0 ... n_i)        and has  P / (n_0 ... n_t)  elements,
 
 P being the padded size. So the slice of an outer tier lies inside the slice of every inner one and all are contiguous:
 a reduce-scatter package first and then outward, or a gather from the outermost tier inward, needs no permuting copy,

@@ -9,7 +9,7 @@ The table `wire.<class>.<tier> = "<format>"` of a plan combines them. A format i
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
 elements, then zeros up to a multiple of 16 bytes:
 
-bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
+    bytes(n) = round16( 2 ceil(n / B) + ceil(n bits / 8) )
 
 The last block may be short, so any n can travel: one element, a prime number, none. `+feedback` keeps the rounding
 error of a gradient and adds it to the next one sent the same way (error feedback, arXiv 1901.09847).

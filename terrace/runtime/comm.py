@@ -65,7 +65,7 @@ class Comm:
         self._world = dist.new_group(timeout=_EXCHANGE_TIMEOUTS * timeout) if cluster.world_size > 1 else None
 
     def uncounted(self) -> Collectives:
-        """Collectives on the same groups whose bytes and buffers are not counted: they belong to no step."""
+        """Collectives on the same groups without counters for bytes and buffers: they belong to no step."""
         return self._collectives(Ledger(), Meter())
 
     def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:

@@ -18,7 +18,7 @@ from terrace.program import Op, Program
 
 
 def check_compiles(programs: Sequence[Program]) -> None:
-    """Raise `PlanError` for programs whose blocks cannot be compiled."""
+    """Raise `PlanError` for programs with blocks that cannot be compiled."""
     program = programs[0]
     if program.tensor.degree > 1:
         raise PlanError(

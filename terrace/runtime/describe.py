@@ -13,10 +13,10 @@ from terrace.model.spec import BlockSpec, ParamSpec, freeze
 
 
 def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence[str] = ()) -> tuple[BlockSpec, ...]:
-    """The specs of `blocks`.
+    """Specs of `blocks`.
 
-    `frozen` holds patterns over `block.parameter`; a parameter whose `requires_grad` is off is frozen as
-    well. Raises `ModelError` for a pattern that matches nothing.
+    `frozen` holds patterns over `block.parameter`; a parameter with `requires_grad` off is frozen as well. Raises
+    `ModelError` for a pattern without a match.
     """
     owners: dict[int, int] = {}
     specs = []

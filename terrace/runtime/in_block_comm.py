@@ -15,7 +15,7 @@ from terrace.runtime.linear import WeightGradients
 
 
 def _ignore(ranks: tuple[int, ...]) -> None:
-    """No rank is watched."""
+    """No-op progress callback."""
 
 
 @dataclass

@@ -212,7 +212,7 @@ def _record(weight: Tensor, record: _Record, at_once: bool) -> bool:
 
 
 class Matrix(nn.Parameter):
-    """A trainable parameter of two dims whose products may be recorded."""
+    """A trainable 2-D parameter with recordable products."""
 
     gradients: WeightGradients
 
@@ -234,7 +234,7 @@ class Matrix(nn.Parameter):
 
 
 def _plain(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Run `func` with a `Matrix` taken as a plain tensor, and so also the result."""
+    """Call `func` without this subclass' `__torch_function__`; a `Matrix` counts as a plain tensor."""
     return nn.Parameter.__torch_function__(func, (), args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -266,8 +266,8 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `backward` as torch's `once_differentiable` does, whose switching of modes costs as much as a small
-    product, where a graph is made of the backward; elsewhere as it is.
+    """`once_differentiable` only where the backward's own graph is recorded: its mode switch costs as much as a small
+    product.
     """
     guarded = once_differentiable(backward)
 

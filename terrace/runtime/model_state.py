@@ -19,7 +19,7 @@ InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, par
 
 
 class ModelState:
-    """Flat parameters of the blocks that one rank holds, and the modules whose parameters are views of them.
+    """Flat parameters of the blocks that one rank holds, and the modules with parameters that are views of them.
 
     `blocks` are the modules of the whole model as this rank runs them, `specs` the same blocks whole. Parameters of the
     held blocks are replaced by views of flat buffers, in the compute dtype. Initial values come from `initial`, or else

@@ -109,7 +109,7 @@ class ShardedMuon:
 def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     """U V^T, approximately, for the singular value decomposition U S V^T of a matrix (n, m).
 
-    Jordan's quintic iteration, whose singular values end between 0.7 and 1.2; one of zero stays zero.
+    Jordan's quintic iteration: singular values end between 0.7 and 1.2, and zero stays zero.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]

@@ -1,9 +1,9 @@
 """The step runner: carries a program out on blocks.
 
-A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a
-reduction or a recomputation happens where the program says and nowhere else; no hook is involved. A backward has two
-parts, which a program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear).
-Communication goes to the lane of the outermost tier it crosses; an instruction waits only for what it reads:
+A block's forward runs on a detached input and its backward is an explicit call, so a gather, a free, a reduction or a
+recomputation happens where the program says and nowhere else; no hook is involved. A backward has two parts, which a
+program may run apart: the input gradient, and the weight gradients (terrace.runtime.linear). Communication goes to the
+lane of the outermost tier it crosses; an instruction waits only for its operands:
 
     FORWARD, BACKWARD   the gathers (and, for replicated parameters, the refreshes) of its parameters; the message of
                         another stage
@@ -60,8 +60,6 @@ class StepSums:
 
 @dataclass
 class _Kept:
-    """The result of a forward that its backward needs."""
-
     inputs: Tensor
     output: Tensor | None  # with its graph; None when the backward computes it, or does so again
     random_state: Tensor | None

@@ -6,12 +6,12 @@
 
 Steps that are not traced are unaffected. While a step is traced, instance attributes of the runner and the clock hide
 the methods of their classes and record each mark of the clock, each piece of work on a lane and each message to another
-stage; afterwards they are deleted. On a CPU times are the host's; on CUDA they are
-events on the streams, read when all is done, so that tracing never makes the host wait. A message between stages is
-recorded when it is sent; on NCCL, where torch sends it on a stream of its own, only what waits for it is.
+stage; afterwards they are deleted. On a CPU times are the host's; on CUDA they are events on the streams, read when all
+is done, so that tracing never makes the host wait. A message between stages is recorded when it is sent; on NCCL, where
+torch sends it on a stream of its own, only the wait for it is recorded.
 
-Compute is what the stream did between two marks: a wait, or a pass up to its end. What tensor ranks send inside a block
-appears as the waits for it.
+Compute is the work of the stream between two marks: a wait, or a pass up to its end. Messages of tensor ranks inside a
+block appear as the waits for them.
 """
 
 import time

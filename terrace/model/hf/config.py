@@ -201,7 +201,6 @@ def _rope_tables(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _read_window(loaded: Any, family: Family) -> int:
-    """The sliding window of all layers, 0 for none; a file may also say 0 in place of null."""
     window = 0 if loaded.sliding_window is None else int(loaded.sliding_window)
     num_layers, kinds = loaded.num_hidden_layers, loaded.layer_types
     if family.switched_window:

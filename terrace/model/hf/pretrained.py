@@ -120,7 +120,6 @@ class Pretrained:
         return name if self.config.tied_embeddings and name in self._files else None
 
     def _stored_name(self, name: str) -> str:
-        """Folders of a model without its head leave out the beginning of every name."""
         short = name.removeprefix(NAMES[self.config.family].base)
         return short if name not in self._files and short in self._files else name
 
@@ -249,7 +248,6 @@ def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> T
 
 
 def _joined(parts: list[Tensor], source: Source) -> Tensor:
-    """The stored tensor of `parts` in Terrace's layout: the inverse of `_taken`."""
     whole = parts[0]
     if source.num_parts > 1:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)

@@ -34,7 +34,7 @@ class LoraLinear(nn.Module):
 def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraConfig) -> None:
     """Freeze the blocks of a decoder and put adapters, without values yet, into the target layers.
 
-    The parameters are then those of `terrace.model.lora.config.with_adapters`.
+    The parameters then match `terrace.model.lora.config.with_adapters`.
     """
     specs = block_specs(config)
     for block in blocks:

@@ -98,7 +98,6 @@ def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) ->
 def _pass_on(
     layout: DeviceLayout, step: int, given: Sequence[Tensor], leg: ContextLeg, *, backward: bool
 ) -> PendingRecv | None:
-    """Begin to send keys of a round, or gradients of them, to where the next round needs them; None after the last."""
     if step + 1 == len(layout.ring_steps):
         return None
     return _to_ring(layout, layout.ring_steps[step + 1].exchange, given, leg, backward=backward)
@@ -158,7 +157,6 @@ def _backward(
 
 
 def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) -> None:
-    """Add the gradients of a pair; `given` are gradient of the output, queries, keys, values, output and lse."""
     runs = pair.queries, pair.keys, pair.keys
     grad, query, key, value, out, lse = (
         rows(x, run) for x, run in zip(given, (pair.queries, *runs, pair.queries, pair.queries), strict=True)
@@ -169,7 +167,6 @@ def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) ->
 
 
 def _add(pending: PendingRecv, sums: Sequence[Sums]) -> None:
-    """Add gradients that arrive to the sums of the same rows."""
     for _, there, values in pending.parts():
         for total, part in zip(sums, values, strict=True):
             first = 0
@@ -180,9 +177,8 @@ def _add(pending: PendingRecv, sums: Sequence[Sums]) -> None:
 
 
 def _back(layout: DeviceLayout, heads: UlyssesHeads, given: Sequence[Tensor], *, backward: bool) -> list[Tensor]:
-    """Return all ranks the parts of their queries (1, N/u, A, D) and, if given, of their keys and values.
-
-    The results are (1, N, T, D) and (1, K, T, D); a head that several ranks have is added up.
+    """Results (1, N, T, D) and (1, K, T, D) of this rank's tokens, exchanged from all Ulysses ranks' heads; a head that
+    several ranks have is added up.
     """
     message = ContextMessage(ContextLeg.BACK, backward=backward)
     pending = layout.comm.start(message, layout.back, lambda _: given, [x.shape[1] for x in given], given[0])

@@ -26,7 +26,7 @@ from terrace.sequence.traffic import sent_bytes
 
 
 class ContextAxis(InBlockAxis):
-    """What the attention of a rank's blocks asks what its tokens see, in place of its own plans."""
+    """Attention backend for context parallelism; replaces each block's mask planner."""
 
     def __init__(self, comm: PeerComm, program: Program, blocks: Iterable[nn.Module], device: torch.device) -> None:
         """Put itself into `blocks`; raises `ModelError` where their windows differ."""
@@ -54,9 +54,9 @@ class ContextAxis(InBlockAxis):
             attention.plans = plans
 
     def take(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return this rank's part of a step's micro-batches: those that come whole are cut here.
+        """This rank's part of a step's micro-batches; whole micro-batches are cut here.
 
-        Raises `PlanError` for one of another shape than the plan's, `ModelError` for one beyond its positions.
+        Raises `PlanError` for a shape other than the plan's, `ModelError` for positions beyond the model's.
         """
         local = [self._localised(batch) for batch in batches]
         known = {id(layout.token_layout): layout for layout in self._layouts}
@@ -71,7 +71,6 @@ class ContextAxis(InBlockAxis):
         return local
 
     def _declare(self, token_layout: TokenLayout) -> None:
-        """Add up what a micro-batch sends in the layers that this rank has, as its spread says."""
         program, group = self._program, self.comm.group
         again = recomputed(program.plan, program.blocks)
         item_bytes = FORMATS[program.plan.compute].element_bytes
@@ -108,21 +107,21 @@ class ContextAxis(InBlockAxis):
         return batch.local(self._static(batch.document_begins()))
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
-        """Have what runs from now on be of a micro-batch."""
+        """Select the micro-batch that the next passes belong to."""
         self._layout = self._layouts[micro]
 
     def plan(self, positions: Tensor | None, query: Tensor) -> "ContextAxis":
-        """Return itself: the micro-batch that runs says it all."""
+        """This object itself: the current micro-batch's layout replaces a mask plan."""
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what the held tokens, (1, N, T, D), make of the keys and values (1, K, T, D) of all ranks."""
+        """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks."""
         assert self._layout is not None, "a block runs in a step alone"
         return attend(query, key, value, self._layout)
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
-    """Raise `ModelError` for a block, by name, of which it is not known which tokens it brings together."""
+    """Raise `ModelError` naming a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
         alone = isinstance(block, (decoder.Embedding, decoder.Head))
         if not alone and not any(isinstance(module, Attention) for module in block.modules()):

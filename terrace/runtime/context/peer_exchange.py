@@ -46,7 +46,7 @@ class Rows:
         return self._index is None
 
     def copy(self, x: Tensor, out: Tensor) -> None:
-        """Copy these rows of x into `out`, whose heads lie side by side."""
+        """Copy these rows of x into `out`, heads side by side."""
         if self._index is not None:
             torch.index_select(x.transpose(1, 2), 1, self._index, out=out.transpose(1, 2))
         else:
@@ -172,7 +172,6 @@ class PendingRecv:
 
 
 def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
-    """These rows of tensors as one message; a view if they lie one after the other in memory."""
     parts = [rows.of(x).transpose(1, 2) for x in given] if rows.is_run else []
     if parts and all(part.is_contiguous() for part in parts):
         begins = [part.data_ptr() for part in parts]

@@ -1,8 +1,8 @@
 """Applying the tensor axis to a model's blocks, by the dims that their specs declare.
 
 A linear layer from the residual stream to an inner dim becomes a `ColumnLinear`, one back a `RowLinear`; a module that
-holds one of the latter is entered from the residual stream. Norms, embedding and head have their own stand-ins. The
-model's code is not touched: what it calls is replaced by something of the same name.
+holds a `RowLinear` is entered from the residual stream. Norms, embedding and head have their own stand-ins. The model's
+code is not touched: its submodules are replaced under the same names.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,6 @@ def make_axis(
     device: torch.device,
     meter: Meter,
 ) -> TensorAxis:
-    """Return the tensor axis of one rank."""
     tensor = program.tensor
     rows, columns, both = (AxisComm(layout, rank, collectives, comm, device, meter) for layout in tensor.lines)
     return TensorAxis(rows, columns, both, comm, tensor.splits_tokens, program.plan.tensor_chunks)
@@ -42,7 +41,7 @@ def make_axis(
 def parallelise(
     blocks: Sequence[nn.Module], program: Program, rank: int, axis: TensorAxis, objective: Objective
 ) -> tuple[list[nn.Module], Objective]:
-    """Return what runs on this rank in place of `blocks` and of the loss: modules on meta, with sliced parameters.
+    """This rank's stand-ins for `blocks` and for the loss: modules on meta, with sliced parameters.
 
     Raises `ModelError` for blocks and losses that have no form under the tensor axis.
     """
@@ -70,8 +69,6 @@ def parallelise(
 
 
 class _Cutter:
-    """Makes the stand-ins of one rank's modules."""
-
     def __init__(self, program: Program, rank: int, axis: TensorAxis) -> None:
         self._specs = [{param.name: param for param in block.params} for block in program.blocks]
         self._blocks: Sequence[BlockSpec] = program.blocks
@@ -79,7 +76,7 @@ class _Cutter:
         self._axis = axis
 
     def part(self, block: int, name: str) -> tuple[slice, ...]:
-        """Return the part of a whole parameter that this rank holds."""
+        """This rank's part of a whole parameter."""
         return rank_slices(self._specs[block][name], self._mesh, self._rank)
 
     def embedding(self, module: decoder.Embedding) -> Embedding:
@@ -120,7 +117,7 @@ class _Cutter:
         return ColumnLinear(weight, bias, self._used(spec), self._axis)
 
     def _used(self, spec: ParamSpec) -> slice | None:
-        """What this rank's queries need of the output: None for all of a slice, one head of whole key-value heads."""
+        """Output features read by this rank's queries: None for all of a slice, one head of whole key-value heads."""
         name, units = spec.dims[0]
         if name != "kv_heads" or not spec.is_replicated_over("rows"):
             return None
@@ -143,7 +140,7 @@ class _Cutter:
 
 
 def slice_value(value: Tensor, spec: ParamSpec, program: Program, rank: int) -> Tensor:
-    """Return this rank's slice of the whole `value` of a parameter, padded with zeros."""
+    """This rank's slice of the whole `value` of a parameter, padded with zeros."""
     if not spec.cuts:
         return value
     parts = rank_slices(spec, program.mesh, rank)

@@ -1,6 +1,6 @@
 """Collectives among the ranks of one tensor axis, and their backwards.
 
-Let x_r be what rank r of n holds, [x_0; ...; x_n-1] the concatenation over the first dim, dL/dy written y':
+Let x_r be the tensor of rank r of n, [x_0; ...; x_n-1] the concatenation over the first dim, dL/dy written y':
 
     name      forward                         backward
     gather    y_r = [x_0; ...; x_n-1]         x_r' = part r of sum_s y_s'

@@ -23,7 +23,7 @@ from terrace.runtime.tensor.axis_comm import AxisComm
 
 
 def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
-    """Return the SUM of the cross entropies of hidden states (B, S, H) against labels (B, S), the same on every rank.
+    """SUM of the cross entropies of hidden states (B, S, H) against labels (B, S), the same on every rank.
 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
     `terrace.model.decoder.token_loss`. The sum is computed in fp32 at least.
@@ -76,7 +76,7 @@ class _Loss(Function):
 
 
 def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:
-    """Set `numbers` (3, n) to the largest of logits (n, v), the sum of exponentials, the label's logit, if here."""
+    """Fill `numbers` (3, n) from logits (n, v): largest logit, sum of exponentials, the label's logit if it is here."""
     for rows in _chunks(logits, _cached_rows(logits)):
         x = logits[rows].to(numbers.dtype)
         if logits.shape[1]:
@@ -88,7 +88,7 @@ def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) 
 
 
 def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:
-    """RingStep logits (n, V') into their gradient, where they stand; those of padding have none."""
+    """Turn logits (n, V') into their gradient in place; padding gets none."""
     for rows in _chunks(logits, _cached_rows(logits)):
         x = (logits[rows, :valid].to(scale.dtype) - scale[rows].unsqueeze(-1)).exp_()
         if valid:
@@ -102,6 +102,5 @@ def _cached_rows(logits: Tensor) -> int:
 
 
 def _chunks(values: Tensor, num_rows: int) -> list[slice]:
-    """Cut the rows of `values` into runs of at most `num_rows`; there is at least one."""
     num_rows = max(1, num_rows)
     return [slice(start, start + num_rows) for start in range(0, max(1, len(values)), num_rows)]

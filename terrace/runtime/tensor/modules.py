@@ -1,7 +1,7 @@
-"""What stands in for the modules of a block under the tensor axis: the same names, a slice of the parameters each.
+"""Stand-ins for the modules of a block under the tensor axis: the same names, a slice of the parameters each.
 
-Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, D elements of a head, n inner
-features of a rank.
+Shape legend: B batch, S sequence, T = B S tokens, R rows, C columns, H hidden, D elements of a head, n inner features
+of a rank.
 
 Between blocks and in the residual stream an activation is (T'/R, H/C) with sequence parallelism (T' is T padded for R
 to divide), and (B, S, H/C) without. Inside attention and MLP it is (B, S, ...), with n features.
@@ -42,7 +42,7 @@ class TensorAxis(InBlockAxis):
         return self.rows
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
-        """Set the (B, S) of what runs; a recomputed block needs its gathered inputs again at once."""
+        """Set the (B, S) of the next pass; a recomputed block needs its gathered inputs again at once."""
         self.shape, self.drops_inputs = tuple(batch.labels.shape), not recomputed
 
     @property
@@ -63,7 +63,7 @@ class TensorAxis(InBlockAxis):
         return arriving_linear(x, weight, self._input, self.shape) if arriving else F.linear(x, weight)
 
     def reads_input(self, y: Tensor) -> Tensor:
-        """Return y, made of the input of a region by something that autograd differentiates alone."""
+        """Wrap y, made from a region's input by plain autograd ops: its backward waits until the input is back."""
         if not self.splits_tokens:
             return y
         assert not self._input.is_arriving, "the first product of a region is of a weight that is cut, so it awaits all"
@@ -172,9 +172,10 @@ class Norm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """The rms norm over every head that a rank has, (..., D) to (..., D), with one weight for the heads of all ranks.
+    """RMS norm over every head of a rank, (..., D) to (..., D), with one weight for the heads of all ranks.
 
-    Ranks of a column hold the same heads, so each finds the whole of their gradient; those of a row find parts of it.
+    Ranks of a column hold the same heads, so each finds the whole gradient of its heads; ranks of a row find parts of
+    it.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, axis: TensorAxis) -> None:
@@ -216,7 +217,6 @@ class Embedding(nn.Module):
         return x + self._learned(tokens.shape[1], positions, x)
 
     def _learned(self, sequence: int, positions: Tensor | None, x: Tensor) -> Tensor:
-        """Return what is learned of the positions of x, as the residual stream x has it."""
         assert self.positions is not None, "asked only where positions are learned"
         if not self._axis.splits_tokens:
             found = self.positions[:sequence] if positions is None else F.embedding(positions, self.positions)
@@ -229,7 +229,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """From the residual stream to what the loss reads: normalised hidden states (B, S, H) on every rank.
+    """Residual stream to the loss input: normalised hidden states (B, S, H) on every rank.
 
     The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.
     """

@@ -25,7 +25,7 @@ from terrace.runtime.tensor.regathered import RegatheredInput
 
 
 def arriving_linear(x: Tensor, weight: nn.Parameter, held: RegatheredInput, shape: Sequence[int]) -> Tensor:
-    """`F.linear(x, weight)` for the input x (B, S, H) of a region, parts of which are still under way."""
+    """`F.linear(x, weight)` for a region's input x (B, S, H) while parts of x still arrive."""
     result: Tensor = _Arriving.apply(x, weight, held, shape)  # type: ignore[no-untyped-call]
     return result
 

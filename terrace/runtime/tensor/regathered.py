@@ -24,16 +24,16 @@ def reduce_output(x: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
 
 
 def await_input(y: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
-    """Pass y on, whose backward reads the region's input itself, not by way of held-back weight gradients."""
+    """Identity in forward; its backward waits until the sequence-parallel input has been gathered again."""
     return apply(_AwaitInput, y, comm, held)
 
 
 class RegatheredInput:
-    """The gathered input of a region: dropped after its forward, gathered again for its weight gradients.
+    """Gathered input of a region: dropped after its forward, gathered again for its weight gradients.
 
-    So a rank keeps its part of every input alone (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has saved
-    views of the whole: it stays the same storage, empty in between. It is refilled through a view with a version
-    counter of its own, since its values are what they were.
+    A rank thus keeps only its own part of every input (Korthikanti et al. 2205.05198, section 4.2.2). Autograd has
+    saved views of the whole, so the storage stays the same and is empty in between. It is refilled through a view with
+    a version counter of its own, since the values do not change.
     """
 
     def __init__(self, drops: bool, num_chunks: int) -> None:
@@ -70,7 +70,7 @@ class RegatheredInput:
             self._arriving.append((start, stop, part, comm.start_gather(part, x[start:stop])))
 
     def parts(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (start, stop, values of all ranks) as they arrive; they are in the whole input then."""
+        """(start, stop, values of all ranks) in order of arrival; they are in the whole input then."""
         for start, stop, part, flight in self._arriving:
             self._comm.wait(flight)
             self._whole[:, start:stop] = part.view(self._comm.degree, stop - start, *part.shape[1:])
