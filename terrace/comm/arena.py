@@ -1,7 +1,7 @@
-"""Memory for messages, kept and used again.
+"""Reused memory for messages.
 
-Messages follow one another on their lane, so one piece of memory a lane serves them all: it grows to the
-largest message and stays. What a collective returns from it is valid until the lane's next one begins.
+Messages on a lane follow each other, so one piece of memory per lane serves them all: it grows to the largest message
+and is kept. A result that a collective returns from it is valid until the lane's next collective begins.
 """
 
 import math
@@ -15,7 +15,7 @@ from terrace.plan.memory import ARENA_ALIGNMENT, arena_bytes
 
 
 class Arena:
-    """Buffers of one collective, behind one another in memory that all collectives share."""
+    """Buffers of one collective, laid out in memory shared by all collectives of a lane."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
@@ -23,7 +23,7 @@ class Arena:
         self._used = 0
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Make room for buffers of these sizes in bytes; every buffer taken before is void."""
+        """Make room for buffers of `sizes` bytes; invalidates all buffers taken before."""
         needed, self._used = arena_bytes(sizes), 0
         if needed > self._memory.numel():
             self._meter.add("buffers", needed - self._memory.numel())
@@ -31,7 +31,7 @@ class Arena:
             self._memory = self._memory.new_empty(needed)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the next buffer; its content is undefined."""
+        """The next buffer, uninitialised."""
         size = math.prod(shape) * dtype.itemsize
         start, self._used = self._used, self._used + arena_bytes([size])
         assert self._used <= self._memory.numel(), f"a collective took {self._used} bytes but announced fewer"

@@ -54,12 +54,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Collectives:
-    """The collectives of one rank.
+    """Collectives of one rank.
 
-    Each call is given the transfer that the program resolved (terrace.program.message): lane, ranks, hops and buffers.
-    `layout` is that of all ranks that hold some part of a block together.
-    `ledger` counts the bytes handed to torch, `meter` the memory of messages, `errors` their rounding errors. A `pacer`
-    holds every collective to the rate of its tier.
+    Each call gets the transfer resolved by the program (terrace.program.message): lane, ranks, hops and buffers.
+    `layout` covers all ranks that together hold a block. `ledger` counts the bytes handed to torch, `meter` the memory
+    of messages, `errors` their rounding errors. A `pacer` limits every collective to the rate of its tier.
     """
 
     def __init__(
@@ -83,13 +82,14 @@ class Collectives:
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
     def gather(self, transfer: Transfer, piece: Piece, origin: Origin) -> None:
-        """Fill the `piece` of the innermost tier from the piece of the outermost one of every rank, in place.
+        """Fill the innermost tier's `piece` from every rank's piece on the outermost tier, in place.
 
-        A rounding format rounds the rank's own part too, so that all members hold the same values.
+        A lossy format rounds the rank's own part too, so that all members hold the same values.
         """
         if not transfer.gathering:
             return
         self._arenas[transfer.lane].begin(transfer.gather_buffers)
+        # Consecutive hops of one block format forward the same codes, so they are encoded and decoded once.
         for run in encodings(transfer.gathering):
             if run[0].wire.block:
                 self._gather_codes(transfer, run, piece, origin)
@@ -99,8 +99,8 @@ class Collectives:
     def reduce(self, transfer: Transfer, source: Tensor, origin: Origin) -> Tensor:
         """This rank's piece of the sum of every rank's `source`, on the outermost tier of the reduction.
 
-        The result is in the master dtype and valid until the lane's next collective; where no tier between has
-        peers it is `source` itself, in its own.
+        The result is in the master dtype and valid until the lane's next collective; without peers on any tier between,
+        it is `source` itself in its own dtype.
         """
         if transfer.reduction:
             self._arenas[transfer.lane].begin(transfer.reduce_buffers)
@@ -110,16 +110,15 @@ class Collectives:
         return source
 
     def sum_control(self, transfer: Transfer, values: Tensor) -> Tensor:
-        """The sum over all ranks of `values`, fp64, and of this rank's rounding errors behind them.
-
-        The same bits on every rank.
-        """
+        """Sums over all ranks: of `values`, fp64, then of the rounding errors; bitwise equal on every rank."""
         values = torch.cat([values, self.errors.take()])
         for hop in transfer.gathering:
             group = self._group(transfer, hop)
             everyone = values.new_empty(group.size * values.numel())
             with self._sending(transfer, group, (group.size - 1) * values.nbytes):
                 all_gather(everyone, values, group, torch.empty_like(everyone))
+            # All ranks sum the same rows in the same order, so that results are bitwise equal; an all-reduce does not
+            # promise this.
             values = everyone.view(group.size, -1).sum(0)
         return values
 
@@ -141,10 +140,12 @@ class Collectives:
         group, dtype, arena = self._group(transfer, hop), DTYPES[hop.wire.codec], self._arenas[transfer.lane]
         whole, own = piece(hop.tier - 1), piece(hop.tier)
         if whole.dtype == dtype:
+            # Equal dtypes: gather straight into the piece, which is contiguous.
             copies = arena.take([whole.numel()], dtype) if sends_copies(transfer.message_class, hop) else None
             with self._sending(transfer, group, (group.size - 1) * own.nbytes):
                 all_gather(whole, own, group, copies)
         else:
+            # A narrower format: the own part is rounded by the copy as well, like everyone's.
             sent = arena.take([own.numel()], dtype).copy_(own)
             received = arena.take([whole.numel()], dtype)
             with self._sending(transfer, group, (group.size - 1) * sent.nbytes):
@@ -168,6 +169,7 @@ class Collectives:
         outgoing = source
         if source.dtype != dtype:
             outgoing = arena.take([source.numel()], dtype).copy_(source)
+        # Sums are made in the master dtype. Gloo's reduce-scatter also sends twice the bytes.
         if self._groups.backend == "gloo" or dtype != self._master:
             incoming = arena.take([source.numel()], dtype)
             with self._sending(transfer, group, outgoing.nbytes // group.size * (group.size - 1)):
@@ -183,33 +185,36 @@ class Collectives:
     def _reduce_codes(self, transfer: Transfer, hop: Hop, source: Tensor, origin: Origin) -> Tensor:
         group, arena = self._group(transfer, hop), self._arenas[transfer.lane]
         rows, own = source.view(hop.degree, hop.numel), group.position
+        # A rank's own part is never encoded: it enters the sum exactly.
         outgoing = arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
         incoming = arena.take([hop.degree - 1, hop.part_bytes], torch.uint8)
+        # Two calls, since the rows around the own one are not contiguous; each has a residual of its own.
         self._encode(transfer.message_class, hop, "before", rows[:own], outgoing[:own], origin)
         self._encode(transfer.message_class, hop, "after", rows[own + 1 :], outgoing[own:], origin)
         splits = [hop.part_bytes] * hop.degree
         splits[own] = 0
         with self._sending(transfer, group, outgoing.nbytes):
             dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
+        # The own part is added exactly, then the others' in rank order.
         result = arena.take([hop.numel], self._master).copy_(rows[own])
         codecs.decode_add(incoming, hop.wire, result)
         return result
 
     def _sending(self, transfer: Transfer, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
-        """Count the bytes of the collective inside, and hold it to the pace of its tier if there is one."""
         self._ledger.add(transfer.message_class, group.tier, num_bytes)
         return self._pacer(group.tier, num_bytes, group.size - 1) if self._pacer is not None else nullcontext()
 
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
-        """Encode `values` [rows, numel] into `out` [rows, message bytes], feed back and measure its error."""
         if not values.numel():
             return
         name = f"{message.value} of block {origin.name!r} over tier {self._layout.tiers[hop.tier]!r}"
         key = (message, origin.name, hop.tier)
+        # Only a sample is decoded again, since whole messages would double the cost.
         part = self.errors.sample(key, leg, hop.numel, hop.wire.block)
         if hop.wire.feedback:
             residual = origin.residual(message, hop.tier, leg, *values.shape)
             codecs.encode_with_feedback(values, hop.wire, residual, out, name)
+            # With feedback the residual is the rounding error, so nothing is decoded.
             squares = [residual[0, part].double().square().sum(), values[0, part].double().square().sum()]
             sums = torch.stack(squares)
         else:
@@ -222,10 +227,7 @@ class Collectives:
 
 
 def _sum_rows(rows: Tensor, out: Tensor) -> None:
-    """Set `out` [n] to the sum of `rows` [r, n] in their order, in the dtype of `out`.
-
-    In parts that stay in the cache on a CPU: three times as fast there as `torch.sum` over so few rows.
-    """
+    # Parts that stay in the CPU's cache: three times as fast as `torch.sum` over a few rows.
     step = _CACHED_NUMEL if out.device.type == "cpu" else max(1, out.numel())
     for start in range(0, out.numel(), step):
         part = out[start : start + step].copy_(rows[0, start : start + step])

@@ -22,7 +22,7 @@ Messages = Sequence[tuple[int, Tensor]]  # (member of the group, contiguous valu
 
 
 class GroupP2P:
-    """Sends and receives of the rank that is `member` of a context group."""
+    """Sends and receives of the rank at position `member` of a context group."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GroupP2P:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def exchange(self, message: MessageClass, sends: Messages, receives: Messages) -> None:
-        """Send values to other members and fill the values that other members send."""
+        """Send values to other members and fill the values received from them."""
         if not sends and not receives:
             return
         by_tier: dict[str, list[int]] = defaultdict(list)
@@ -54,6 +54,7 @@ class GroupP2P:
             self._ledger.add(message, tier, sum(sizes))
         begin_s = 0.0 if self._pacer is None else self._pacer.begin()
         ranks, group = self._context.members, self._group
+        # All at once: one after the other, two ranks could each wait for the other's receive.
         operations = [dist.P2POp(dist.irecv, values, ranks[member], group) for member, values in receives]
         operations += [dist.P2POp(dist.isend, values, ranks[member], group) for member, values in sends]
         for work in dist.batch_isend_irecv(operations):

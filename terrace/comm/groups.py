@@ -1,13 +1,12 @@
 """Process groups by lane and tier.
 
-The peers of a rank on a tier are the ranks that differ from it on that tier and on some axes only, in tier order. A
-lane is named after the outermost tier its messages cross (terrace.program), and each lane has groups of its own,
-since lanes run side by side and a group carries one collective after the other.
+The peers of a rank on a tier are the ranks that differ from it only on that tier and on some axes, in tier order. A
+lane is named after the outermost tier its messages cross (terrace.program), and each lane has its own groups, since
+lanes run concurrently and a group runs one collective at a time.
 
-Each group costs threads and file descriptors on gloo, so only the pairs of lane and tier that some message
-uses get one, only members take part in the creation of a group, and groups are kept for as long as the world
-they were made in: torch names a group after its ranks and the number of groups before, so all ranks make
-the same ones in the same order.
+Each group costs threads and file descriptors on gloo, so only pairs of lane and tier used by some message get one, only
+members take part in its creation, and groups are kept for the lifetime of their world: torch names a group after its
+ranks and the number of groups before it, so all ranks create the same groups in the same order.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -37,12 +36,11 @@ class TierGroup:
 
     @property
     def size(self) -> int:
-        """Number of members."""
         return len(self.ranks)
 
 
 class TierGroups:
-    """All groups of one rank, by lane, axes and tier. `lanes` are the tiers' lanes that carry something."""
+    """All groups of one rank, by lane, axes and tier. `lanes` are the tiers' lanes in use."""
 
     def __init__(
         self,
@@ -54,8 +52,8 @@ class TierGroups:
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
-        `transfers` has every route of the plan's collectives, the same on all ranks. Of a pipeline, `meetings` says
-        with which rank of another stage this one exchanges messages, if with any, round by round. `pool` is the ranks
+        `transfers` has every route of the plan's collectives, the same on all ranks. In a pipeline, `meetings` lists
+        round by round the rank of another stage with which this one exchanges messages, if any. `pool` is the ranks
         that attend together with this one, itself included.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
@@ -64,6 +62,7 @@ class TierGroups:
             routes |= {(transfer.lane, transfer.ranks.axes, hop.tier): transfer.ranks for hop in transfer.hops}
         self.lanes = sorted({lane for lane, _, _ in routes} - {INSIDE})
         self._groups: dict[tuple[int, tuple[str, ...], int], TierGroup] = {}
+        # Sorted, since all ranks must create the groups in the same order.
         for (lane, axes, tier), ranks in sorted(routes.items(), key=lambda route: route[0]):
             peers = ranks.peers(rank, tier)
             self._groups[lane, axes, tier] = TierGroup(
@@ -75,22 +74,23 @@ class TierGroups:
         self._pairs: dict[tuple[int, bool], dist.ProcessGroup] = {}
         for meeting, members in meetings:
             for upward in (True, False):
+                # One group per direction: sends of both sides would otherwise share an order.
                 handle = _group((meeting, upward), members, timeout)
                 self._pairs |= {(peer, upward): handle for peer in members if peer != rank}
         self._pool = _group("pool", tuple(pool), timeout) if pool else None
 
     @property
     def pool(self) -> dist.ProcessGroup:
-        """The group of the ranks that attend together."""
+        """Group of the ranks that attend together."""
         assert self._pool is not None, "only where tokens are spread over ranks is there one"
         return self._pool
 
     def between(self, peer: int, upward: bool) -> dist.ProcessGroup:
-        """The group of messages between this rank and `peer`, upward to the higher stage or downward."""
+        """Group of messages between this rank and `peer`, upward to the higher stage or downward."""
         return self._pairs[peer, upward]
 
     def of(self, lane: int, axes: tuple[str, ...], tier: int) -> TierGroup:
-        """The peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
+        """Peers on a tier among the ranks that differ on `axes`, for messages of a lane."""
         return self._groups[lane, axes, tier]
 
 
@@ -98,6 +98,7 @@ def _group(lane: Hashable, ranks: tuple[int, ...], timeout: timedelta) -> dist.P
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
     groups = _made.setdefault(world, {})
+    # Local synchronisation: only members take part, so that disjoint groups are made at the same time.
     if (lane, ranks) not in groups:
         groups[lane, ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return groups[lane, ranks]

@@ -1,9 +1,9 @@
 """Lanes: communication that overlaps computation, in program order.
 
-A rank has a lane for each tier that is the outermost of some message. On a lane messages leave in the order in
-which the program issued them, so every member of a group issues the same order. On a CPU a lane is a thread that
-calls blocking collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting for it
-blocks the calling thread, or makes the current CUDA stream wait, until the work is done.
+A rank has one lane for each tier that is outermost for some message. Messages leave a lane in the order in which the
+program issued them, so all members of a group issue the same order. On a CPU a lane is a thread that calls blocking
+collectives; with a GPU it is a CUDA stream. A `Ticket` stands for submitted work; waiting for it blocks the calling
+thread, or makes the current CUDA stream wait, until the work is done.
 """
 
 import queue
@@ -19,12 +19,12 @@ class Ticket(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until following work may read the result; raises the error of the work."""
+        """Block until later work may read the result; raises the error of the work."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether the work has ended, without waiting for it."""
+        """Whether the work has ended; does not wait for it."""
 
 
 class Lane(ABC):
@@ -36,7 +36,7 @@ class Lane(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether some work of this lane raised."""
+        """Whether any work of this lane raised."""
         return False
 
     @abstractmethod
@@ -70,18 +70,15 @@ class ThreadLane(Lane):
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> Ticket:
-        """Queue `work` for the thread."""
         ticket = _ThreadTicket(work)
         self._queue.put(ticket)
         return ticket
 
     @property
     def failed(self) -> bool:
-        """Whether some work of this lane raised."""
         return self._error is not None
 
     def close(self, wait: bool = True) -> None:
-        """Let the thread finish its current work and end."""
         self._queue.put(None)
         if wait:
             self._thread.join()
@@ -90,6 +87,7 @@ class ThreadLane(Lane):
         while (ticket := self._queue.get()) is not None:
             work, ticket.work = ticket.work, None  # the tensors it holds are free once it has run
             try:
+                # Members of a group stay in step: after an error, no later collective may run.
                 if self._error is not None:
                     raise self._error
                 assert work is not None
@@ -117,10 +115,10 @@ class _StreamTicket(Ticket):
 class StreamLane(Lane):
     """A CUDA stream other than the current one. The host never blocks.
 
-    Work waits for the computation issued before it, so a buffer that the computation released in
-    program order may be written by later work, and memory that work allocated may be freed without a
-    wait. The reverse does not hold: whoever submits work keeps the tensors that the computation allocated and
-    the work uses alive until the ticket was waited for. The device need not be the current one.
+    Work waits for the computation issued before it, so it may overwrite buffers that the computation released in
+    program order, and memory allocated by work may be freed without a wait. The reverse does not hold: the caller keeps
+    tensors allocated by the computation and used by the work alive until the ticket was waited for. The device need not
+    be the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -128,7 +126,7 @@ class StreamLane(Lane):
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, work: Callable[[], None]) -> Ticket:
-        """Enqueue `work` on the stream."""
+        # The work reads results of the computation issued so far.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             work()
@@ -137,11 +135,9 @@ class StreamLane(Lane):
         return _StreamTicket(event, self._device)
 
     def close(self, wait: bool = True) -> None:
-        """Wait for the stream."""
         if wait:
             self._stream.synchronize()
 
 
 def make_lane(device: torch.device) -> Lane:
-    """The lane for this device."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane()

@@ -1,4 +1,4 @@
-"""What was sent and what was held, counted where it happens."""
+"""Counters of bytes sent and bytes held."""
 
 import threading
 from collections import defaultdict
@@ -19,7 +19,7 @@ class Ledger:
             self._sent[message, tier] += num_bytes
 
     def total(self) -> dict[tuple[MessageClass, str], int]:
-        """Return everything recorded so far."""
+        """Bytes sent so far."""
         return dict(self._sent)
 
 
@@ -32,11 +32,12 @@ class Meter:
         self._peak: dict[str, int] = defaultdict(int)
 
     def add(self, category: str, num_bytes: int) -> None:
-        """Record an allocation, or with a negative number its release."""
+        """Record an allocation or, if negative, a release."""
         with self._lock:
             self._now[category] += num_bytes
+            # Categories peak at different times, so their peaks do not add up to the peak of all.
             self._peak[category] = max(self._peak[category], self._now[category])
 
     def peak(self) -> dict[str, int]:
-        """Return the peak of each category."""
+        """Peak bytes per category."""
         return dict(self._peak)

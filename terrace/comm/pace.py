@@ -1,12 +1,12 @@
-"""The paced mode: communication held to a cluster's rates by sleeping, where no network can be emulated.
+"""Paced mode: sleeps that limit communication to a cluster's rates, where no network can be emulated.
 
 One tier is one link of this rank, and a collective on it takes at least
 
-    num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
+num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
 
-since it began, or since the link had carried what another thread gave it before. Nothing is shaped: a link
-that is slower by itself stays so, and the sharing of a `shared` tier is only that its bandwidth is already a
-rank's share. Sleeps end some 0.1 ms late. No torch here: the caller says what it sent.
+from its begin, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that is
+slower by itself stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share. Sleeps
+end about 0.1 ms late. No torch here: the caller reports the bytes sent.
 """
 
 import math
@@ -20,9 +20,9 @@ from terrace.cluster import Cluster
 
 
 class Pacer:
-    """Holds one rank to the rates of `cluster` at `scale`. Safe to call from several threads.
+    """Limits one rank to the rates of `cluster` at `scale`. Thread-safe.
 
-    Raises `ConfigError` for a scale that is not a number above 0.
+    Raises `ConfigError` unless the scale is above 0.
     """
 
     def __init__(
@@ -40,21 +40,22 @@ class Pacer:
         self._free_s = dict.fromkeys((tier.name for tier in cluster.tiers), -math.inf)  # when each link is idle
 
     def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
-        """Return the seconds that so much takes on an idle link. `ClusterError` for a tier that is not there."""
+        """Seconds of these messages on an idle link. Raises `ClusterError` for an unknown tier."""
         tier = self._cluster.tiers[self._index(tier_name)]
         return num_messages * tier.latency_s / self._scale + num_bytes / (tier.bandwidth_bytes_per_s * self._scale)
 
     def begin(self) -> float:
-        """Return the moment to hand to `sent`: call it right before the collective."""
+        """Start time to pass to `sent`; called right before the collective."""
         return self._clock()
 
     def sent(self, tier_name: str, num_bytes: int, num_messages: int, begin_s: float) -> float:
-        """Sleep until what this rank sent since `begin_s` can have left it; return the seconds slept.
+        """Sleep until the link has carried the bytes sent since `begin_s`; returns the seconds slept.
 
-        To be called right after a blocking collective on that tier.
+        Called right after a blocking collective on that tier.
         """
         needed_s = self.least_s(tier_name, num_bytes, num_messages)
         with self._lock:
+            # Under the lock, so that concurrent lanes share the link one after the other.
             end_s = max(begin_s, self._free_s[tier_name]) + needed_s
             self._free_s[tier_name] = end_s
         left_s = end_s - self._clock()
@@ -64,7 +65,7 @@ class Pacer:
 
     @contextmanager
     def __call__(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> Iterator[None]:
-        """Pace the collective inside the block; one that raises is not held."""
+        """Pace the collective inside the block; no delay if it raises."""
         begin_s = self.begin()
         yield
         self.sent(tier_name, num_bytes, num_messages, begin_s)

@@ -26,7 +26,7 @@ _Key = tuple[MessageClass, str, int]  # message class, origin, tier
 
 
 class Origin:
-    """The source of messages: a block's name, for errors, and the residuals of its gradients."""
+    """Source of messages: a block's name, for errors, and the residuals of its gradients."""
 
     def __init__(self, name: str, device: torch.device, meter: Meter) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class Origin:
         meter.add("feedback", 0)  # a category of every report, as in the formula
 
     def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
-        """The residual [rows, numel], in fp32, of one hop; zero at first."""
+        """Residual [rows, numel], fp32, of one hop; zero at first."""
         key = (message, tier, leg)
         if key not in self._residuals:
             self._residuals[key] = torch.zeros(rows, numel, dtype=torch.float32, device=self._device)
@@ -45,9 +45,9 @@ class Origin:
 
 
 class ErrorLog:
-    """Squared errors and squares of the sampled messages since the last `take`, by message class, origin and tier.
+    """Squared errors and squares of sampled messages since the last `take`, by message class, origin and tier.
 
-    One key is written by one lane only; `take` needs all lanes to be at rest.
+    Each key is written by one lane only; `take` requires all lanes to be idle.
     """
 
     def __init__(self, messages: tuple[MessageClass, ...], device: torch.device) -> None:
@@ -58,27 +58,30 @@ class ErrorLog:
         self._visits: dict[tuple[_Key, str], int] = defaultdict(int)
 
     def sample(self, key: _Key, leg: str, numel: int, block: int) -> slice:
-        """The part of a message of `numel` elements to measure; it begins at a codec block."""
+        """Part of a message of `numel` elements to measure; it begins at a codec block."""
         visit = self._visits[key, leg]
         self._visits[key, leg] += 1
+        # Each visit measures the next part, so that over the steps all of a message is sampled.
         places = max(1, -(-numel // _SAMPLE_NUMEL))
         start = visit % places * _SAMPLE_NUMEL // block * block
         return slice(start, min(numel, start + _SAMPLE_NUMEL))
 
     def add(self, key: _Key, sums: Tensor) -> None:
         """Record [squared error, square] of a sample, as fp64."""
+        # On the device: a copy to the host would make the lane wait.
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
     def take(self) -> Tensor:
-        """[squared error, square] of every lossy class, concatenated; the sums start again at zero."""
+        """[squared error, square] of every lossy class, concatenated; resets the sums."""
         total = torch.zeros(len(self.messages), 2, dtype=torch.float64, device=self._device)
         for (message, _, _), sums in self._sums.items():
             total[self.messages.index(message)] += sums
+        # Kept for the error message: the total says that a value is not finite, the parts say whose.
         self._last, self._sums = self._sums, {}
         return total.view(-1)
 
     def not_finite(self) -> list[str]:
-        """Messages of the last `take` that held inf or nan, by name."""
+        """Names of messages with inf or nan in the last `take`."""
         return [
             f"{message.value} of block {origin!r}"
             for (message, origin, _), sums in self._last.items()
@@ -87,7 +90,7 @@ class ErrorLog:
 
 
 def relative_errors(messages: tuple[MessageClass, ...], totals: list[float]) -> dict[str, float]:
-    """Relative error of each message class that was used, from the sums of `ErrorLog.take` over all ranks."""
+    """Relative error of each message class in use, from the sums of `ErrorLog.take` over all ranks."""
     found = {}
     for message, squared, square in zip(messages, totals[::2], totals[1::2], strict=True):
         if square != 0.0:

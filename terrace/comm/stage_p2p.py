@@ -1,9 +1,9 @@
 """Point-to-point messages between the stages of a pipeline.
 
-A receive is posted before the message is needed, so that it arrives while the stage computes. Messages of one pair of
-ranks in one direction arrive in the order in which they were sent. On NCCL sends and receives are enqueued, and waiting
-makes the current stream wait, not the host. On gloo a send reports its end only to a caller that waits for it, and the
-values would be kept until then. Therefore a thread for each peer stage sends, one message after the other.
+A receive is posted before the message is needed, so that it arrives while the stage computes. Messages between a pair
+of ranks arrive in the order sent, per direction. On NCCL sends and receives are enqueued, and a wait makes the current
+stream wait, not the host. On gloo a send completes only for a caller that waits for it, and keeps its values until
+then. Therefore one thread per peer stage sends, one message after the other.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class _WorkTicket(Ticket):
 
 
 class StageP2P:
-    """Sends and receives between a rank and the ranks at its place in other stages."""
+    """Sends and receives between a rank and its counterparts in other stages."""
 
     def __init__(
         self,
@@ -51,13 +51,14 @@ class StageP2P:
         self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int) -> Ticket:
-        """Begin to send contiguous `values`; leave them unchanged until the ticket is done."""
+        """Start sending contiguous `values`; do not modify them until the ticket is done."""
         peer = self._mesh.at_stage(self._rank, stage)
         group = self._groups.between(peer, upward=self._stage < stage)
         tier = self._tiers[self._mesh.edge_tier(self._stage, stage)]
         self._ledger.add(message, tier, values.nbytes)
         if self._groups.backend == "nccl":
             return _WorkTicket(dist.isend(values, peer, group=group))
+        # The link is busy from now on, not from the moment at which the thread gets to the message.
         pacer, begin_s = self._pacer, 0.0 if self._pacer is None else self._pacer.begin()
 
         def blocking() -> None:
@@ -65,22 +66,21 @@ class StageP2P:
                 pacer.sent(tier, values.nbytes, 1, begin_s)
             dist.send(values, peer, group=group)
 
+        # A thread per peer stage, so that a slow stage does not hold up messages to another.
         if stage not in self._lanes:
             self._lanes[stage] = ThreadLane()
         return self._lanes[stage].submit(blocking if self.around is None else self.around(blocking))
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
-        """Begin to fill contiguous `values`; they may be read after the ticket was waited for."""
+        """Start receiving into contiguous `values`; read them only after waiting for the ticket."""
         peer = self._mesh.at_stage(self._rank, stage)
         group = self._groups.between(peer, upward=stage < self._stage)
         return _WorkTicket(dist.irecv(values, peer, group=group))
 
     @property
     def failed(self) -> bool:
-        """Whether a send has failed."""
         return any(lane.failed for lane in self._lanes.values())
 
     def close(self, wait: bool = True) -> None:
-        """Stop the sender threads."""
         for lane in self._lanes.values():
             lane.close(wait=wait)

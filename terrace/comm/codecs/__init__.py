@@ -113,7 +113,7 @@ def error_sums(values: Tensor, wire: WireFormat, name: str) -> Tensor:
 
 
 def backend(device: torch.device) -> str:
-    """Implementation used on a device, in words."""
+    """Name of the implementation used on a device."""
     if device.type == "cpu":
         return f"torch {torch.__version__} on the CPU"
     if not _has_triton():

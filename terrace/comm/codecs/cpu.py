@@ -94,8 +94,6 @@ def decode_add(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Two fp32 buffers in the shape of a chunk, and the second as integers; contents last until the next chunk."""
-
     shape: torch.Size  # rows, blocks, width
     first: Tensor
     second: Tensor

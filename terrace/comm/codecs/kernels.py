@@ -39,7 +39,6 @@ def encode_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Encode `BLOCKS` blocks of a row."""
     row = tl.program_id(1).to(tl.int64)
     block = first + tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     low, high, has_low, has_high = _elements(block, numel, FULL, BLOCK)
@@ -96,7 +95,7 @@ def decode_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode `BLOCKS` blocks of a row, or add those blocks of several messages to it."""
+    """Decode `BLOCKS` blocks of a row, or add the blocks of several messages to it."""
     row = tl.program_id(1).to(tl.int64)
     block = first + tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     low, high, has_low, has_high = _elements(block, numel, FULL, BLOCK)

@@ -16,11 +16,11 @@ NAN_SCALE_BITS = 0x7FC00000  # the scale of a block that holds inf or nan, where
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid that a codec rounds to.
+    """Rounding grid of a codec.
 
-    `reciprocal` is the largest fp32 not above 1 / qmax: rounded up, qmax s * reciprocal could come out above s, and
-    values already on the grid would get another scale. `max_scale_bits` are the fp32 bits of the largest bf16 whose
-    product with qmax is still a finite bf16, so that no finite block decodes to inf.
+    `reciprocal` is the largest fp32 not above 1 / qmax: if it were rounded up, qmax s * reciprocal could exceed s, and
+    values already on the grid would get another scale. `max_scale_bits` are the fp32 bits of the largest bf16 with a
+    finite bf16 product with qmax, so that no finite block decodes to inf.
     """
 
     qmax: float
@@ -74,7 +74,7 @@ class Section:
 
 
 def sections(wire: WireFormat, numel: int) -> Iterator[Section]:
-    """The sections of a message of `numel` elements."""
+    """Sections of a message of `numel` elements."""
     num_full, rest = divmod(numel, wire.block)
     codes = message_parts(wire, numel).codes
     block_bytes = wire.block * wire.bits // 8
