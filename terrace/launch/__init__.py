@@ -1,1 +1,1 @@
-"""Processes: ranks are started or joined, watched while they run, stopped in order, explained when they hang."""
+"""Processes: start or join ranks, watch them, stop them in order, explain hangs."""

@@ -18,8 +18,8 @@ _MIN_STORE_TIMEOUT_S = 5.0
 class HeartbeatStore:
     """Heartbeats, the election of the rank that makes the post-mortem, and its verdict.
 
-    Uses a connection of its own: a store client serves one call at a time, and the main thread may block in one. A
-    store that cannot be cloned is shared; a blocking call then delays the heartbeats.
+    Uses its own connection: a store client serves one call at a time, and the main thread may block in one. A store
+    that cannot be cloned is shared; a blocking call then delays the heartbeats.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
@@ -32,11 +32,10 @@ class HeartbeatStore:
         self._store = PrefixStore("watchdog", own)
 
     def publish(self, beat: Heartbeat) -> None:
-        """Replace this rank's heartbeat."""
         self._store.set(f"beat/{self._rank}", beat.encode())
 
     def read_all(self) -> list[Heartbeat]:
-        """The heartbeat of every rank, in rank order."""
+        """Heartbeats in rank order."""
         beats: list[Heartbeat] = []
         for start in range(0, self._world_size, _CHUNK):
             ranks = range(start, min(start + _CHUNK, self._world_size))
@@ -44,7 +43,7 @@ class HeartbeatStore:
         return beats
 
     def elect(self, attempt: int) -> bool:
-        """Whether this rank is the first to ask for the post-mortem of an attempt."""
+        """Whether this rank is the first to claim the post-mortem of an attempt."""
         return bool(self._store.add(f"ticket/{attempt}", 1) == 1)
 
     def withdraw(self, attempt: int) -> None:
@@ -52,15 +51,16 @@ class HeartbeatStore:
         self._store.delete_key(f"ticket/{attempt}")
 
     def settle(self, verdict: str) -> str:
-        """Publish `verdict` unless one is published already; returns the published one."""
+        """Publish `verdict` unless one exists; returns the published one."""
         return bytes(self._store.compare_set("verdict", "", verdict)).decode()
 
     def verdict(self) -> str | None:
-        """The published verdict, None without one."""
+        """The published verdict, or None."""
         return bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else None
 
     def _read(self, ranks: range) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in ranks]
+        # One round trip for many ranks, once all have published.
         if self._store.check(keys):
             values = self._store.multi_get(keys)
             return [decode(rank, bytes(raw)) for rank, raw in zip(ranks, values, strict=True)]

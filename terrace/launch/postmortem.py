@@ -1,15 +1,14 @@
-"""The rank that stopped a step, found from the published heartbeats by pure functions.
+"""Post-mortem: finds the rank that stopped a step from the published heartbeats, by pure functions.
 
-Each rank publishes a `Heartbeat` now and then. A post-mortem takes two readings of all of them, some
-intervals apart, and names, in this order:
+Each rank publishes a `Heartbeat` now and then. A post-mortem takes two readings of all of them, some intervals apart,
+and names, in this order:
 
-(a) a rank whose heartbeat stopped: its process is gone or frozen;
-(b) a rank that left because of an error of its own;
-(c) the rank that waits for no other and is furthest behind; otherwise, the ranks that are behind all others;
-(d) no rank, with the positions of all.
+(a) a rank whose heartbeat stopped: its process is gone or frozen; (b) a rank that left because of an error of its own;
+(c) the rank that waits for no other and is furthest behind; otherwise, the ranks that are behind all others; (d) no
+rank, with the positions of all.
 
-A published position is up to one interval old. The positions of ranks that wait are exact, so a silent rank is reported
-as stopped at or before the earliest instruction at which another rank waits for it.
+A published position is up to one interval old. Positions of waiting ranks are exact, so a silent rank is reported as
+stopped at or before the earliest instruction at which another rank waits for it.
 """
 
 import json
@@ -27,7 +26,7 @@ _MAX_PIECES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """The published state of one rank; `group` is the compressed list of the ranks it waits with."""
+    """Published state of one rank; `group` is the compressed list of the ranks it waits with."""
 
     number: int
     step: int = 0
@@ -41,29 +40,26 @@ class Heartbeat:
     rank: int = -1
 
     def encode(self) -> str:
-        """The JSON text for the store."""
+        """JSON text for the store."""
         return json.dumps(asdict(self))
 
     @property
     def position(self) -> tuple[int, int]:
-        """Step and instruction."""
         return (self.step, self.counter)
 
     def where(self) -> str:
-        """The position in words."""
+        """Position in words."""
         return f"step {self.step}, instruction {self.counter} `{self.text}`"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The message and the rule that produced it."""
-
     rule: Literal["silent", "failed", "behind", "nobody"]
     message: str
 
 
 def decode(rank: int, raw: bytes | None) -> Heartbeat:
-    """Parse the heartbeat of `rank`; None stands for a rank that never published one."""
+    """Parse the heartbeat of `rank`; None if it never published one."""
     return Heartbeat(number=-1, rank=rank) if raw is None else replace(Heartbeat(**json.loads(raw)), rank=rank)
 
 
@@ -80,7 +76,7 @@ def compress(ranks: Iterable[int]) -> str:
 
 @lru_cache(maxsize=4096)
 def expand(text: str) -> frozenset[int]:
-    """Undo `compress`."""
+    """Inverse of `compress`."""
     ranks: set[int] = set()
     for piece in filter(None, text.split(", ")):
         first, _, last = piece.partition("-")
@@ -100,6 +96,7 @@ def in_words(ranks: Iterable[int]) -> str:
 
 def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: float) -> Verdict:
     """Name the rank that stopped the step, from two readings of every rank `window_s` apart."""
+    # Among equal candidates the one that others wait for is the likelier cause.
     awaited = frozenset().union(*(expand(group) for group in {beat.group for beat in after}))
     silent = [
         new for old, new in zip(before, after, strict=True) if new.number == old.number and new.state not in _GONE
@@ -109,12 +106,14 @@ def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: 
         return Verdict("silent", _silent(culprit, silent, after, window_s))
     failed = [beat for beat in after if beat.state == "failed"]
     if failed:
+        # The earliest failure: the others may follow from it.
         culprit = min(failed, key=lambda beat: (beat.position, beat.rank))
         head = f"rank {culprit.rank} left at {culprit.where()} ({culprit.reason}{_at(culprit)})"
         return Verdict("failed", head + _others(culprit, failed) + _waiters(culprit, after))
     moved = {
         new.rank for old, new in zip(before, after, strict=True) if (old.position, old.text) != (new.position, new.text)
     }
+    # A rank that waits for nobody holds up all that wait for it; one that moved between the readings does so least.
     free = [beat for beat in after if beat.state in ("computing", "idle", "left")]
     if free:
         culprit = min(free, key=lambda beat: (beat.rank in moved, beat.rank not in awaited, beat.position, beat.rank))
@@ -164,6 +163,7 @@ def _all_waiting(after: Sequence[Heartbeat]) -> Verdict:
 
 def _waiters(culprit: Heartbeat, after: Sequence[Heartbeat]) -> str:
     waiting = [beat for beat in after if beat.group and beat.rank != culprit.rank]
+    # Other ranks wait for these in turn.
     direct = [beat for beat in waiting if culprit.rank in expand(beat.group)]
     if not direct:
         return "; no rank waits for it directly" + (f", {len(waiting)} wait for others" if waiting else "")

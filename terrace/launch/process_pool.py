@@ -1,7 +1,7 @@
-"""A pool of processes on this machine that run functions as worlds: the parent's side.
+"""Process pool on this machine that runs functions as worlds: the parent's side.
 
-The parent hosts the store, so the store survives the death of any rank. A failed call ends the
-processes that took part in it, and the next call starts fresh ones.
+The parent hosts the store, so the store survives the death of any rank. A failed call ends the processes that took part
+in it, and the next call starts fresh ones.
 """
 
 import multiprocessing
@@ -36,11 +36,9 @@ class _Member:
 
     @property
     def sources(self) -> list[Any]:
-        """The objects that become readable when the rank reports or dies."""
         return [self.link, self.process.sentinel]
 
     def report(self) -> Report | None:
-        """The report that has arrived; None when the process died without one."""
         try:
             if self.link.poll():
                 report = self.link.recv()
@@ -53,9 +51,9 @@ class _Member:
 
 
 class ProcessPool:
-    """`num_processes` processes that wait for work. Use as a context manager.
+    """Pool of `num_processes` waiting processes. Use as a context manager.
 
-    After the first failure in a call the other ranks have `grace_s` to leave on their own.
+    After the first failure in a call, the other ranks have `grace_s` to leave on their own.
     """
 
     def __init__(self, num_processes: int, *, grace_s: float) -> None:
@@ -72,11 +70,11 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes alive now."""
+        """Processes alive now."""
         return [int(member.process.pid) for member in self._members if member is not None]
 
     def ask_to_stop(self, name: str) -> None:
-        """Ask the ranks of the call that runs, or will, to end it in order; `name` is the signal that says so."""
+        """Ask the ranks of the current or next call to end it in order; `name` is the signal that caused it."""
         call = PrefixStore(f"job/{max(1, self._num_jobs)}", self._store)
         ask(PrefixStore("world", call), name)
 
@@ -95,11 +93,10 @@ class ProcessPool:
         timeout_s: float | None,
         backend: str = "gloo",
     ) -> list[Any]:
-        """Run `function(world, *arguments)` on `world_size` ranks; return their results in rank order.
+        """Run `function(world, *arguments)` on `world_size` ranks; returns their results in rank order.
 
-        With backend nccl each rank gets the CUDA device of its number.
-
-        Raises one error that stands for all ranks'; no process of a failed call is left.
+        With backend nccl each rank uses the CUDA device of its number. Raises one error for all ranks; no process of a
+        failed call survives.
         """
         if not 1 <= world_size <= len(self._members):
             raise ValueError(f"a world of {world_size} needs 1 to {len(self._members)} processes")
@@ -129,6 +126,7 @@ class ProcessPool:
             return [pickle.loads(done[rank].payload) for rank in range(world_size)]
         if late:
             for rank in late:
+                # The stacks of the late ranks are the only trace of a stall without a watchdog.
                 os.kill(members[rank].process.pid, signal.SIGUSR1)
             time.sleep(_STACKS_S)
             raise HangError(f"{in_words(late)} did not finish within {limit_s:g} s; stacks are on stderr")
@@ -156,6 +154,7 @@ class ProcessPool:
                     deaths.append(_death(rank, member.process.exitcode))
                 else:
                     reports.append(report)
+                # The grace runs from the first failure: later ones are mostly its consequences.
                 bad = report is None or report.kind != "done"
                 if bad and not failed:
                     failed, grace_end_s = True, time.monotonic() + self._grace_s
@@ -166,10 +165,12 @@ class ProcessPool:
         member = self._members[rank]
         if member is not None and member.process.is_alive():
             return member
+        # Clears up after a process that died while idle.
         self._stop([rank], 0.0)
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(there, self._store.port), name=f"rank {rank}")
         process.start()
+        # Only the child keeps its end, so that its death is an end of file here.
         there.close()
         member = self._members[rank] = _Member(process, here)
         return member
@@ -192,7 +193,7 @@ class ProcessPool:
 
 
 def one_error(reports: list[Report], deaths: list[str]) -> Exception:
-    """The one error that a failed call raises.
+    """The one error raised by a failed call.
 
     A rank's own error comes first, since the other errors follow from it; then a watchdog's verdict; then a process
     that died without a report; then an unexplained lost connection.

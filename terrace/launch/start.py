@@ -62,27 +62,27 @@ class _Place:
 def detect() -> bool:
     """Whether a launcher (torchrun, srun, mpirun) started this process as one of several ranks.
 
-    Raises `ConfigError` when one did, but did not say where the ranks meet.
+    Raises `ConfigError` if the launcher did not set the rendezvous address.
     """
     return _place() is not None
 
 
 def world_size() -> int | None:
-    """The number of ranks that a launcher started, or None without one; raises as `detect` does."""
+    """Number of ranks started by a launcher, or None; raises as `detect` does."""
     place = _place()
     return None if place is None else place.world_size
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started the ranks again, or Slurm has put the job into its queue again."""
+    """Whether torchrun has restarted the ranks, or Slurm has requeued the job."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def pace() -> float | None:
-    """The factor by which `terrace rehearse run --paced` slows every link down, if it started this process.
+    """Factor by which `terrace rehearse run --paced` slows down every link, or None outside of it.
 
-    Raises `ConfigError` for a value that is not a number above 0.
+    Raises `ConfigError` unless the value is a number above 0.
     """
     text = os.environ.get("TERRACE_PACE")
     if text is None:
@@ -99,7 +99,7 @@ def pace() -> float | None:
 def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
     """Join the other ranks and start torch's default process group: nccl with CUDA, otherwise gloo.
 
-    `say` gets one line on rank 0: the backend, and why. Raises `ConfigError` outside a launcher and
+    `say` gets one line on rank 0 with the backend and the reason. Raises `ConfigError` outside a launcher, and
     `HangError` naming the ranks that did not join within `timeout_s`.
     """
     place = _place()
@@ -136,7 +136,7 @@ def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
 
 
 class LocalPool(ProcessPool):
-    """Up to `num_processes` ranks on this machine that stay alive between calls, for tests above all.
+    """Up to `num_processes` ranks on this machine that stay alive between calls, mainly for tests.
 
     `with LocalPool(4) as pool: results = pool.run(3, function, argument)`.
     """
@@ -146,7 +146,7 @@ class LocalPool(ProcessPool):
         super().__init__(num_processes, grace_s=grace_s)
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-        """Run `function(world, *arguments)` in a fresh gloo world; return the results in rank order.
+        """Run `function(world, *arguments)` in a fresh gloo world; returns the results in rank order.
 
         `function` must be picklable: a top-level function of a module that the children can import.
         """
@@ -162,17 +162,17 @@ def launch_local(
     say: Callable[[str], None] = print,
     stoppable: bool = False,
 ) -> Any:
-    """Run `target(world, *args)` in `world_size` processes of this machine; return rank 0's result.
+    """Run `target(world, *args)` in `world_size` processes of this machine; returns rank 0's result.
 
-    Each rank gets a CUDA device and they talk over nccl when there are enough devices; otherwise they
-    run on the CPU over gloo. `say` gets one line with the choice and its reason.
+    With enough CUDA devices each rank gets one and the backend is nccl; otherwise ranks run on the CPU with gloo. `say`
+    gets one line with the choice and the reason.
 
     The parent hosts the store. When a rank fails or dies, the others have `grace_s` to leave, then all are ended and
     one error is raised: `HangError` with the watchdogs' message, the class of a rank's `TerraceError`, or
-    `RuntimeError` with the traceback of the first that failed. Time is not limited: only a watchdog in `target` ends a
+    `RuntimeError` with the traceback of the first failure. Time is not limited: only a watchdog in `target` ends a
     stall. Children end with the parent, however it ends, and see the environment of the first launch. If `target` is
-    `stoppable`, the first SIGTERM, SIGUSR1 or Ctrl-C here asks it to end in order (terrace.launch.stop), and the second
-    has its previous effect.
+    `stoppable`, the first SIGTERM, SIGUSR1 or Ctrl-C asks it to end in order (terrace.launch.stop); the second has its
+    previous effect.
     """
     _start_forkserver(target.__module__)
     backend, why = _local_backend(world_size)
@@ -248,11 +248,7 @@ def _agree_on_backend(store: Store, rank: int, backend: str, why: str) -> None:
 
 
 def _agree_on_life(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[str, int]:
-    """A name for this life of the world, the same on all ranks, and the number of ranks on this machine.
-
-    Each rank publishes a fresh token, and rank 0 answers tokens with the name until it has answered all ranks. Keys
-    that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
-    """
+    # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
     host, token = socket.gethostname(), uuid.uuid4().hex
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -266,6 +262,7 @@ def _agree_on_life(store: Store, rank: int, world_size: int, timeout_s: float) -
             store.wait([f"answer/{token}"], timeout)
             life = bytes(store.get(f"answer/{token}")).decode()
             store.add(f"{life}/host/{host}", 1)
+            # After the host count: rank 0 says go once all are in, and then the counts are complete.
             store.add(f"{life}/in", 1)
             store.wait([f"{life}/go"], timeout)
         except dist.DistError as error:
@@ -279,6 +276,7 @@ def _answer_knocks(store: Store, life: str, world_size: int, timeout_s: float) -
     while store.add(f"{life}/in", 0) < world_size - 1:
         for rank in range(1, world_size):
             token = bytes(store.get(f"knock/{rank}")) if store.check([f"knock/{rank}"]) else b""
+            # A rank that died and was restarted knocks again with another token.
             if token and answered.get(rank) != token:
                 answered[rank] = token
                 store.set(f"answer/{token.decode()}", life)
@@ -290,15 +288,12 @@ def _answer_knocks(store: Store, life: str, world_size: int, timeout_s: float) -
 
 
 def _start_forkserver(module: str = "__main__") -> None:
-    """Start the server that children are forked from, with torch and `module` imported.
-
-    Forking is safe only from a single-threaded server, so OpenMP gets one thread there; each child sets its own number.
-    Gloo is restricted to the loopback interface, since it would otherwise look up the machine's name on the network.
-    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD if module == "__main__" else [*_PRELOAD, module])
+    # Forking is safe only from a single-threaded server; each child sets its own number of threads.
     defaults = {"OMP_NUM_THREADS": "1"}
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    # Gloo would otherwise look up the machine's name on the network.
     if loopback:
         defaults["GLOO_SOCKET_IFNAME"] = loopback.pop()
     with _defaults_in_environment(defaults), _unmoved_by_stops():
@@ -307,13 +302,10 @@ def _start_forkserver(module: str = "__main__") -> None:
 
 @contextmanager
 def _unmoved_by_stops() -> Iterator[None]:
-    """Ignore stop signals while the fork server starts, so that it inherits this.
-
-    A job may send them to all processes, and the ranks end with the fork server. Has no effect outside the main thread.
-    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it inherits this.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
         yield
@@ -324,6 +316,7 @@ def _unmoved_by_stops() -> Iterator[None]:
 
 @contextmanager
 def _defaults_in_environment(defaults: dict[str, str]) -> Iterator[None]:
+    # The user's own settings win.
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -1,11 +1,11 @@
-"""How a run is asked to stop, and how its ranks agree after which step.
+"""Stop requests, and the agreement of all ranks on the step after which they stop.
 
-A signal may reach one rank, all of them, or the process that started them, at any time. Every rank looks at a key of
-the store after each step; whoever wants to stop writes there a step that no rank can have ended yet: it looks before
+A signal may reach one rank, all of them, or the process that started them, at any time. Every rank reads a key of the
+store after each step. A rank that wants to stop writes a step there that no rank can have ended yet: it writes before
 it enters step k + 1, and no rank ends a step before all have entered it, since a step ends with figures of all ranks.
-So all read the key in time and stop after the same step.
+So all ranks read the key in time and stop after the same step.
 
-In a large world ranks look after every few steps only, so that one store is not asked too often.
+In a large world ranks read it only every few steps, to limit the load on the store.
 """
 
 import json
@@ -35,7 +35,7 @@ _REQUESTED, _AGREED = "stop/asked", "stop/agreed"
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """The reason and the step after which all ranks stop; `text` is a signal's name or an error."""
+    """Reason for a stop, and the step after which all ranks stop; `text` is a signal's name or an error."""
 
     step: int
     why: Literal["signal", "failed"]
@@ -45,7 +45,7 @@ class Stop:
 class StopSignal:
     """Records the first stop signal of this process; a later one ends it at once. A context manager.
 
-    Signals within two seconds count as one. Outside the main thread nothing is caught.
+    Signals within two seconds count as one. Has no effect outside the main thread.
     """
 
     def __init__(self, signals: Sequence[int] = SIGNALS) -> None:
@@ -71,9 +71,9 @@ class StopSignal:
 
 @contextmanager
 def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
-    """In the process that started the ranks: `ask` gets the first signal, a later one has its previous effect.
+    """In the parent of the ranks: the first signal goes to `ask`, a later one has its previous effect.
 
-    Does nothing outside the main thread.
+    Has no effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -98,12 +98,12 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
 
 
 def ask(store: Any, name: str) -> None:
-    """Ask the ranks of the world of `store` to stop, from another process: they see the request after a step."""
+    """Ask the ranks of the world of `store` to stop, from another process."""
     store.set(_REQUESTED, name)
 
 
 class Vote:
-    """The agreement of all ranks on the step after which they stop; each rank calls `after` at every step."""
+    """Agreement of all ranks on the step after which they stop; each rank calls `after` at every step."""
 
     def __init__(self, world: World, signal_: StopSignal) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
@@ -118,7 +118,7 @@ class Vote:
         self._wish = ("failed", text)
 
     def after(self, num_done: int) -> Stop | None:
-        """The stop that is due after `num_done` steps, None otherwise; the same on every rank."""
+        """The stop due after `num_done` steps, or None; the same on every rank."""
         if num_done % self._every:
             return None
         if self._wish is None and self._signal.name is not None:
@@ -127,6 +127,7 @@ class Vote:
             self._wish = ("signal", bytes(self._outside.get(_REQUESTED)).decode())
         if self._wish is not None and not self._settled:
             why, text = self._wish
+            # No rank can be past its next look at the key, so all of them see the wish before this step ends.
             step = num_done if self._alone else num_done + self._every
             # The first that asks decides; whoever asks later in the same step would decide the same.
             self._store.compare_set(_AGREED, "", json.dumps(asdict(Stop(step=step, why=why, text=text))))

@@ -1,9 +1,9 @@
-"""The watchdog: when a step stops, every rank learns which rank stopped it, reports it in one line, and exits.
+"""Watchdog: when a step stops, every rank learns which rank stopped it, reports it in one line, and exits.
 
 A thread publishes the position of the main thread in the store. When a rank has not moved for its timeout, when one of
-its collectives fails, or when it is told to stop (SIGTERM) because another rank died, one elected rank reads all
-heartbeats twice and publishes a verdict that every other rank repeats: thousands of ranks do not overload the store,
-and all survivors report the same.
+its collectives fails, or when it gets SIGTERM because another rank died, one elected rank reads all heartbeats twice
+and publishes a verdict that every other rank repeats: thousands of ranks do not overload the store, and all survivors
+report the same.
 
 The thread runs while the main thread releases the interpreter lock, as collectives and kernels do. A rank that never
 releases it publishes nothing, and the others name it; its launcher has to end it.
@@ -44,11 +44,11 @@ _Place = tuple[int, int, object, tuple[int, ...] | None]
 class Watchdog:
     """Publishes this rank's position and names the culprit when the step stops. A context manager.
 
-    `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats
-    come every `interval_s`, sooner if `timeout_s` is short (eight in a timeout), later in a large world
-    (at most 2000 writes a second in all). `on_hang` delivers the message in place of stderr.
-    `catch_sigterm` holds SIGTERM back until the message is out, and needs the main thread. With `stops`, other
-    code handles SIGTERM and ends the run in order: the watchdog then acts on it only where a rank is missing.
+    `store` must be a name space that no earlier watchdog used: a verdict in it is final. Heartbeats come every
+    `interval_s`, more often with a short `timeout_s` (eight per timeout), less often in a large world (at most 2000
+    writes per second in all). `on_hang` gets the message instead of stderr. `catch_sigterm` delays SIGTERM until the
+    message is out, and needs the main thread. With `stops`, other code handles SIGTERM and ends the run in order: the
+    watchdog then acts on it only if a rank is missing.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Watchdog:
         store_rank: int | None = None,
     ) -> None:
         self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
+        # Two readings must be far enough apart for every living rank to have published in between.
         self._window_s = _WINDOW_INTERVALS * self._interval_s
         if self._window_s > timeout_s / 2:
             raise ConfigError(
@@ -87,7 +88,7 @@ class Watchdog:
     def at(self, step: int, counter: int, instruction: object, waiting_on: tuple[int, ...] = ()) -> None:
         """Set the position of the main thread and the ranks it waits with (none: it computes).
 
-        One assignment, safe in the hot loop. The thread calls `str(instruction)` later: do not change it.
+        One assignment, safe in the hot loop. The thread calls `str(instruction)` later, so it must not change.
         """
         self._place = (step, counter, instruction, waiting_on)
 
@@ -97,17 +98,18 @@ class Watchdog:
         self._place = (step, counter, what, None)
 
     def explain(self, error: BaseException) -> HangError:
-        """The error that names the culprit, after a collective failed on this rank with `error`.
+        """The error that names the culprit, after a collective on this rank failed with `error`.
 
         Takes about four intervals; the process's connections must stay open meanwhile.
         """
+        # This rank's error is a consequence; publishing it as such leads the others past it to the cause.
         self._leave("dragged", error)
         answered = self._answered.wait((_ATTEMPTS + 1) * (2 * self._window_s + 1.0))
         return HangError(self._answer if answered else self._own_words())
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn a communication error in the body into the `HangError` that names its cause.
+        """Turns a communication error in the body into the `HangError` that names its cause.
 
         Any other error is published as this rank's reason to leave, and propagates.
         """
@@ -158,6 +160,7 @@ class Watchdog:
         self._wake()
 
     def _wake(self) -> None:
+        # A full pipe wakes the thread just as well.
         with suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
@@ -247,6 +250,7 @@ class Watchdog:
                 return verdict
             if self._heartbeats.elect(attempt):
                 verdict = self._look(cause)
+                # The step went on while heartbeats were read: slow, not stalled.
                 moved_on = cause == "stalled" and self._place is not place and self._state is None
                 if moved_on or (patient and verdict.startswith("stop ")):
                     self._heartbeats.withdraw(attempt)
@@ -269,6 +273,7 @@ class Watchdog:
             self._sleep(self._interval_s)
             self._beat()
         verdict = diagnose(before, self._heartbeats.read_all(), time.monotonic() - start_s)
+        # All ranks are alive, so the stop was meant for the whole run.
         if cause == "stopped" and verdict.rule in ("behind", "nobody"):
             where = self._describe(self._place, None).where()
             return f"stop rank {self._rank} was told to stop (SIGTERM) at {where}; no rank was missing"
@@ -294,9 +299,9 @@ class Watchdog:
 
 
 def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: bool = False) -> Watchdog:
-    """The watchdog of `world`, with the delivery that its launcher wants.
+    """Watchdog of `world`, with the message delivery of its launcher.
 
-    `stops` says that the main thread ends the run in order after SIGTERM.
+    With `stops`, the main thread ends the run in order after SIGTERM.
     """
     return Watchdog(
         PrefixStore("step", world.store),

@@ -1,7 +1,7 @@
-"""The child's side of a process pool: take a job, join its world, run it, report.
+"""Process pool, the child's side: take a job, join its world, run it, report.
 
-One socket pair links a process to its parent. The parent's end exists in the parent only, so its end of
-file means that the parent is gone, however it died, and the process leaves at once.
+One socket pair links a process to its parent. The parent's end exists only in the parent, so end of file means that the
+parent is gone, however it died, and the process exits at once.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank's part ended; `payload` is the pickled result, or the class of a `TerraceError`."""
+    """Outcome of one rank's part; `payload` is the pickled result, or the class of a `TerraceError`."""
 
     number: int
     rank: int
@@ -58,12 +58,15 @@ class Report:
 def serve(link: "Connection[Any, Any]", port: int) -> None:
     """Run jobs that arrive on `link` until told to stop; the store is on `port` of this machine.
 
-    A process whose job failed reports and exits: its connections close, which its peers notice.
+    After a failed job the process reports and exits: its connections close, and its peers notice.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
+    # The parent asks for stacks with SIGUSR1 when a call exceeds its time limit.
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The second line of defence, after `_listen`: the kernel also ends a process that is stopped, or whose main
+    # thread never releases the interpreter lock.
     _die_with_the_forkserver()
     inbox: queue.SimpleQueue[Job | str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(link, inbox), name="link", daemon=True).start()
@@ -128,15 +131,11 @@ def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[Job | str]")
 
 
 def _die_with_the_forkserver() -> None:
-    """Have the kernel end this process when the fork server ends, which it does after its starter.
-
-    The second line of defence: it works on a process that is stopped, or whose main thread never lets
-    go of the interpreter lock. The fork server stays while any process holds its lifeline, so ours goes.
-    """
     if not sys.platform.startswith("linux"):
         return
     lifeline = getattr(getattr(multiprocessing.forkserver, "_forkserver", None), "_forkserver_alive_fd", None)
     if lifeline is not None:
+        # The fork server stays while any process holds its lifeline, so this process gives its end away.
         os.close(lifeline)
         multiprocessing.forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A process's view of its world, and the errors that mean that a peer is in trouble.
+"""A process's view of its world, and the errors that indicate a failed peer.
 
 Nothing here starts a process or reads the environment: `launch` does.
 """
@@ -21,10 +21,9 @@ _OUT_OF_MEMORY = "can't allocate memory"
 class World:
     """One rank's view of a joined world.
 
-    `store` is a fresh name space that every rank of this life of the world shares. `on_hang`, if any,
-    delivers a hang message to whoever started the process. `supervised` says that the launcher sends
-    SIGTERM to every rank as soon as one dies. `store_rank` is the rank whose process hosts the store,
-    or None where the store outlives every rank.
+    `store` is a fresh name space shared by all ranks of this life of the world. `on_hang`, if any, delivers a hang
+    message to the parent process. `supervised`: the launcher sends SIGTERM to every rank as soon as one dies.
+    `store_rank` is the rank that hosts the store, or None if the store outlives every rank.
     """
 
     rank: int
@@ -38,19 +37,20 @@ class World:
 
 
 def open_store(address: str, port: int, *, host_it: bool, timeout_s: float) -> Store:
-    """A client of the store at `address`; with `host_it` serve it, too (port 0: a free one)."""
+    """Client of the store at `address`; with `host_it` also its server (port 0: a free one)."""
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(address, port, is_master=host_it, wait_for_workers=False, timeout=timeout)
 
 
 def is_communication_error(error: BaseException, *, waiting: bool) -> bool:
-    """Whether `error` is a peer's trouble seen from here, and not this rank's own.
+    """Whether `error` comes from a failed peer, not from this rank itself.
 
-    With `waiting` (the rank was inside a collective) a bare `RuntimeError` counts too. Its subclasses,
-    out of memory among them, never do.
+    With `waiting` (the rank was inside a collective) a bare `RuntimeError` counts too; its subclasses, such as out of
+    memory, never do.
     """
     if isinstance(error, dist.DistError):
         return True
+    # Gloo raises bare `RuntimeError`s for lost connections.
     if type(error) is not RuntimeError or _OUT_OF_MEMORY in str(error):
         return False
     return waiting or any(word in str(error) for word in _LOST_CONNECTION)
