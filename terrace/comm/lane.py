@@ -105,6 +105,7 @@ class _StreamTicket(Ticket):
         self.device = device
 
     def wait(self) -> None:
+        # The host goes on; only the stream waits.
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
     @property

@@ -38,9 +38,10 @@ def advice_words(candidates: Sequence[Change], step_s: float) -> str:
 
 
 def timeline_text(recording: Recording, width: int = 96) -> str:
-    """The step as one line of `width` letters per lane, each letter the category with most of its time, and a legend.
+    """The step as one line of `width` letters per lane, and a legend; each letter is the category with most of its
+    time.
 
-    Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it idles nine tenths of the time.
+    Plain ASCII. On the compute stream a dot is waiting; a lane is blank where it is idle for nine tenths of the time.
     """
     step_s = recording.report.step_s or 1.0
     lines = []

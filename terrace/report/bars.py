@@ -1,7 +1,7 @@
-"""The bars of a timeline: spans by row, short neighbours merged when there are many.
+"""Bars of a timeline: spans by row, with short neighbours merged when there are many.
 
-Long spans stand alone. Short ones close to each other become one bar whose height is divided by the time of each
-category in it, idle time included: nothing is hidden at any scale.
+Long spans stand alone. Short neighbouring spans become one bar with its height divided by the time of each category in
+it, idle time included: nothing is hidden at any scale.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ Window = tuple[float, float]  # (start, end) in seconds of the step
 
 
 class Bar(NamedTuple):
-    """A bar from `start_s` to `end_s`; `shares` gives each category's fraction of its height, at most 1 in all."""
+    """Bar from `start_s` to `end_s`; `shares` gives each category's fraction of its height, at most 1 in total."""
 
     start_s: float
     end_s: float
@@ -28,7 +28,7 @@ class Bar(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stretch of time of one category; `key` finds its description."""
+    """Time interval of one category; `key` finds its description."""
 
     start_s: float
     end_s: float
@@ -39,9 +39,9 @@ class Piece(NamedTuple):
 def join_bars(
     rows: Mapping[int, Sequence[Piece]], length_s: float, words: Callable[[int, int], str], max_bars: int
 ) -> tuple[dict[int, list[Bar]], float]:
-    """(bars of every row, seconds below which pieces were merged); 0 s where each piece has its own bar.
+    """(bars of every row, seconds below which pieces were merged); 0 s if each piece has its own bar.
 
-    `words(row, key)` describes a bar of one piece. There are at most `max_bars`, unless there are more rows.
+    `words(row, key)` describes a bar of one piece. At most `max_bars` bars, but at least one per row.
     """
     least_s = 0.0
     while True:
@@ -57,8 +57,8 @@ def bars_by_lane(
 ) -> tuple[dict[int, list[Bar]], float]:
     """(bars of every lane, cut at the ends of the window, seconds below which spans were merged).
 
-    The window defaults to the whole step. 0 seconds means that every span has its own bar. There are at most
-    `max_bars`, unless there are more lanes.
+    The window defaults to the whole step. 0 seconds means that every span has its own bar. At most `max_bars` bars, but
+    at least one per lane.
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
     # Lanes without a span still get their row.
@@ -75,7 +75,7 @@ def bars_by_lane(
 
 
 def middle_unit(recording: Recording) -> Window | None:
-    """Time in which the middle unit of micro-batches passes the blocks; None where the step has one unit."""
+    """Window in which the middle unit of micro-batches passes the blocks; None if the step has one unit."""
     program = recording.program
     parts = units(program.num_micros, program.plan.unit)
     if len(parts) == 1:

@@ -11,7 +11,7 @@ _COLOURS = ("#1d4ed8", "#dc2626", "#15803d", "#a16207")
 
 
 def curves_svg(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str, x_label: str, y_label: str) -> str:
-    """A picture of named curves of (x, y); x is spaced by doublings, y starts at 0."""
+    """Named curves of (x, y) as SVG; x is spaced by doublings, y starts at 0."""
     points = [point for curve in curves.values() for point in curve]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     high = 1.05 * max(y for _, y in points)

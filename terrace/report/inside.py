@@ -1,4 +1,4 @@
-"""What ranks of the tensor and of the context axis send inside the blocks: tables for the terminal."""
+"""Messages of tensor and context ranks inside the blocks: tables for the terminal."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -26,10 +26,10 @@ _WORDS = {
 
 
 def inside_table(program: Program) -> Table:
-    """The messages inside FORWARD and BACKWARD of one micro-batch, for each kind of block.
+    """Tensor messages inside FORWARD and BACKWARD of one micro-batch, by kind of block.
 
-    Messages alike stand in one row: how many, what a rank sends for one and on which tier, how long one takes, and what
-    is computed beside it. A program without a tensor axis has none.
+    Equal messages share a row: their number, bytes per rank and tier, seconds of one, and the computing that overlaps
+    with it. Empty without a tensor axis.
     """
     table = new_table("messages inside the blocks, for every micro-batch")
     for heading in ("block", "", "messages", "over", "each sends", "each takes", "meanwhile"):
@@ -60,10 +60,10 @@ ASSIGNED = (
 
 
 def attention_table(program: Program) -> Table:
-    """Return what a rank of the context axis sends in the attention of a micro-batch, in order, for each kind of block.
+    """Messages of a context rank in the attention of one micro-batch, in order, by kind of block.
 
-    A row is a moment: what is waited for, or what travels while a round of the ring is computed; rounds alike that
-    follow one another stand in one row. Empty where the plan alone does not say it.
+    Each row is exposed, or overlaps with one round of the ring; equal consecutive rounds share a row. Empty if the
+    messages depend on the documents of a batch.
     """
     table = new_table("attention over the context axis, for every micro-batch")
     for heading in ("block", "", "sent", "a rank sends", "meanwhile"):
@@ -93,7 +93,6 @@ def _add_moments(
     *,
     named: bool = True,
 ) -> None:
-    """Add the rows of a pass; `named` says whether the first one names it."""
     name, op = pass_
     moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # what is waited for goes by its own name
     for send in (step for step in steps if isinstance(step, Send)):
@@ -116,7 +115,6 @@ def _add_moments(
 
 
 def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
-    """Yield (name, op, messages with their numbers) of each kind of block, in the order of the program."""
     alike: dict[tuple[_Alike, _Alike], list[str]] = {}
     for index, block in enumerate(program.blocks):
         steps = program.block_program(index).steps

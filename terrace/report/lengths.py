@@ -50,7 +50,7 @@ def bins_of(lengths: Sequence[int]) -> list[Bin]:
 
 
 def histogram_table(bins: Sequence[Bin]) -> Table:
-    """The bins, with a bar for the tokens of each."""
+    """Table of the bins, with a bar for the tokens of each."""
     table = new_table("lengths of documents, in tokens")
     for name in ("from", "to", "documents", "of documents", "of tokens", "of attention"):
         table.add_column(name, justify="right")
@@ -86,7 +86,7 @@ def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
 
 
 def lengths_svg(bins: Sequence[Bin], title: str) -> str:
-    """A picture of the shares of documents, tokens and attention by length."""
+    """Shares of documents, tokens and attention by length, as SVG."""
     high = 105 * max(float(getattr(each, name)) for each in bins for name, _ in _SHARES)
     height = HEIGHT - _TOP - BOTTOM
     step = (WIDTH - LEFT - RIGHT) / len(bins)

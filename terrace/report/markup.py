@@ -16,11 +16,11 @@ _WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secon
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def document(title: str, body: str, data: Mapping[str, object]) -> str:
-    """The whole page; `data` is read by the page's script."""
+    """The whole page; `data` is for the page's script."""
     # Style and script are inlined: a page is one file that works without a network.
     files = resources.files(__package__)
     style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -42,18 +42,17 @@ def _script_json(data: Mapping[str, object]) -> str:
 
 
 def prose(words: str) -> str:
-    """Escaped text in which a number stays on the line of its percent sign."""
+    """Escaped text with no line break between a number and its percent sign."""
     return escape(words).replace(" %", "&nbsp;%")
 
 
 def tools() -> str:
-    """Zoom buttons."""
     words = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
     return f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in words.items())}</div>"
 
 
 def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
-    """A legend; entries are (name, colour property, remark)."""
+    """Legend of (name, colour property, remark)."""
     items = [
         f'<li><i style="background:var({colour})"></i>{escape(_WORDS.get(name, name.replace("_", " ")))}'
         f"{f' <span class=quiet>{escape(said)}</span>' if said else ''}</li>"
@@ -65,7 +64,7 @@ def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> s
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str], last: str = "") -> str:
-    """A table; columns with a heading in `left` are text, `last` is the foot."""
+    """HTML table; columns with a heading in `left` are text, `last` is the foot."""
 
     def cells(row: Sequence[str], tag: str) -> str:
         # Numbers are right-aligned, words are not.
@@ -79,7 +78,7 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
 
 
 def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
-    """A bar of parts, each (colour property, size); `whole` is the full width."""
+    """Bar of parts, each (colour property, size); `whole` is the full width."""
     bars = "".join(
         f'<i style="width:{100 * size / whole:.2f}%;background:var({colour})"></i>' for colour, size in parts if size
     )
@@ -87,7 +86,7 @@ def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
 
 
 def changes_table(candidates: Sequence[Change], step_s: float) -> str:
-    """The twelve best changes, or a sentence that there is none."""
+    """Table of the twelve best changes, or a sentence if there are none."""
     if not candidates:
         return "<p>No change of one thing gives a valid plan that fits the device.</p>"
     # Sorted by step time already.

@@ -1,7 +1,7 @@
-"""A simulated step as one self-contained HTML page: no network, no scripts or fonts from elsewhere.
+"""A simulated step as one self-contained HTML page: no network, no external scripts or fonts.
 
-Without the script everything is there; with it one can point at a bar and zoom into the time axis. All words
-that come from names (tiers, plans, blocks, clusters) are escaped, in the markup and in the script's data.
+The page is complete without the script; the script adds tooltips and zoom on the time axis. Names of tiers, plans,
+blocks and clusters are escaped, in the markup and in the script's data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ def page_html(
     subtitle: str,
     advice: str,
 ) -> str:
-    """The page of a recorded step.
+    """Page of a recorded step.
 
-    `subtitle` names the model and the batch, `advice` says the best next change (terrace.report.advice).
+    `subtitle` names the model and the batch, `advice` is the best next change (terrace.report.advice).
     """
     program, report = recording.program, recording.report
     cluster, plan = program.cluster, program.plan
@@ -65,7 +65,6 @@ def page_html(
 
 
 def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict[str, object]]]:
-    """The whole step and, where not every span has a bar of its own, one unit close up; and their data."""
     whole = (0.0, recording.report.step_s)
     bars, least_s = bars_by_lane(recording, whole)
     parts = [
@@ -90,7 +89,6 @@ def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict
 def _chart_data(
     recording: Recording, bars: Mapping[int, Sequence[Bar]], window: Window, zooms: bool
 ) -> dict[str, object]:
-    """A timeline for the script: its window, and per row (top, height) and (start, end, words) of bars."""
     first_s, length_s = window[0], window[1] - window[0]
 
     def unit(moment_s: float) -> float:
@@ -114,7 +112,6 @@ def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath, sent_
 
 
 def _drawn(recording: Recording) -> list[str]:
-    """The colour keys in the timeline, in the palette's order."""
     keys = {colour_key(span.category) for _, span in recording.visible()}
     return [key for key in (*STREAM, *MESSAGES, "other") if key in keys]
 

@@ -13,7 +13,7 @@ from terrace.report.tables import new_table, quantity, seconds
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
-    """Plans side by side, best first."""
+    """Table of plans, best first."""
     found = new_table(title)
     headings = ["", "step", "tokens/s", "MFU", "memory", "params", "grads", "optimizer", "micro-batch", "notes"]
     shared = any(_axes_words(task, each.choice) for each in estimates)
@@ -43,7 +43,7 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
 
 
 def plan_words(task: Task, choice: Choice) -> str:
-    """A choice in one line."""
+    """One-line summary of a choice."""
     plan = plan_of(task, choice)
     states = f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
     words = [_axes_words(task, choice), states, f"micro-batch {choice.micro_batch}", _notes(task, choice)]
@@ -51,7 +51,7 @@ def plan_words(task: Task, choice: Choice) -> str:
 
 
 def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
-    """The cost of every preset or change next to the best plan, or the reason against it."""
+    """Cost of every preset or change next to the best plan, or the reason against it."""
     found = new_table(title)
     for heading in ("plan", "step", "against the best", "memory", "remark"):
         found.add_column(heading, justify="left" if heading in ("plan", "remark") else "right")
@@ -97,7 +97,7 @@ def sent_table(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> Tab
 
 
 def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
-    """A curve as a table; efficiency is tokens/s per device over that of the first size that runs."""
+    """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs."""
     found = new_table(title)
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
     headings += ["per million tokens"] if price is not None else []
@@ -123,7 +123,7 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
 
 
 def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
-    """A picture of efficiency over devices, one curve for each kind of scaling."""
+    """Efficiency over devices as SVG, one curve per kind of scaling."""
     lines = {}
     for name, points in curves.items():
         ran = [point for point in points if point.estimate]
@@ -134,7 +134,7 @@ def scaling_svg(curves: Mapping[str, Sequence[Point]], title: str) -> str:
 
 
 def figures_words(task: Task, estimate: Estimate) -> str:
-    """The utilisations with their formulas, in two lines."""
+    """Utilisations with their formulas, in two lines."""
     return (
         f"MFU {percent(mfu(task, estimate))} = 3 x forward FLOPs of the batch / (step x devices x peak)\n"
         f"HFU {percent(hfu(task, estimate))} = the same with the forwards that are run again counted"
@@ -142,12 +142,10 @@ def figures_words(task: Task, estimate: Estimate) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent."""
     return f"{100 * share:.1f} %"
 
 
 def _axes_words(task: Task, choice: Choice) -> str:
-    """Return the degrees of all axes, or nothing where the data axis has every rank to itself."""
     degrees = {axis: choice.mesh.total(axis) for axis in AXES}
     if degrees["data"] == task.cluster.world_size:
         return ""

@@ -8,7 +8,7 @@ _TOP = 36
 
 
 def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, target: float | None = None) -> str:
-    """A picture of loss over steps: every step faint, the running mean strong, the target dashed."""
+    """Loss over steps as SVG: each step faint, the running mean strong, the target dashed."""
     low = min([*losses, *([target] if target is not None else [])])
     high = max(losses)
     # A margin of 5 %, and one of 0.05 for a constant loss.
@@ -39,10 +39,7 @@ def loss_svg(steps: Sequence[int], losses: Sequence[float], *, title: str, targe
 
 
 def frame(title: str, x_label: str, ticks: Mapping[float, float]) -> list[str]:
-    """First parts of a picture: title, name of the x axis, and a line at the height of each tick.
-
-    The caller closes `</svg>`.
-    """
+    """Opening of an SVG chart: title, name of the x axis, and a line at each tick. The caller closes `</svg>`."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="12">',

@@ -29,7 +29,7 @@ class Curve:
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
-    """The points with a finite value."""
+    """Points with finite values."""
     return [(step, value) for step, value in points if math.isfinite(value)]
 
 
@@ -47,7 +47,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def curve_svg(curve: Curve, marks: Sequence[int] = ()) -> str:
-    """The picture of a curve with at least one finite point; `marks` are steps of resumes."""
+    """Chart of a curve with at least one finite point; `marks` are steps of resumes."""
     lines = {name: finite(points) for name, points in curve.lines.items()}
     points = [point for line in lines.values() for point in line]
     values = [value for _, value in points] + ([curve.level[1]] if curve.level else [])

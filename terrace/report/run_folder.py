@@ -1,4 +1,4 @@
-"""The contents of a run folder as a `RunView`: everything that can be read, and a sentence on each missing part.
+"""Contents of a run folder as a `RunView`: everything readable, and a sentence on each missing part.
 
 A run may be unfinished, killed, or damaged: no content of a file raises here.
 """
@@ -51,7 +51,6 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def run_view(folder: Path) -> RunView:
-    """Everything known of the run in `folder`."""
     # Every reader below appends a sentence for each part it cannot read.
     missing: list[str] = []
     left = _read(folder, missing)
@@ -286,8 +285,6 @@ def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _traces(folder: Path) -> list[Path]:
-    """The traces of rank 0, that of the latest step first."""
-
     def step(path: Path) -> int:
         number = path.name.split("-")[1]
         return int(number) if number.isdecimal() else -1

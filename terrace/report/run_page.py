@@ -22,8 +22,8 @@ Amounts = Mapping[str, float]
 class RunView:
     """Data of a run. Mappings of amounts are of rank 0's step: `predicted_*` and `measured_*` by category.
 
-    `plan` is (headings, rows) of the plan's table, `events` are (when, event, details), `checkpoints` (name, bytes,
-    state), `resumed` the steps after which the run resumed, `picture_words` the caption of the timeline.
+    `plan`: (headings, rows) of the plan's table; `events`: (when, event, details); `checkpoints`: (name, bytes, state);
+    `resumed`: steps after which the run resumed; `picture_words`: caption of the timeline.
     """
 
     title: str
@@ -51,7 +51,6 @@ class RunView:
 
 
 def run_page(view: RunView) -> str:
-    """The page as HTML."""
     # A curve without a finite point has no scale.
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
     # Empty sections return "" and leave no heading behind.

@@ -1,4 +1,4 @@
-"""The timeline of one step from trace events: predicted above measured, on one time axis."""
+"""Timeline of one step from trace events: predicted above measured, on one time axis."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPicture:
-    """A picture of a step, the data for its script, its colours, and the seconds below which spans are merged."""
+    """SVG of a step, data for its script, its colours, and the seconds below which spans are merged."""
 
     svg: str
     data: Mapping[str, object]
@@ -34,7 +34,7 @@ class StepPicture:
 
 
 def step_picture(events: Sequence[Event], headings: Mapping[int, str]) -> StepPicture | None:
-    """The picture of the complete events of a trace, or None without any.
+    """Picture of the complete events of a trace, or None if there are none.
 
     `headings` gives the heading above the rows of each process, in this order.
     """

@@ -14,17 +14,17 @@ from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 
 def others_s(report: StepReport) -> float:
-    """The seconds of a step in which a stage waits for its data and tensor ranks."""
+    """Seconds of a step in which a stage waits for its data and tensor ranks."""
     return report.step_s - computing_s(report) - idle_s(report)
 
 
 def computing_s(report: StepReport) -> float:
-    """The seconds of a step in which nothing is waited for."""
+    """Seconds of a step spent computing."""
     return sum(spent for name, spent in report.time_s.items() if not name.startswith("wait "))
 
 
 def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
-    """The names of neighbouring blocks, numbered ones joined: embedding, layers.0-3."""
+    """Names of neighbouring blocks, numbered ones joined: embedding, layers.0-3."""
     runs: list[list[str]] = []
     for index in indexes:
         name = blocks[index].name
@@ -37,12 +37,12 @@ def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
 
 
 def num_params(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> int:
-    """How many parameters these blocks own."""
+    """Number of parameters owned by these blocks."""
     return sum(blocks[index].num_trainable + blocks[index].num_frozen for index in indexes)
 
 
 def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Table:
-    """The blocks of every stage; `blocks` is the whole model, not a tensor rank's slice of it."""
+    """Blocks of each stage; `blocks` is the whole model, not a tensor rank's slice of it."""
     table = new_table("stages: what each runs")
     num_chunks = len(programs[0].stage.chunks)
     table.add_column("stage", justify="right")
@@ -60,7 +60,7 @@ def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Ta
 
 
 def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str:
-    """Say that the stages run the model and nothing twice, and which stages hold copies."""
+    """Statement that the stages cover the model exactly once, and the stages that hold copies."""
     run = sorted(index for program in programs for index in program.stage.own)
     assert run == list(range(len(blocks))), f"the stages run the blocks {run} of {len(blocks)}"
     whole = num_params(blocks, range(len(blocks)))
@@ -77,7 +77,7 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
 
 
 def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], capacity_bytes: float) -> Table:
-    """The model state of a rank of every stage by category, and the activations that it keeps at most."""
+    """Model state by category and peak activations, of one rank of each stage."""
     capacity = quantity(capacity_bytes, "B")
     table = new_table(f"model state and activations of one rank of each stage, at most (the device has {capacity})")
     names = [name for name in programs[0].state_bytes if any(program.state_bytes[name] for program in programs)]
@@ -91,7 +91,7 @@ def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], 
 
 
 def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
-    """Bytes one rank of each stage sends in a step: message classes and tiers down, eight stages a table."""
+    """Bytes one rank of each stage sends per step: message classes and tiers down, eight stages per table."""
     keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
     tables = []
     for first in range(0, len(sent), 8):
@@ -110,7 +110,7 @@ def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], t
 
 
 def stage_time_table(reports: Sequence[StepReport]) -> Table:
-    """Predicted seconds of a step of every stage, by category."""
+    """Predicted seconds per step of each stage, by category."""
     table = new_table("seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)")
     names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
     headings = ["stage", *names, "update, norm", "wait pipeline", "wait tie, norm", "wait others", "step", "bubble"]
@@ -151,13 +151,12 @@ def _step_s(report: StepReport) -> float:
 
 
 def _pair(predicted: str, measured: str) -> str:
-    """Two quantities with their unit once, where it is the same."""
     (first, one), (_, other) = predicted.split(" "), measured.split(" ")
     return f"{first if one == other else predicted} / {measured}"
 
 
 def order_text(orders: Orders, width: int = 100) -> str:
-    """One line a stage, a column a task, in the cells of the CSV form; what does not fit is counted."""
+    """Tasks of each stage in order, one line per stage, in the notation of the CSV; tasks that do not fit are counted."""
     rows = [line.split(",") for line in to_csv(orders).splitlines()]
     names = [f"stage {stage}" for stage in range(len(rows))]
     indent, cell = max(map(len, names)), max(len(task) for row in rows for task in row)

@@ -1,4 +1,4 @@
-"""A pipelined step for people: the table of exposed messages and a page, all from one `RecordedStep`."""
+"""A pipelined step for people: the table of exposed messages and a page, both from one `RecordedStep`."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -30,7 +30,7 @@ from terrace.simulate.step import idle_s
 
 
 def exposed_table(exposed_s: Mapping[tuple[str, str], float], tiers: Sequence[str], step_s: float, title: str) -> Table:
-    """Seconds of messages that nothing hides: axes down, tiers across."""
+    """Seconds of exposed messages: axes down, tiers across."""
     table = new_table(title)
     headings, rows = _exposed_rows(exposed_s, tiers, step_s)
     for heading in headings:
@@ -41,7 +41,7 @@ def exposed_table(exposed_s: Mapping[tuple[str, str], float], tiers: Sequence[st
 
 
 def path_sentence(recorded: RecordedStep) -> str:
-    """The critical path in words, and how long stages wait for other stages."""
+    """Critical path in words, and how long stages wait for other stages."""
     path, reports = recorded.path, recorded.prediction.reports
     idle = [idle_s(report) / (report.step_s or 1.0) for report in reports]
     most, least = max(range(len(idle)), key=idle.__getitem__), recorded.prediction.busiest
@@ -72,7 +72,7 @@ def stages_page(
     subtitle: str,
     advice: str,
 ) -> str:
-    """The page of a pipelined step; `sent` is bytes of the rank that sends most, by (message, tier)."""
+    """Page of a pipelined step; `sent` is bytes of the rank that sends most, by (message, tier)."""
     cluster, plan, end_s = recorded.step.cluster, recorded.step.plan, recorded.end_s
     bars, least_s = stage_bars(recorded)
     title, tiers = plan_title(cluster, plan), [tier.name for tier in cluster.tiers]
@@ -120,7 +120,6 @@ def stages_page(
 def _timeline(
     recorded: RecordedStep, bars: Mapping[int, Sequence[Bar]], window: Window, zooms: bool
 ) -> dict[str, object]:
-    """A timeline for the script: its window, and per row (top, height) and (start, end, words) of bars."""
     first_s, length_s = window[0], window[1] - window[0]
 
     def unit(moment_s: float) -> float:
@@ -132,7 +131,6 @@ def _timeline(
 
 
 def _close_up(recorded: RecordedStep) -> tuple[str, list[dict[str, object]]]:
-    """The middle of the step, where the whole joins tasks, and its chart for the script."""
     window = close_up(recorded)
     bars, _ = stage_bars(recorded, window)
     text = (
@@ -156,7 +154,6 @@ def _figures(recorded: RecordedStep) -> str:
 
 
 def _drawn(recorded: RecordedStep) -> list[tuple[str, str]]:
-    """(name, words beside it) of the colours in the timeline."""
     kinds = {CATEGORIES[each.instruction.op] for passes in recorded.passes for each in passes}
     tails = {
         piece.category.removeprefix("wait ")

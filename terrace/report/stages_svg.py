@@ -1,4 +1,4 @@
-"""The pictures of a pipelined step: a row a stage, tasks over time, and below the memory of every stage.
+"""SVG of a pipelined step: one row per stage with tasks over time, and below the memory of each stage.
 
 They share the time axis and the script of the other page (terrace.report.svg).
 """
@@ -39,12 +39,12 @@ _CLOSE = 32  # tasks of a stage in a close-up
 
 
 def stage_boxes(num_stages: int) -> list[tuple[int, int]]:
-    """(top, height) of the rows of the timeline: lower where there are many."""
+    """(top, height) of the timeline's rows; lower rows if there are many."""
     return _boxes(num_stages, 26 if num_stages <= 16 else 16 if num_stages <= 40 else 12)
 
 
 def memory_boxes(num_stages: int) -> list[tuple[int, int]]:
-    """(top, height) of the rows of memory."""
+    """(top, height) of the memory rows."""
     return _boxes(num_stages, 44 if num_stages <= 8 else 26 if num_stages <= 24 else 14)
 
 
@@ -53,9 +53,9 @@ def _boxes(num_stages: int, height: int) -> list[tuple[int, int]]:
 
 
 def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[dict[int, list[Bar]], float]:
-    """The bars of every stage, its tail included, and below how many seconds tasks are joined.
+    """Bars of each stage, its tail included, and the seconds below which tasks are merged.
 
-    Bars are cut at the ends of the window, which is the whole step if it is left out.
+    Bars are cut at the ends of the window, by default the whole step.
     """
     first_s, last_s = window or (0.0, recorded.end_s)
     rows: dict[int, list[Piece]] = {}
@@ -79,7 +79,7 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
 
 
 def tail_of(recorded: RecordedStep, stage: int) -> list[Piece]:
-    """The computing and the waits for data ranks that follow the last pass of a stage; the key is the span's."""
+    """Computing and waits for data ranks after the last pass of a stage; the key is the span's."""
     recording = recorded.recordings[stage]
     last_s = recorded.passes[stage][-1].end_s - recording.begin_s
     found = []
@@ -92,7 +92,7 @@ def tail_of(recorded: RecordedStep, stage: int) -> list[Piece]:
 
 
 def close_up(recorded: RecordedStep) -> Window:
-    """A window in the middle of the passes in which tasks are wide enough to be told apart."""
+    """Window in the middle of the passes, short enough to tell tasks apart."""
     first_s = min(passes[0].start_s for passes in recorded.passes)
     last_s = max(passes[-1].end_s for passes in recorded.passes)
     stages = (program.stage for program in recorded.whole.programs)
@@ -103,7 +103,7 @@ def close_up(recorded: RecordedStep) -> Window:
 
 
 def stages_svg(recorded: RecordedStep, bars: Mapping[int, Sequence[Bar]], window: Window | None = None) -> str:
-    """The timeline of all stages; tasks on the critical path are underlined."""
+    """Timeline of all stages; tasks on the critical path are underlined."""
     first_s, last_s = window or (0.0, recorded.end_s)
     length_s = last_s - first_s
     boxes = stage_boxes(len(recorded.recordings))
@@ -134,7 +134,6 @@ def stages_svg(recorded: RecordedStep, bars: Mapping[int, Sequence[Bar]], window
 
 
 def _critical(recorded: RecordedStep) -> list[tuple[int, float, float]]:
-    """(stage, start, end) of the computing on the critical path; pieces that follow each other closely are one."""
     found: list[tuple[int, float, float]] = []
     for piece in recorded.path.pieces:
         recording = recorded.recordings[piece.stage]
@@ -149,7 +148,7 @@ def _critical(recorded: RecordedStep) -> list[tuple[int, float, float]]:
 
 
 def memories_svg(recorded: RecordedStep) -> str:
-    """Memory of every stage over the step: constant parts below, changing parts on top, all to one scale."""
+    """Memory of each stage over the step: constant parts below, changing parts on top, all to one scale."""
     curves, step_s = recorded.curves, recorded.end_s
     boxes = memory_boxes(len(curves))
     height = boxes[-1][0] + boxes[-1][1] + _GAP + AXIS
@@ -170,7 +169,7 @@ def memories_svg(recorded: RecordedStep) -> str:
 
 
 def memory_totals(recorded: RecordedStep) -> list[list[int]]:
-    """Bytes of every stage by column of its curve, for the page's script; of many stages every third."""
+    """Bytes of each stage by column of its curve, for the page's script; every third column if there are many stages."""
     found, stride = [], 1 if len(recorded.curves) <= 16 else 3
     for curve in recorded.curves:
         _, values = _totals(curve, recorded.end_s)
@@ -180,6 +179,5 @@ def memory_totals(recorded: RecordedStep) -> list[list[int]]:
 
 
 def _totals(curve: MemoryCurve, step_s: float) -> tuple[list[float], list[float]]:
-    """The columns of a curve, and the sum of its changing parts in each."""
     times_s, columns = memory_columns(curve, step_s)
     return times_s, [sum(parts) for parts in zip(*columns.values(), strict=True)]

@@ -1,7 +1,7 @@
-"""The pictures of the page: timeline and memory, on the same time axis.
+"""SVG charts of the page: timeline and memory, on the same time axis.
 
-Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an inner <svg> whose view box the
-page's script narrows to zoom; names and ticks stay outside it. Colours are CSS custom properties.
+Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an inner <svg>; the page's script
+zooms by narrowing its view box, so names and ticks stay outside it. Colours are CSS custom properties.
 """
 
 import math
@@ -29,7 +29,7 @@ _COLUMNS = 300  # of the memory curve: each shows its peak
 def timeline_svg(
     recording: Recording, bars: Mapping[int, Sequence[Bar]], path: CriticalPath, window: Window, least_s: float
 ) -> str:
-    """A timeline: the compute stream, then one row per lane; the critical path is underlined."""
+    """Timeline: the compute stream, then one row per lane; the critical path is underlined."""
     first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     rows = _rows(recording.lanes)
     height = max(top + size for top, size in rows.values()) + _GAP + AXIS
@@ -67,7 +67,7 @@ def row_boxes(lanes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
-    """Memory over the step, constant states at the bottom; the device's capacity where the peak comes near it."""
+    """Memory over the step, constant states at the bottom, with the device's capacity if the peak comes near it."""
     step_s = step_s or 1.0
     highest = curve.peak[0] or 1.0
     # A capacity far above the peak would flatten the curve.
@@ -106,7 +106,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
 
 
 def shortened(name: str, room: float) -> str:
-    """A name cut to `room` units, with an ellipsis where it was cut."""
+    """A name cut to `room` units, with an ellipsis if it was cut."""
     fits = int(room / _GLYPH)
     return name if len(name) <= fits else name[: fits - 1] + "\u2026"
 
@@ -121,7 +121,7 @@ def _rows(lanes: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def open_chart(height: float, label: str) -> str:
-    """Opening tag of a chart; `label` is read to screen-reader users."""
+    """Opening tag of a chart; `label` is for screen readers."""
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
         'xmlns="http://www.w3.org/2000/svg">'
@@ -129,7 +129,7 @@ def open_chart(height: float, label: str) -> str:
 
 
 def open_plot(height: float) -> str:
-    """Opening tag of the plot in a chart, which the script zooms."""
+    """Opening tag of the zoomable plot in a chart."""
     return (
         f'<svg class="plot" x="{GUTTER}" y="0" width="{PLOT}" height="{height:g}" viewBox="0 0 {PLOT} {height:g}" '
         'preserveAspectRatio="none">'
@@ -163,7 +163,7 @@ def time_axis(window: Window, height: float) -> str:
 
 
 def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
-    """Round moments of a window and their labels: one unit for all, with just enough decimals to tell them apart."""
+    """Round times of a window and their labels: one unit for all, with just enough decimals to tell them apart."""
     # The largest unit in which the window's end is at least 1.
     factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if last_s * f >= 1), (1e6, "us"))
     ticks = round_ticks(first_s * factor, last_s * factor)
@@ -189,7 +189,7 @@ def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[
 
 
 def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict[str, list[float]]]:
-    """The curve in `_COLUMNS` columns, each with the parts at its peak."""
+    """Memory curve in `_COLUMNS` columns, each with the parts at its peak."""
     totals = curve.total_bytes
     times_s: list[float] = []
     values: dict[str, list[float]] = {name: [] for name in curve.varying_bytes}

@@ -49,6 +49,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: T
             elif x.dtype == torch.float64:
                 x = scratch.first.copy_(x)
             scale, largest = _block_scales(x, scratch, wire, name)
+            # One pass for fp32; other dtypes are widened by the copy first.
             if x.dtype == torch.float32:
                 torch.mul(x, scale.reciprocal(), out=scaled)
             else:
@@ -56,6 +57,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: T
             _round(scaled, wire, codes, largest)
             scale_out.copy_(scale)
             if rest is not None:
+                # From the codes just written, while they are in the cache: the residual is v - decoded(v).
                 points, factor = _points(codes, scale, wire, scaled)
                 torch.addcmul(x, points, factor, value=-1, out=rest)
     parts = message_parts(wire, values.shape[1])
@@ -73,6 +75,7 @@ def decode(messages: Tensor, wire: WireFormat, out: Tensor) -> None:
             if out.dtype == torch.float32:
                 torch.mul(points, factor, out=target)
             else:
+                # In fp32 first, so that the output's dtype rounds only once.
                 target.copy_(points.mul_(factor))
 
 
@@ -103,6 +106,7 @@ class _Scratch:
 def _scratch(shape: torch.Size) -> _Scratch:
     scratch: _Scratch | None = getattr(_local, "scratch", None)
     if scratch is None or scratch.shape != shape:
+        # Per thread, since each lane encodes on its own.
         if not hasattr(_local, "buffers"):
             with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
                 _local.buffers = [torch.empty(CHUNK, dtype=torch.float32) for _ in range(2)]
@@ -143,6 +147,7 @@ def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> 
     magnitudes = torch.bitwise_and(x.view(integer), mask, out=scratch.integers[integer])
     amax = magnitudes.amax(dim=-1, keepdim=True).view(x.dtype).to(torch.float32)
     largest = float(amax.max())
+    # Negated, so that nan fails the comparison, too.
     if not largest < float("inf"):
         raise TrainingError(
             f"{name}: it holds inf or nan, which the block codec {wire.name} cannot carry; look for what made it "

@@ -34,6 +34,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
     for full, first, programs in _launches(numel, wire.block):
         encode_kernel[(programs, rows)](
             values,
+            # A kernel needs some pointer; without feedback it is never read.
             values if residual is None else residual,
             out.view(torch.int8),
             out.view(torch.int16),

@@ -68,6 +68,7 @@ def encode_kernel(
 
     tl.store(scales + block, (bits >> 16).to(tl.int16), mask=block * BLOCK < numel)
     if KIND == 2:
+        # The two halves of the tile share the byte, so packing needs no exchange between threads.
         byte = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         _store(codes + byte, (code_low + 16 * code_high).to(tl.int8), has_low, FULL)
     else:
@@ -105,6 +106,7 @@ def decode_kernel(
     if ADD:
         sum_low = _load(out + low, has_low, FULL)
         sum_high = _load(out + high, has_high, FULL)
+        # The sum stays in registers; each message is read once, in the order of the rows.
         for _ in range(summed):
             x_low, x_high = _decode(codes, scales, block, low, high, has_low, has_high, numel, FULL, KIND, BLOCK)
             sum_low += x_low.to(sum_low.dtype)
@@ -137,6 +139,7 @@ def _decode(
     scale = scale.to(tl.float32, bitcast=True)
     if KIND == 2:
         byte = _load(codes + block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :], has_low, FULL).to(tl.int32)
+        # +8 undoes the borrow that a negative low half takes from the high half.
         code_high = (byte + 8) >> 4
         code_low = byte - 16 * code_high
     else:

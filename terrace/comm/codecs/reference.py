@@ -21,6 +21,7 @@ def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | Non
     for part in sections(wire, numel):
         x = values[:, part.start : part.stop].to(torch.float32).reshape(rows, part.num_blocks, part.width)
         amax = x.abs().amax(dim=-1, keepdim=True)  # [rows, blocks, 1]
+        # Negated, so that nan counts as well as inf.
         poisoned = ~(amax < float("inf"))
         bits = (torch.where(poisoned, 0, amax) * grid.reciprocal).view(torch.int32)
         # Round the scale up to bf16, so that no code exceeds the grid.
