@@ -156,7 +156,7 @@ def _pair(predicted: str, measured: str) -> str:
 
 
 def order_text(orders: Orders, width: int = 100) -> str:
-    """Tasks of each stage in order, one line per stage, in the notation of the CSV; tasks that do not fit are counted."""
+    """Tasks of each stage in order, one line per stage, in the CSV notation; tasks that do not fit are counted."""
     rows = [line.split(",") for line in to_csv(orders).splitlines()]
     names = [f"stage {stage}" for stage in range(len(rows))]
     indent, cell = max(map(len, names)), max(len(task) for row in rows for task in row)

@@ -169,7 +169,7 @@ def memories_svg(recorded: RecordedStep) -> str:
 
 
 def memory_totals(recorded: RecordedStep) -> list[list[int]]:
-    """Bytes of each stage by column of its curve, for the page's script; every third column if there are many stages."""
+    """Bytes of each stage by column of its curve, for the script; every third column if there are many stages."""
     found, stride = [], 1 if len(recorded.curves) <= 16 else 3
     for curve in recorded.curves:
         _, values = _totals(curve, recorded.end_s)
