@@ -56,9 +56,11 @@ class PerMicroBatch:
 
     def get(self, of: Tensor, key: object, make: Callable[[], _Value]) -> _Value:
         """The value of `make` for `key` and this tensor, made again if the tensor's values have changed since."""
+        # Inference tensors have no version counter.
         version = 0 if of.is_inference() else of._version
         made = self._made.setdefault(of, {})
         if (version, key) not in made:
+            # A value made in inference mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
                 made[version, key] = make()
         value: _Value = made[version, key]
@@ -128,6 +130,7 @@ class AttentionPlans:
             return None
         key = (sequence, device, dtype)
         if key not in self._whole:
+            # Few lengths occur in training; clearing is simpler than evicting and bounds the memory.
             if len(self._whole) >= _MAX_WHOLE:
                 self._whole.clear()
             with torch.inference_mode(False), torch.no_grad():
@@ -136,6 +139,7 @@ class AttentionPlans:
 
     def _make(self, positions: Tensor, dtype: torch.dtype) -> MaskPlan:
         begins = document_begins(positions)
+        # Cutting reads the positions on the host, which would wait for the device.
         if positions.device.type != "cpu":
             return whole_mask(begins, self.window, dtype)
         return cut(begins, self.window, dtype)
@@ -157,6 +161,7 @@ def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
 
 def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
     """The pieces of rows in which documents begin where `begins` (B, S) is true; None if every row is one document."""
+    # Rows with different documents share no cut, so they are laid end to end as one row.
     joined = bool((begins != begins[:1]).any())
     starts = begins.flatten() if joined else begins[0]
     bounds = [*torch.nonzero(starts).flatten().tolist(), len(starts)]
@@ -180,6 +185,7 @@ def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
 def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> Piece:
     if len(sizes) == 1 and not 0 < window < sizes[0]:
         return Piece(sizes[0], False, None)
+    # First key of each token: where its document begins.
     ends = torch.tensor(sizes).cumsum(0)
     first = torch.repeat_interleave(ends - torch.tensor(sizes), torch.tensor(sizes))
     places = torch.arange(len(first))
@@ -193,9 +199,11 @@ def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int,
     pieces = []
     for begin in range(0, size, length):
         num, before = min(length, size - begin), length if begin else 0
+        # The first piece lies within the window: plain causal attention.
         if num + before <= window:
             pieces.append(Piece(num, False, None))
             continue
+        # All middle pieces of a document share one band.
         if (num, before) not in bands:
             keys = torch.arange(before + num)
             bands[num, before] = additive_mask(torch.zeros(num).long(), keys[before:], keys, window, dtype)

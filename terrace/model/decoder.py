@@ -101,6 +101,7 @@ def build_blocks(
     head = Head(config, None, **meta)
     if not config.tied_embeddings:
         return [embedding, *layers, head.to_empty(device=device)]
+    # Only the norm: the tied weight exists already, and `to_empty` would replace it.
     head.norm.to_empty(device=device)
     head.weight = embedding.weight
     return [embedding, *layers, head]

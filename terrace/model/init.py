@@ -37,6 +37,7 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
     if len(shape) == 1:
         return torch.ones(shape)
     std = config.init_std
+    # GPT-2's scaling: the residual stream sums 2 outputs per layer.
     if param_name in _RESIDUAL_OUTPUTS:
         std /= math.sqrt(2 * config.num_layers)
     generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))

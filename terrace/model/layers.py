@@ -101,6 +101,7 @@ class Rotary:
         x = x.transpose(-3, -2)  # (B, S, N, D)
         half = self.dim // 2
         first, second, rest = x[..., :half], x[..., half : self.dim], x[..., self.dim :]
+        # Halves are rotated against each other, as in Hugging Face's layout.
         parts = [first * cos - second * sin, second * cos + first * sin]
         if self.dim < x.shape[-1]:
             parts.append(rest)
@@ -133,6 +134,7 @@ class Attention(nn.Module):
         query = self._heads(self.query(x), self.query_norm)
         key = self._heads(self.key(x), self.key_norm)
         value = self._heads(self.value(x), None)
+        # Looked up before rotation: it depends on positions and shapes only.
         plan = self.plans.plan(positions, query)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)

@@ -100,6 +100,7 @@ def plain_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Te
     scale = 1.0 / math.sqrt(query.shape[3])
     for span in _spans(query, key.shape[2]):
         seen = span.stop if kind == "causal" else key.shape[2]
+        # Scaling queries is cheaper than scaling scores.
         queries = _grouped(query, span, key.shape[1]) * scale
         scores = _scores(queries, keys[:, :, :seen], kind, mask, span)
         sums = scores.logsumexp(-1, keepdim=True)  # (B, K, G, R, 1)
@@ -127,6 +128,7 @@ def plain_backward(
     delta = (grad_out.to(dtype) * out).sum(-1, keepdim=True)  # (B, N, L, 1)
     sums = without_infinity(lse).unsqueeze(-1)
     grad_query = side_by_side(query, query.dtype)
+    # Sums over spans, hence in wide precision.
     grad_key, grad_value = (side_by_side(key, dtype).zero_() for _ in range(2))
     scale = 1.0 / math.sqrt(query.shape[3])
     for span in _spans(query, key.shape[2]):
@@ -135,6 +137,7 @@ def plain_backward(
         grads = _grouped(grad_out, span, heads)
         scores = _scores(queries, keys[:, :, :seen], kind, mask, span).flatten(2, 3)  # (B, K, G R, seen)
         weights = scores.sub_(_grouped(sums, span, heads)).exp_()
+        # The algebra of terrace.model.blockwise: dv = p g, ds = p (g . v - delta).
         grad_value[:, :, :seen] += weights.transpose(2, 3) @ grads
         of_scores = grads @ values[:, :, :seen].transpose(2, 3)
         of_scores.sub_(_grouped(delta, span, heads)).mul_(weights)
@@ -234,6 +237,7 @@ CUDA_FLASH = Kernel(
 
 def _candidate(device_type: str, dtype: torch.dtype) -> Kernel:
     if device_type == "cpu" and dtype in _TOLERANCE:
+        # Without oneDNN products in half precision, converting to fp32 is faster.
         return CPU_FLASH if dtype.itemsize > 2 or _has_products(dtype) else CPU_FLASH_WIDE
     if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return CUDA_FLASH
@@ -253,6 +257,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
 
     Warns if an expected kernel is missing or wrong.
     """
+    # Private operators may change with torch, so each is tried once before it is trusted.
     kernel = _candidate(device.type, dtype)
     if kernel is not PLAIN:
         wrong = disagreement(kernel, device, dtype)
@@ -276,6 +281,7 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
     def normal(length: int, heads: int) -> Tensor:
         return torch.randn(1, length, heads, 16, generator=generator).to(device, dtype).transpose(1, 2)
 
+    # Odd sizes, grouped heads and an empty row reach the cases in which kernels differ.
     hidden = torch.zeros(5, 7).masked_fill_(torch.ones(5, 7).tril(1) == 0, -torch.inf)
     hidden[2] = -torch.inf  # a query that sees nothing
     hidden = hidden.to(device, dtype)
@@ -304,6 +310,7 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
 
 
 def _equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    # Infinities must stand in the same places before differences can be taken.
     if one.shape != other.shape or not torch.equal(one == -torch.inf, other == -torch.inf):
         return False
     one, other = (part.double().masked_fill(part == -torch.inf, 0.0) for part in (one, other))

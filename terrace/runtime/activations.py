@@ -54,6 +54,7 @@ class Activations:
         edge = self._program.edge
         if edge.gathers is not None:
             assert self._edge is not None, "an activation is cut only where an axis cuts it"
+            # Each row received one part; padding for equal parts is cut off again.
             values = self._edge.all_gather(values)[: math.prod(edge.shape)]
         return values.view(edge.shape)
 
@@ -70,10 +71,12 @@ class Activations:
         edge = self._program.edge
         if edge.gathers is not None:
             assert self._edge is not None, "an activation is cut only where an axis cuts it"
+            # All rows hold the same activation: each sends one equal part.
             padded = F.pad(values, (0, edge.gathers.numel - values.numel()))
             values = padded[self._edge.place * edge.numel :][: edge.numel]
         ticket = self._stages.send(MessageClass.PIPELINE, values, now.peer)
         self._leaving.append((Pending(ticket, counter, now), values))
+        # Done sends are dropped on the way, so that few activations outlive their use.
         while self._leaving and self._leaving[0][0].ticket.is_done:
             self._leaving.popleft()[0].ticket.wait()  # raises the error of a failed send
 

@@ -27,6 +27,7 @@ class ShardedAdamW:
         self.exp_avg = torch.zeros_like(master)
         self.exp_avg_sq = torch.zeros_like(master)
         self._gradient, self._config = gradient, config
+        # A slice may lie before, across or after the end of the decayed elements.
         cut = min(max(num_decayed, 0), master.numel())
         parts = ((slice(0, cut), config.weight_decay), (slice(cut, master.numel()), 0.0))
         self._parts = [(part, decay) for part, decay in parts if part.start < part.stop]

@@ -63,6 +63,7 @@ class CudaClock(Clock):
 
     def totals(self) -> dict[str, float]:
         totals: dict[str, float] = defaultdict(float)
+        # The last event implies all earlier ones on the same stream.
         self._events[-1][1].synchronize()
         for (_, before), (category, after) in zip(self._events, self._events[1:], strict=False):
             totals[category] += before.elapsed_time(after) / 1e3

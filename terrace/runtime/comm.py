@@ -57,6 +57,7 @@ class Comm:
                 device=self.device,
                 pacer=pacer,
             )
+        # Messages inside blocks get a lane of their own: they must not queue behind a block's gather or reduction.
         has_inside = program.tensor.degree > 1 or self.context_group is not None
         indexes = {0, *self.groups.lanes} | ({INSIDE} if has_inside else set())
         self.lanes: dict[int, Lane] = {lane: make_lane(self.device) for lane in sorted(indexes)}
@@ -90,6 +91,7 @@ class Comm:
         assert message.ranks is not None, f"{instruction} is among ranks"
         key = message.ranks, message.tiers
         if key not in self._peers:
+            # Ranks reached over all tiers of the message, tier by tier.
             ranks = [self.rank]
             for tier in message.tiers:
                 ranks = [peer for each in ranks for peer in message.ranks.peers(each, tier)]

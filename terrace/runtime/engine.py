@@ -103,6 +103,7 @@ class Engine:
         self._evaluated = Counter[tuple[MessageClass, str]]()  # bytes
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
+        # Taken before the axes replace modules: initial values are slices of the whole parameters.
         values = [dict(block.named_parameters()) for block in blocks]
         self.axes, blocks, objective = apply_axes(blocks, objective, self.comm, self.clock, weights)
         self.state = ModelState(
@@ -148,6 +149,7 @@ class Engine:
             self._forward = program or self._forward_program()
             verify(self._forward, self.rank)
         modules = self.state.modules.values()
+        # Only modules in training mode are switched back: others may have been set to eval on purpose.
         training = [module for module in modules if module.training]
         for module in training:
             module.eval()
@@ -164,6 +166,7 @@ class Engine:
         if program.stage.num_stages > 1:
             specs, num_micros, sequence = self.state.specs, program.num_micros, program.sequence
             programs = build_stages(program.cluster, program.plan, specs, num_micros, sequence)
+            # Forwards must pass the same chunks in an order that all stages share.
             if programs[stage].stage != program.stage:
                 raise ProgramError("the step's program has orders of its own: give `evaluate` a program of the same")
         return forward_programs(programs)[stage]
@@ -174,10 +177,12 @@ class Engine:
         check_positions(batches, self.state.modules.values())
         sums = self.runner.run(batches, lr, program)
         self._num_steps += program.trains
+        # One transfer to the host for all numbers of the step.
         figures = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens])
         loss, norm, count, *rounding = torch.cat([figures, sums.rounding]).tolist()
         self.clock.mark("other")
         errors = self.comm.collectives.errors
+        # Codes of a block format cannot hold inf or nan, so these show only in its rounding figures.
         if not all(math.isfinite(value) for value in rounding):
             named = "; ".join(errors.not_finite()) or "a message of another rank"
             raise TrainingError(f"inf or nan in {named}: lower optimizer.lr and resume from the last checkpoint")
@@ -253,6 +258,7 @@ def _checked(
         if len(programs) > 1:
             verify_stages(programs)
         return programs[stage]
+    # A program is built for one stage of one plan; comparing values catches one from another run.
     expected = (cluster, plan, slice_blocks(specs, mesh), num_micros, stage)
     if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != expected:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")

@@ -67,6 +67,7 @@ class FlatParam:
         self.parameters = self._make_parameters()  # before the storage is emptied: `set_` would grow it again
         self.gradients = GradientViews(self.parameters, [(start, stop) for _, start, stop in self.extents])
         self.shard = self.full
+        # Sharded parameters keep a slice; the full storage stays empty until gathered.
         if layout.params != DEVICE:
             self._resize(0)
             self.shard = self._zeros(layout.params)
@@ -83,6 +84,7 @@ class FlatParam:
 
         Holds all elements of the buffer on the CPU while it works.
         """
+        # In fp32 at least, so that the master copy is not rounded through the compute dtype.
         values = torch.zeros(self.padded, dtype=torch.float64 if self.full.dtype == torch.float64 else torch.float32)
         for spec, start, stop in self.extents:
             values[start:stop] = initial(spec).reshape(-1)
@@ -120,6 +122,7 @@ class FlatParam:
         source = layout.params_backward if secondary else layout.params
         self._full_piece(source).copy_(copy)
         collectives.gather(transfer, self._full_piece, self._origin)
+        # The first gather of a step refreshes the secondary copy for the later ones.
         if self.secondary is not None and not secondary:
             self.secondary.copy_(self._full_piece(layout.params_backward))
 
@@ -147,6 +150,7 @@ class FlatParam:
 
     def take_gradient(self) -> Tensor | None:
         """Hand over the gradient buffer for `reduce` and then `release`; None if `grads` accumulates in place."""
+        # Ownership moves to the lane: the next backward opens a new buffer.
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self.gradients.close()
@@ -157,6 +161,7 @@ class FlatParam:
     def reduce(self, collectives: Collectives, transfer: Transfer, buffer: Tensor) -> None:
         """Reduce the gradient of one unit of micro-batches to the grads tier and accumulate it."""
         result = collectives.reduce(transfer, buffer, self._origin)
+        # Copying spares a pass that would zero `grads`.
         if self._is_fresh:
             self.grads.copy_(result)
         else:
@@ -171,6 +176,7 @@ class FlatParam:
         """Add the accumulated gradient of the same slice on another stage. The same bits on both."""
         theirs = torch.empty_like(self.grads)
         self._meter.add("buffers", theirs.nbytes)
+        # Both directions are posted before either is waited for, or the two stages would block each other.
         tickets = stages.send(MessageClass.TIE, self.grads, stage), stages.receive(theirs, stage)
         for ticket in tickets:
             ticket.wait()
@@ -185,6 +191,7 @@ class FlatParam:
             return self.grads[self.part_within(tier, layout.grads)]
 
         total = collectives.reduce(transfer, self.grads, self._origin)
+        # Without a tier to reduce over, the result is `grads` itself.
         if total is not self.grads:
             piece(layout.outermost).copy_(total)
         collectives.gather(transfer, piece, self._origin)
@@ -199,6 +206,7 @@ class FlatParam:
         if self.layout.span(self.layout.optimizer) > 1:
             self._muon_momentum = torch.empty_like(self.full, memory_format=torch.contiguous_format)
             self._meter.add("buffers", self._muon_momentum.nbytes)
+            # The other ranks' slices arrive by the gather.
             self._muon_momentum[self.part(self.layout.optimizer)] = self.owned
 
     def gather_muon_momentum(self, collectives: Collectives, transfer: Transfer) -> None:
@@ -215,6 +223,7 @@ class FlatParam:
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
         assert self.optimizer is not None, f"block {self.name} is not initialised"
+        # Under Muon the gradient was scaled before ORTHOGONALISE.
         if not self.spec.num_orthogonal:
             self.owned.mul_(scale.to(self.owned.dtype))
         self.optimizer.update(lr, self._muon_momentum)
@@ -268,6 +277,7 @@ class FlatParam:
         for spec, start, _ in self.extents:
             view = torch.empty(0, dtype=self.full.dtype, device=self.full.device)
             stride = torch.empty(spec.shape, device="meta").stride()
+            # `set_` gives each view its own version counter; see the module's docstring.
             view.set_(self.full.untyped_storage(), start, spec.shape, stride)
             parameters.append(nn.Parameter(view, requires_grad=spec.trainable))
         return parameters

@@ -24,11 +24,13 @@ class GradientViews:
 
     def open(self, buffer: Tensor) -> None:
         """Collect the gradients of the next backwards in `buffer` (padded elements), until `close`."""
+        # Padding is reduced and counted in norms like any element, so it must be zero.
         buffer[self._extents[-1][1] :].zero_()
         for parameter in self._parameters:
             parameter.grad = None
         self._missing = dict(zip(self._parameters, self.views(buffer), strict=True))
         self._written = {}
+        # Hooks stay for the life of the parameters; `_missing` tells whether a buffer is open.
         if not self._hooks:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]

@@ -45,6 +45,7 @@ def chunked_head(module: nn.Module, objective: object) -> LossBackward | None:
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
         hidden: Tensor = module.norm(inputs)  # (B, S, H)
         loss, gradient, rest = loss_and_gradients(hidden.detach().flatten(0, 1), module.weight, labels.flatten())
+        # A weight gradient without a queue goes through autograd together with the hidden states' gradient.
         of_weight = () if rest is None else ((module.weight, rest),)
         roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
         torch.autograd.backward(roots, gradients)
@@ -79,6 +80,7 @@ def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> 
     chunks = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     gradient = torch.empty_like(hidden)
+    # One buffer for all chunks: the last may use a part of it.
     logits = hidden.new_empty(min(num_rows, len(hidden)), len(matrix))
 
     def chunk_gradient(rows: slice) -> Tensor:
@@ -104,6 +106,7 @@ def add_weight_gradient(
     total: Tensor | None = None
     wide = torch.promote_types(weight.dtype, torch.float32) if num_chunks > 1 else weight.dtype
     for gradient, hidden in products:
+        # A single chunk, or a full-precision weight, needs no wider sum.
         exact = wide == weight.dtype and total is None
         if not needed or (exact and record_product(weight, gradient, hidden, at_once or num_chunks > 1)):
             continue
@@ -122,9 +125,11 @@ def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     losses = logits.new_empty(len(logits), dtype=wide)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
+        # Rows per turn fit the CPU's caches: several passes over the same logits follow.
         x = torch.log_softmax(logits[rows], -1, dtype=wide)
         losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
         x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
+        # Ignored labels get no gradient.
         logits[rows] = x.mul_(counted[rows].unsqueeze(-1))
     return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 

@@ -183,6 +183,7 @@ class WeightGradients:
     @contextmanager
     def recorded_in(self, queue: WeightQueue) -> Iterator[None]:
         """Record in `queue` the weight gradients of the backward that the body runs."""
+        # Restored on every exit, so that a nested or failed backward leaves no queue behind.
         before, self.current = self.current, queue
         try:
             yield
@@ -204,6 +205,7 @@ def record_sum(weight: Tensor, gradient: Tensor) -> bool:
 
 
 def _record(weight: Tensor, record: _Record, at_once: bool) -> bool:
+    # Weights of another class, or a backward outside `recorded_in`, are left to autograd.
     queue = weight.gradients.current if isinstance(weight, Matrix) else None
     if queue is None:
         return False
@@ -225,6 +227,7 @@ class Matrix(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run `func`, or its recording form in this module where it has one that fits."""
+        # Compilers trace the plain operator.
         own = _FUNCTIONS.get(func)
         if own is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             result = own(*args, **(kwargs or {}))
@@ -283,6 +286,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Matrix, bias: Tensor | None, gradients: WeightGradients) -> Any:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
+        # Saving only the operands that a gradient needs frees the rest early.
         ctx.save_for_backward(x if needs_weight else None, weight if needs_input else None)
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         return _plain(F.linear, (x, weight, bias))
@@ -295,6 +299,7 @@ class _Linear(torch.autograd.Function):
         rows = output_gradient.reshape(-1, output_gradient.shape[-1])  # (N, O)
         queue: WeightQueue | None = ctx.gradients.current
         input_gradient = weight_gradient = bias_gradient = None
+        # First, since the block before waits for it.
         if needs_input:
             product = _plain(torch.mm, (rows, weight))  # (N, I)
             input_gradient = product.view(*output_gradient.shape[:-1], product.shape[-1])
@@ -302,6 +307,7 @@ class _Linear(torch.autograd.Function):
         records_bias = needs_bias and queue is not None and ctx.bias in queue
         if queue is not None and (records_weight or records_bias):
             queue.add(_Product(rows, x, ctx.weight if records_weight else None, ctx.bias if records_bias else None))
+        # No queue: autograd accumulates the gradients itself.
         if needs_weight and not records_weight:
             weight_gradient = rows.t().mm(x.reshape(-1, x.shape[-1]))
         if needs_bias and not records_bias:

@@ -71,6 +71,7 @@ class ModelState:
 
             for flat in self.flats[index]:
                 flat.initialise(value, settings)
+                # Replaced by identity and all at once, so that tied parameters stay tied.
                 for name, new in flat.named_parameters():
                     replacements[id(old[name])] = new
         replace_parameters(list(self.modules.values()), replacements)
@@ -91,6 +92,7 @@ class ModelState:
 
     def gather(self, collectives: Collectives) -> None:
         """Materialise the full parameters of every block that is not resident anyway, until each is freed."""
+        # Replicated parameters are always resident.
         if self.program.layout.params >= 0:
             for index, flats in self.flats.items():
                 for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
@@ -100,6 +102,7 @@ class ModelState:
         """Bring every working copy up to date with the master parameters, as after loading a checkpoint."""
         for index, flats in self.flats.items():
             for transfer in self.program.message(Instruction(Op.REFRESH, index)).transfers:
+                # The shard first takes the loaded master, then other ranks receive it.
                 flats[transfer.flat].publish()
                 flats[transfer.flat].refresh(collectives, transfer)
 

@@ -46,8 +46,10 @@ class ShardedMuon:
         self.master = master
         self.num_steps_made = 0
         self._gradient, self._start, self._config, self._compute = gradient, start, config, compute
+        # Matrices stand at the beginning of the buffer; behind them AdamW's elements follow.
         self._num_matrix = min(max(extents[-1][2] - start, 0), master.numel())
         stop = start + self._num_matrix
+        # Only matrices that overlap this rank's slice are orthogonalised here.
         self._extents = [extent for extent in extents if extent[1] < stop and extent[2] > start]
         self.momentum = torch.zeros_like(master[: self._num_matrix])
         rest = slice(self._num_matrix, master.numel())
@@ -85,6 +87,7 @@ class ShardedMuon:
     def prepare(self) -> None:
         """Add the gradient to the momentum, and replace it by the matrix to orthogonalise."""
         gradient, momentum = self._gradient[: self._num_matrix], self._config.momentum
+        # Nesterov momentum: the matrix to orthogonalise looks one step ahead.
         self.momentum.mul_(momentum).add_(gradient)
         gradient.add_(self.momentum, alpha=momentum)
 
@@ -97,6 +100,7 @@ class ShardedMuon:
         for spec, start, stop in self._extents:
             matrix = source[start - first : stop - first].to(self._compute).view(spec.shape)
             whole = newton_schulz(matrix, config.newton_schulz_steps).reshape(-1)
+            # The part of the whole update that lies in this rank's slice.
             low, high = max(start, self._start), min(stop, self._start + self._num_matrix)
             scale = UPDATE_RMS * max(spec.shape) ** 0.5
             part = whole[low - start : high - start].to(self.master.dtype)
@@ -112,6 +116,7 @@ def newton_schulz(matrix: Tensor, num_steps: int) -> Tensor:
     Jordan's quintic iteration: singular values end between 0.7 and 1.2, and zero stays zero.
     """
     a, b, c = COEFFICIENTS
+    # X X^T is smallest with the short side first.
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.t() if is_tall else matrix
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -92,6 +92,8 @@ class StepRunner:
         self._clip_norm, self._progress = state.settings.clip, progress
         for axis in axes:
             axis.in_block.waiting_on = self._tell_waiting  # computing then waits for other ranks, too
+        # Compiled blocks hide their linear layers inside one autograd node, so autograd computes their weight
+        # gradients.
         for flat in state if not compiled else ():
             if flat.spec.trainable:
                 weights.own(flat.parameters, flat.gradients)
@@ -118,6 +120,7 @@ class StepRunner:
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
         }
+        # A program with an unknown op must fail before the step, not in the middle of it.
         missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
         assert not missing, f"the step runner has no handler for {sorted(missing)}"
         self._gathers: dict[int, Pending] = {}
@@ -145,6 +148,7 @@ class StepRunner:
         self._clock.start()
         for counter, instruction in enumerate(program.instructions):
             self._counter = counter
+            # Reported before it runs: a rank that hangs names the instruction it hangs in.
             self._progress(counter, instruction, ())
             self._handlers[instruction.op](instruction)
         self.declared_bytes.update(program.sent_bytes)
@@ -166,6 +170,7 @@ class StepRunner:
     def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
 
         def when_ready() -> None:
+            # The wait happens on the lane, so the compute thread goes on.
             if after is not None:
                 after.ticket.wait()
             work()
@@ -181,6 +186,7 @@ class StepRunner:
             if needed in self._gathers:
                 pending = self._gathers.pop(needed)
                 self._wait(pending, "wait gather_backward" if pending.instruction.backward else "wait gather")
+            # Replicated parameters have no gather; the refresh of the last step is their only message.
             if self._program.layout.params == DEVICE and needed in self._refreshes:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
@@ -199,6 +205,7 @@ class StepRunner:
         self._progress(self._counter, now, ())
         inputs = self._batches[now.micro].inputs
         if now.block > 0:
+            # Detached: the block's graph begins here, and its input gradient can be sent by itself.
             inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_(trains)
         if now.block == self._last and self._chunked is not None:
             if trains:
@@ -207,7 +214,9 @@ class StepRunner:
                 self._loss += head_loss(self._state.modules[now.block], inputs, self._batches[now.micro].labels)
             self._clock.mark(self._clock.doing)
             return
+        # Dropout must draw the same masks when the forward runs again.
         state = random_state(inputs.device) if trains and now.block in self._recomputed else None
+        # A recomputed block keeps no graph.
         with torch.set_grad_enabled(trains and state is None):
             output = self._run_block(now.block, inputs, now.micro)
         if trains:
@@ -251,6 +260,7 @@ class StepRunner:
             with restored(kept.random_state, kept.inputs.device):
                 output = self._run_block(now.block, kept.inputs, now.micro)
         gradient = None if now.block == self._last else self._take((True, now.block + 1, now.micro))  # None: one
+        # A block with frozen parameters before everything trainable has no graph.
         if output.requires_grad:
             with self._weights.recorded_in(queue):
                 torch.autograd.backward(output, gradient)
@@ -296,6 +306,7 @@ class StepRunner:
 
     def _open_gradients(self, block: int) -> None:
         closed = [flat for flat in self._state.flats[block] if flat.needs_buffer]
+        # At most one gradient stays in flight while the next is made: the memory formula counts two.
         if closed:
             while len(self._reductions) > 1:
                 self._finish_reduction()
@@ -312,6 +323,7 @@ class StepRunner:
                 flat.reduce(self._collectives, transfer, buffer)
 
         if gradients:
+            # SYNC of this block waits for this message on its lane.
             pending = self._reduced[now.block] = self._submit(reduce)
             self._reductions.append((pending, [(flat, buffer) for flat, _, buffer in gradients]))
 
@@ -329,6 +341,7 @@ class StepRunner:
 
     def _clip(self, now: Instruction) -> None:
         assert not self._due, f"{now} before the weight gradients of {sorted(self._due)}"
+        # Sends hold their values in memory, so all must have left before the step ends.
         while (pending := self._activations.leaving()) is not None:
             self._wait(pending, f"wait {MessageClass.PIPELINE.value}")
         while self._reductions:
@@ -340,6 +353,7 @@ class StepRunner:
         # Not `* 0`: zero times an infinite norm or loss is nan.
         nothing = torch.zeros_like(self._loss)
         flats = self._state if self._program.trains else ()
+        # Each gradient element counts once: only the first of the ranks that replicate a slice adds its square.
         counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
         squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
         num_tokens = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in self._batches]).sum().double()
@@ -347,10 +361,12 @@ class StepRunner:
         total: list[Tensor] = []
         (transfer,) = self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
+        # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]
         count = count.clamp(min=1.0)
         norm = squared.sqrt() / count
         self._sums = StepSums(loss / count, norm, count, rounding)
+        # As in torch's clip_grad_norm_, the small term avoids a division by zero.
         clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else 1.0
         self._scale = clip / count
         self._clock.mark("clip")

@@ -55,6 +55,7 @@ class Tracer:
         try:
             yield
         finally:
+            # Deleting the instance attributes uncovers the class' methods again.
             for owner, name in hidden:
                 del vars(owner)[name]
             self._engine.runner._progress = self._progress
@@ -151,6 +152,7 @@ class Tracer:
         started_s, done_s = [-1.0] * size, [0.0] * size
         now_s = 0.0
         for stamp, category, position, awaited in step.marks:
+            # Spans of compute must not overlap, even if two stamps are slightly out of order.
             end_s = max(now_s, self._seconds(step.origin, stamp))
             # A wait may be for what the step before sent: it is for the newest that had begun.
             begun = [number for number in known.get(awaited, ()) if spans[number].start_s <= end_s]

@@ -48,6 +48,7 @@ class Pretrained:
         self._config = config
         self._open: dict[str, Any] = {}
         index = weight_files(self.folder)
+        # Small models have one file and no index.
         self._files = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
 
     @cached_property
@@ -87,6 +88,7 @@ class Pretrained:
         names = {self._stored_name(name): name for name in wanted}
         missing = [name for stored, name in names.items() if stored not in self._files]
         tied = self._tied_output()
+        # Derived buffers (rotary frequencies, masks) and a tied output matrix may be stored or not.
         unexpected = [name for name in self._files if name not in names and name != tied and not DERIVED.search(name)]
         complaints = [*_listed("lacks", missing), *_listed("has beside the model's", unexpected)]
         headers = {name: self._header(name) for name in names if name in self._files}
@@ -100,6 +102,7 @@ class Pretrained:
             raise ModelError(
                 f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}{self._fix(missing)}"
             )
+        # A folder may store both matrices with different values; tying them would lose one.
         if tied is not None and not torch.equal(self._whole(tied), self.value("embedding", "weight")):
             raise ModelError(
                 f"{self.folder} has an output matrix {tied} that differs from the embedding, to which the model ties "
@@ -120,6 +123,7 @@ class Pretrained:
         return name if self.config.tied_embeddings and name in self._files else None
 
     def _stored_name(self, name: str) -> str:
+        # Folders of a bare model (without head) leave out the base prefix.
         short = name.removeprefix(NAMES[self.config.family].base)
         return short if name not in self._files and short in self._files else name
 
@@ -194,6 +198,7 @@ def write_pretrained(
     shards = _shards(config, DTYPES[dtype].itemsize, shard_bytes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside the target and renamed at the end, so that a reader never sees half a folder.
         made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
             for file, tensors in shards.items():
@@ -202,9 +207,11 @@ def write_pretrained(
                 others[INDEX] = _json(_index(config, shards, DTYPES[dtype].itemsize))
             for name, content in others.items():
                 write_atomic(made / name, content)
+            # mkdtemp makes folders private to their owner.
             made.chmod(0o755)
             os.replace(made, folder)
             sync_folder(folder.parent)
+        # Also on an interrupt: no half-written folder stays behind.
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
@@ -227,6 +234,7 @@ def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[
         if shards[-1] and held + size > shard_bytes:
             shards.append({})
             held = 0
+        # Parts of a fused tensor (query, key, value) are joined in their stored order.
         shards[-1][name] = sorted(parts, key=lambda each: each[2].part)
         held += size
     if len(shards) == 1:
@@ -242,6 +250,7 @@ def _index(config: ModelConfig, shards: Mapping[str, Mapping[str, _Parts]], item
 def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> Tensor:
     values = [value(block, param) for block, param, _ in parts]
     whole = _joined([each.to(DTYPES[dtype]) for each in values], parts[0][2])
+    # An infinity that was there before is not the conversion's fault.
     if dtype == "fp16" and whole.isinf().any() and not any(each.isinf().any() for each in values):
         raise ModelError(f"{parts[0][2].name} has values beyond what fp16 holds: write bf16 or fp32")
     return whole
@@ -262,6 +271,7 @@ def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     except safetensors.SafetensorError as error:
         raise OSError(f"{path.name}: {error}") from error
     with path.open("rb+") as file:
+        # On disk before the rename makes it visible.
         os.fsync(file.fileno())
 
 

@@ -74,6 +74,7 @@ class _Attend(Function):
 
         into = ContextMessage(ContextLeg.INTO, backward=True)
         pending = layout.comm.start(into, layout.into, give, [heads.queries], grad)
+        # Held-back weight gradients hide this message; without one they would only come earlier.
         if not layout.into.is_silent:
             layout.comm.in_block.compute_weight_gradients()  # of the layers after attention
         own = list(pending.whole(layout.num_attention_tokens))
@@ -85,6 +86,7 @@ def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) ->
     attended = Attended(query, layout.query_runs)
     keys: Sequence[Tensor] = (key, value)
     for step in range(len(layout.ring_steps)):
+        # The next round's keys travel while this round is computed.
         pending = _pass_on(layout, step, keys, ContextLeg.KEYS, backward=False)
         layout.comm.in_block.computes(Kind.ROUND, step)
         for pair in layout.pairs(step, query.dtype):
@@ -123,8 +125,10 @@ def _backward(
         pending = _pass_on(layout, step, keys, ContextLeg.KEYS, backward=True)
         layout.comm.in_block.computes(Kind.ROUND_GRADIENTS, step)
         pairs = layout.pairs(step, query.dtype)
+        # Sums need room for rows that other ranks will add to.
         others = [ring_step.exchange] if step > 1 else []
         if step == 0:
+            # Gradients of this rank's own keys return from every round.
             others = [each.return_gradients for each in layout.ring_steps[1:]]
         runs = [*(pair.keys for pair in pairs), *(run for exchange in others for run in exchange.brings)]
         sums = [Sums(x, runs) for x in keys]
@@ -145,6 +149,7 @@ def _backward(
                 layout, ring_step.return_gradients, done, ContextLeg.RETURN_GRADIENTS, backward=True
             )
             brought = _pass_on(layout, step, done, ContextLeg.GRADIENTS, backward=True)
+            # Freed now, so that gradients of two rounds at most are held.
             del done
         del sums
         if pending is not None:
@@ -183,11 +188,14 @@ def _back(layout: DeviceLayout, heads: UlyssesHeads, given: Sequence[Tensor], *,
     message = ContextMessage(ContextLeg.BACK, backward=backward)
     pending = layout.comm.start(message, layout.back, lambda _: given, [x.shape[1] for x in given], given[0])
     parts, ulysses = list(pending.parts()), layout.comm.group.ulysses
+    # Nothing was exchanged: no copy is needed.
     if ulysses == 1 and len(parts) == 1 and parts[0][1].is_all(layout.num_local_tokens):
         return list(parts[0][2])
+    # Rows that no part covers (padding) must be zero, not uninitialised.
     covers = sum(there.num for _, there, _ in parts) == layout.num_local_tokens * ulysses
     found = []
     for index, x in enumerate(given):
+        # Shared key-value heads collect gradients from several Ulysses ranks, summed in wide precision.
         adds = index > 0 and heads.shared > 1
         num_heads = x.shape[1] * ulysses // (heads.shared if adds else 1)
         whole = side_by_side(x, precise(x.dtype) if adds else None, (1, num_heads, layout.num_local_tokens, x.shape[3]))

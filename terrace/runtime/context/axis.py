@@ -39,6 +39,7 @@ class ContextAxis(InBlockAxis):
         self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
         self._layouts: list[DeviceLayout] = []
         self._layout: DeviceLayout | None = None
+        # Kept to restore the blocks on `remove`.
         self._replaced: list[tuple[Attention, Plans]] = [(attention, attention.plans) for attention in modules]
         for attention in modules:
             attention.plans = self
@@ -59,6 +60,7 @@ class ContextAxis(InBlockAxis):
         Raises `PlanError` for a shape other than the plan's, `ModelError` for positions beyond the model's.
         """
         local = [self._localised(batch) for batch in batches]
+        # Device tensors of a layout are reused when the same layout comes again.
         known = {id(layout.token_layout): layout for layout in self._layouts}
         self._layouts = []
         for batch in local:
@@ -80,6 +82,7 @@ class ContextAxis(InBlockAxis):
                 continue
             sent = sent_bytes(token_layout, group, heads, item_bytes)
             for tier, forward, backward in zip(program.layout.tiers, sent.forward, sent.backward, strict=True):
+                # A recomputed layer sends its forward messages twice.
                 num_bytes = forward * (2 if block in again else 1) + backward
                 if num_bytes:
                     self._declared[MessageClass.CONTEXT, tier] += num_bytes

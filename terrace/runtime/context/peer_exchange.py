@@ -149,6 +149,7 @@ class PendingRecv:
         if len(parts) == 1 and parts[0][1].is_all(num):
             return parts[0][2]
         found = [side_by_side(self._like, shape=(1, heads, num, self._size)) for heads in self._heads]
+        # Rows without an arrival are padding.
         for x in found if sum(rows.num for _, rows, _ in parts) < num else ():
             x.zero_()
         for _, rows, values in parts:
@@ -177,6 +178,7 @@ def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
         begins = [part.data_ptr() for part in parts]
         ends = [begin + part.nbytes for begin, part in zip(begins, parts, strict=True)]
         first = parts[0]
+        # Tensors that lie back to back in one storage are sent without a copy.
         if begins[1:] == ends[:-1] and len({part.untyped_storage().data_ptr() for part in parts}) == 1:
             return first.as_strided((sum(part.numel() for part in parts),), (1,))
     sizes = [(1, rows.num, x.shape[1], x.shape[3]) for x in given]

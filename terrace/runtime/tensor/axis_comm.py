@@ -54,6 +54,7 @@ class AxisComm:
         self._coordinates = layout.coordinates(rank)
         self._collectives = collectives
         self._ranks: tuple[int, ...] = (rank,)
+        # All ranks of the line, for the watchdog.
         for tier in range(len(layout.tiers)):
             self._ranks = tuple(peer for each in self._ranks for peer in layout.peers(each, tier))
         self._origin = Origin(f"tensor {'x'.join(layout.axes)}", device, meter)
@@ -91,6 +92,7 @@ class AxisComm:
         return total[: x.numel()].view(x.shape)
 
     def _finish(self, flight: InFlight, ends_region: bool) -> None:
+        # Weight gradients need no message: they hide this one.
         if ends_region:
             self.in_block.compute_weight_gradients()
         self.wait(flight)
@@ -103,6 +105,7 @@ class AxisComm:
 
     def _sum_into(self, total: Tensor, x: Tensor) -> None:
         source = x.contiguous().view(-1)
+        # Padding, so that all ranks reduce equal parts.
         if total.numel() > source.numel():
             total[: source.numel()] = source
             total[source.numel() :] = 0.0
@@ -112,6 +115,7 @@ class AxisComm:
 
     def _gather_into(self, whole: Tensor, x: Tensor) -> None:
         flat = whole.view(-1)
+        # Gathers run in place: a rank's part already stands where the others expect it.
         self._piece(flat).view(x.shape).copy_(x)
         self._gather_parts(flat)
 

@@ -36,6 +36,7 @@ class _Loss(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
         here = (labels >= part.start) & (labels < part.stop)
+        # Labels of other ranks point at row 0 and are masked out later.
         local = (labels - part.start).masked_fill(~here, 0)
         valid = max(part.stop - part.start, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -44,8 +45,10 @@ class _Loss(Function):
         for chunk in chunks:
             logits = hidden[chunk] @ weight.detach().t()
             _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:, chunk])
+        # One message for all three numbers of all tokens.
         peaks, sums, found = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
         peak = peaks.amax(0)
+        # log Z: sums of all ranks, rescaled to the common maximum.
         scale = peak + (sums * (peaks - peak).exp()).sum(0).log()
         counted = labels != IGNORE_INDEX
         ctx.kept = hidden, logits if len(chunks) == 1 else None, local, here, scale, counted, valid
@@ -57,6 +60,7 @@ class _Loss(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, logits, local, here, scale, counted, valid = ctx.kept
         weight, matrix = ctx.weight, ctx.weight.detach()
+        # Frees the kept logits as soon as they are turned into gradients.
         del ctx.kept
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         factor = gradients[0].to(scale.dtype) * counted

@@ -94,6 +94,7 @@ class TensorAxis(InBlockAxis):
         num = self.columns.degree
         if num == 1:
             return x
+        # Features go to the first dim, along which collectives cut.
         return self.columns.scatter(x.view(x.shape[0], num, -1).transpose(0, 1).flatten(0, 1))
 
     def collect(self, x: Tensor) -> Tensor:
@@ -124,6 +125,7 @@ class ColumnLinear(nn.Module):
             y, bias = axis.product(x, self.weight), self.bias
         else:
             y, bias = axis.reads_input(F.linear(x, self.weight[used])), None if self.bias is None else self.bias[used]
+        # Columns hold parts of the input features, so their products are summed before the bias.
         y = axis.columns.total(y)
         return y if bias is None else y + share(bias, axis.columns.degree)
 
@@ -159,6 +161,7 @@ class Norm(nn.Module):
             if bias is None:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        # Statistics in fp32 at least.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if bias is not None:
             wide = wide - self._mean(wide)
@@ -205,6 +208,7 @@ class Embedding(nn.Module):
         """
         axis = self._axis
         elsewhere = (tokens < self._part.start) | (tokens >= self._part.stop)
+        # Rows of other ranks are zero here and come in by the sum.
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # (B, S, H)
         if axis.splits_tokens:
@@ -221,6 +225,7 @@ class Embedding(nn.Module):
         if not self._axis.splits_tokens:
             found = self.positions[:sequence] if positions is None else F.embedding(positions, self.positions)
             return share(found, self._axis.rows.degree)
+        # With sequence parallelism a rank holds a run of the flattened tokens.
         first = self._axis.rows.place * x.shape[0]
         places = torch.arange(first, first + x.shape[0], device=x.device)
         if positions is None:

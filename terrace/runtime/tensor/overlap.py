@@ -71,7 +71,9 @@ class _ProductScatter(Function):
         for start, stop in chunk_bounds(tokens, held.num_chunks):
             comm.in_block.computes(Kind.OUTPUTS)
             product = F.linear(by_rank[:, start:stop].flatten(0, 1), values)
+            # The product must live until its message has been read.
             under_way.append((comm.start_reduce(part[start:stop], product), product))
+        # The region's input has been used by its last product.
         held.drop()
         for flight, _ in under_way:
             comm.wait(flight)
@@ -86,6 +88,7 @@ class _ProductScatter(Function):
         for start, stop in bounds:
             whole = gradient.new_empty((comm.degree * (stop - start), gradient.shape[1]))
             under_way.append((comm.start_gather(whole, gradient[start:stop]), whole))
+        # After the gathers of the gradient, which are needed first.
         held.refill(comm)
         rows = gradient.new_empty((comm.degree, *gradient.shape))
         inputs = torch.empty_like(x).view(comm.degree, gradient.shape[0], -1)

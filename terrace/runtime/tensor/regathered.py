@@ -38,6 +38,7 @@ class RegatheredInput:
 
     def __init__(self, drops: bool, num_chunks: int) -> None:
         self.num_chunks = num_chunks
+        # Without a backward nothing needs the input again.
         self._drops = drops and torch.is_grad_enabled()
         self._refill: InFlight | None = None
         self._arriving: list[tuple[int, int, Tensor, InFlight]] = []  # parts under way: (start, stop, values, flight)
@@ -66,6 +67,7 @@ class RegatheredInput:
         """Begin to gather x (m, ...) into `whole` (n m, ...), part by part, each of all ranks."""
         self._comm, self._whole = comm, whole.view(comm.degree, *x.shape)
         for start, stop in chunk_bounds(x.shape[0], self.num_chunks):
+            # A part holds the same tokens of every rank, which are not contiguous in the whole.
             part = x.new_empty((comm.degree * (stop - start), *x.shape[1:]))
             self._arriving.append((start, stop, part, comm.start_gather(part, x[start:stop])))
 
@@ -84,6 +86,7 @@ class RegatheredInput:
             self._storage = whole.untyped_storage()
             self._num_bytes = self._storage.nbytes()
             self._again = torch.empty(0, dtype=whole.dtype, device=whole.device)
+            # A view with its own version counter, so autograd does not take the refill for a change.
             self._again.set_(self._storage, 0, whole.shape, whole.stride())
 
     def drop(self) -> None:
@@ -132,6 +135,7 @@ class _ReduceOutput(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # The output's gradient first: input gradients wait for it, while only weight gradients need the input.
         gradient = ctx.comm.all_gather(gradients[0])
         ctx.held.refill(ctx.comm)
         return gradient, None, None
