@@ -62,6 +62,7 @@ def dense_mask(
     """
     queries = torch.arange(shift, shift + num_queries, device=device)
     starts = torch.tensor([0, *begins], device=device)
+    # The last document that begins at or before each query.
     first = starts[torch.bucketize(queries, starts[1:], right=True)]
     return additive_mask(first, queries, torch.arange(num_keys, device=device), window, dtype)
 
@@ -114,13 +115,16 @@ class Attended:
 
     def __init__(self, query: Tensor, runs: Sequence[Run]) -> None:
         self._query = query
+        # Rows in several pairs are merged; all others are written once.
         self._merges = _overlap(runs)
         self._whole = list(runs) == [(0, query.shape[2])]
         if not self._whole:
             self._out = side_by_side(query, precise(query.dtype) if self._merges else query.dtype)
+            # Merging reads the old values, and rows without a pair have output zero.
             if self._merges or _num_rows(runs) < query.shape[2]:
                 self._out.zero_()
             batch, heads, length, _ = query.shape
+            # Heads of a token side by side, as in the output.
             lse = query.new_full((batch, length, heads), -torch.inf, dtype=precise(query.dtype))
             self._lse = lse.transpose(1, 2)
 

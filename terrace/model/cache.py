@@ -40,9 +40,11 @@ class KVCache:
     ) -> None:
         if config.learned_positions and num_tokens > config.max_positions:
             raise ModelError(f"{num_tokens} tokens need as many positions; the model has {config.max_positions}")
+        # A window longer than the text never wraps round, and learned positions end the text anyway.
         self.is_ring = 0 < config.sliding_window <= num_tokens and not config.learned_positions
         self.capacity = config.sliding_window if self.is_ring else num_tokens
         self.lengths = [0] * num_rows  # tokens of each row so far
+        # Preallocated, so that a token costs a write and not a copy of the row.
         shape = (num_rows, config.num_kv_heads, self.capacity, config.head_dim)
         self.layers = [LayerCache(self, shape, device, dtype) for _ in range(config.num_layers)]
         self.filling: int | None = None  # the row whose beginning passes the layers
@@ -81,6 +83,7 @@ class KVCache:
         lengths = torch.tensor(self.lengths, device=device)
         self.places = lengths % self.capacity
         seen = [min(length + 1, self.capacity) for length in self.lengths]
+        # Rows of one length need no mask and keep the faster kernel.
         self.num_seen, self.mask = max(seen), None
         if min(seen) < self.num_seen:
             beyond = torch.arange(self.num_seen, device=device) >= torch.tensor(seen, device=device)[:, None]
@@ -106,11 +109,13 @@ class LayerCache:
         of, rows = self._of, torch.arange(len(query), device=query.device)
         if of.filling is not None:
             length, capacity = key.shape[2], of.capacity
+            # A ring keeps only the last tokens of a long beginning.
             kept = torch.arange(max(0, length - capacity), length, device=key.device)
             for kind, part in ((self.keys, key), (self.values, value)):
                 kind[of.filling].index_copy_(1, kept % capacity, part[0, :, kept])
             return attend(query, key, value, plan)
         for kind, part in ((self.keys, key), (self.values, value)):
+            # Each row writes at its own place: rows differ in length.
             kind[rows, :, of.places] = part[:, :, 0]
         keys, values = (kind[:, :, : of.num_seen] for kind in (self.keys, self.values))
         # Several heads with the same keys are as several queries of one head.
@@ -136,7 +141,9 @@ def run_cached(blocks: Sequence[nn.Module], tokens: Tensor, cache: KVCache, row:
     x = embedding(tokens, positions)
     for layer, kept in zip(layers, cache.layers, strict=True):
         x = layer(x, positions, kept)
+    # Only the last token's logits are needed, and they are the largest tensor.
     logits: Tensor = head(x[:, -1:])[:, 0]
+    # Lengths move after all layers have stored their keys at the same places.
     for index in range(len(cache.lengths)) if row is None else (row,):
         cache.lengths[index] += tokens.shape[1]
     return logits

@@ -67,6 +67,7 @@ class ModelConfig:
         if self.family not in FAMILIES:
             raise ModelError(f"family {self.family!r} is not implemented{did_you_mean(self.family, FAMILIES)}")
         names = FAMILIES[self.family].names
+        # Sizes are checked first: later rules divide by them.
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ModelError(f"{names.get(name, name)} = {getattr(self, name)} must be at least 1")
@@ -110,6 +111,7 @@ class ModelConfig:
                 f"sliding_window = {self.sliding_window} must be at least 1 and at most {_LARGEST_SIZE}: "
                 "set it to null for no window"
             )
+        # Two ways to say one thing would make equal models compare unequal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
 

@@ -158,6 +158,7 @@ def attention_heads(block: BlockSpec, rows: int) -> Heads | None:
         return None
     # Without `kv_heads` attention is multi-head: as many keys as queries.
     num_keys = queries[0] if keys is None else keys[0]
+    # At least one key-value head per row: rows beyond their number share one.
     return Heads(queries[0] // rows, max(1, num_keys // rows), queries[1])
 
 

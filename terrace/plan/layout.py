@@ -46,6 +46,7 @@ class Layout:
         """The layout of states that the ranks of `axes` hold together; raises `ClusterError` for an unknown tier."""
         params = cluster.index(plan.params)
         mesh = Mesh.of(cluster, plan)
+        # Axes of degree 1 are dropped, so that equal layouts compare equal.
         axes = tuple(axis for axis in ORDER if axis in axes and mesh.total(axis) > 1)
         return Layout(
             tiers=tuple(tier.name for tier in cluster.tiers),
@@ -95,6 +96,7 @@ class Layout:
 
     def route(self, message: MessageClass) -> range:
         """Indexes of the tiers that the messages of a class are there to cross, whatever their sizes."""
+        # Control messages join all ranks, so they may cross every tier.
         if message is MessageClass.CONTROL:
             return range(self.outermost + 1)
         route = ROUTES.get(message)

@@ -47,6 +47,7 @@ def keeps_master(plan: Plan, layout: Layout) -> bool:
 
     They can be one memory when dtypes agree and no refresh message rounds the working copy.
     """
+    # Only tiers that a refresh crosses can round it.
     refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
     # A rounded working copy cannot serve as the master: its error would feed the next update.
     rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
@@ -84,6 +85,7 @@ def model_state_bytes(
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
         for parts in flats
     ]
+    # Replicated parameters are counted in `params` and never gathered.
     stays = residencies(stage, blocks, plan.prefetch) if plan.params != "device" else []
     total["gathered"] = _peak_gathered(stays, whole) * compute
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute

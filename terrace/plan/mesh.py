@@ -161,6 +161,7 @@ class Mesh:
         found: tuple[int, ...] = (rank,)
         for tier, degree in enumerate(self.group(*axes)):
             peers = [self.peers(other, tier, axes) for other in found]
+            # Places of outer tiers count slowest.
             found = tuple(ranks[place] for place in range(degree) for ranks in peers)
         return found
 
@@ -186,6 +187,7 @@ class Mesh:
     def edge_tier(self, stage: int, other: int) -> int:
         """The index of the outermost tier that a message between two stages crosses."""
         crossed = 0
+        # The outermost tier on which the two stages differ.
         for tier, degree in enumerate(self.group(*PIPELINE)):
             (stage, here), (other, there) = divmod(stage, degree), divmod(other, degree)
             crossed = tier if here != there else crossed
@@ -198,6 +200,7 @@ class Mesh:
 
 @lru_cache(maxsize=4096)
 def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
+    # Move along the pipeline axis only, tier by tier.
     for tier, degree in enumerate(mesh.group(*PIPELINE)):
         stage, place = divmod(stage, degree)
         rank = mesh.peers(rank, tier, PIPELINE)[place]

@@ -73,6 +73,7 @@ def residencies(stage: Stage, blocks: Sequence[BlockSpec], prefetch: int) -> lis
     owners: list[int] = []
     newest: dict[int, list[Visit]] = {}
     for visit in visits(stage):
+        # A visit also needs the blocks it borrows from.
         for block in (visit.block, *blocks[visit.block].borrows):
             current = newest.get(block)
             # Freeing the block now would only force a second gather, so its stay is extended.

@@ -134,6 +134,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     finished: dict[int, list[int]] = {block: [] for block in stage.held}
     latest: dict[int, int] = dict.fromkeys(stage.held, -1)
     for number, (group, _, block) in enumerate(stage.passes()):
+        # A backward in halves completes its gradient with the weight half.
         if group.kind.finishes:
             finished[block].append(number)
             for lender in blocks[block].borrows:
@@ -144,6 +145,7 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     for block, numbers in finished.items():
         if not numbers:  # forward only
             continue
+        # The last pass of every full unit.
         turns = numbers[unit - 1 :: unit]
         if len(numbers) % unit:
             turns.append(numbers[-1])

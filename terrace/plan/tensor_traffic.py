@@ -212,6 +212,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
                 one_of = (
                     weight.dims[0][1] if weight.is_replicated_over("rows") else 1
                 )  # of key-value heads that all ranks hold
+                # Columns hold parts of the inner product's sum.
                 forward += all_reduce(columns, _inner(tensor, weight.shape[0] // one_of))
     forward += forward_norms
     backward += forward_norms

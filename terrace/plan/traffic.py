@@ -62,6 +62,7 @@ def step_bytes(
     own, held = (range(len(blocks)),) * 2 if stage is None else (stage.own, stage.held)
     for (index, for_backward, opening), times in gather_counts(blocks, num_micros, plan, stage).items():
         message = MessageClass.GATHER_BACKWARD if for_backward else MessageClass.GATHER
+        # Only a block's first gather of the step reads the primary copy.
         source = layout.params if opening else layout.params_backward
         for flat in flats[index]:
             add(message, flat, times, source)
@@ -85,6 +86,7 @@ def step_bytes(
         for index, peer in stage.ties:
             tier = mesh.edge_tier(stage.index, peer)
             total[MessageClass.TIE, layout.tiers[tier]] += tie_bytes(flats[index], plan.master)
+        # Receivers complete each activation within their row of tensor ranks.
         if edge.gathers is not None:
             for tier, num_bytes in tensor.sends(edge.gathers):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * stage.num_received * num_bytes

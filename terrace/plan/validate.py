@@ -40,6 +40,7 @@ def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:
 
     Raises `PlanError` when the batch does not divide.
     """
+    # Sequences that all data ranks take in one micro-batch.
     unit = plan.micro_batch * layout.data_degree
     if batch < 1 or batch % unit:
         below = max(0, batch) // unit * unit
@@ -78,6 +79,7 @@ def axis_hint(tier: str, word: str) -> str:
 
 def check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
     """Raise `PlanError` unless `degree`, which stands at `where`, can be one of `axis`."""
+    # Factored axes nest: each factor is checked like an axis of its own.
     if isinstance(degree, Mapping):
         if axis not in FACTORS:
             raise PlanError(

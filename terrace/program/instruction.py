@@ -110,10 +110,12 @@ class Instruction:
     def message_class(self) -> MessageClass | None:
         """The class of the message it sends or receives; None for an op that does not communicate."""
         spec = SPECS[self.op]
+        # Only gathers have a class of their own for backwards; pipeline messages have one for both.
         return spec.message_backward or spec.message if self.backward else spec.message
 
     def __str__(self) -> str:
         words = [self.op.value]
+        # Words for people; the verifier's errors quote them.
         if self.op in (Op.SEND, Op.RECV):
             words.append("gradient" if self.backward else "activation")
         if self.block >= 0:

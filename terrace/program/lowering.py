@@ -144,6 +144,7 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
         for number in numbers if blocks[block].num_trainable else ():
             reduced[number].append((block, number == numbers[-1]))
     received = _received(stage, stages)
+    # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
     for group in stage.groups:
         order = stage.traversal(group)

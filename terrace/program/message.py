@@ -76,6 +76,7 @@ def block_message(
     parameters starts from; the default is the one its class names.
     """
     lane, tiers = message_lane(everyone, message_class, source), message_tiers(everyone, message_class, source)
+    # Buffers that do not travel in this class (frozen, or not orthogonalised) have no transfer.
     transfers = [
         flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number)
         for number, flat in enumerate(flats)

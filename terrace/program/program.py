@@ -178,6 +178,7 @@ class Program:
     def buffers(self) -> tuple[Buffer, ...]:
         """The buffers of model state on a rank."""
         communicating = (each for each in self.counts if each.message_class is not None)
+        # Distinct instructions only: repeats share their messages and so their memory.
         messages = [
             *(self.message(each) for each in communicating),
             *(message for each in self.counts for message in self.messages_inside(each)),
@@ -225,6 +226,7 @@ class Program:
             if found is None:
                 found = self._of_lines[message] = tensor_message(self.tensor, message)
             return found
+        # Any other in-block message belongs to the context axis.
         attention = self.context.attention(self.blocks[block])
         assert attention is not None, f"block {block} sends {message}"
         return context_message(attention.sends(message))

@@ -69,6 +69,7 @@ class _Walker:
 
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
+        # Fields first: later checks rely on unused ones keeping their defaults.
         self._fields(instruction)
         if not self.program.trains and (instruction.op not in FORWARD_OPS or instruction.backward):
             self._fail("the program runs forwards alone")
@@ -103,6 +104,7 @@ class _Walker:
         if self.resident:
             self._fail_end(f"block {min(self.resident)} is still gathered at the end: FREE it")
         passes = [(block, micro) for block in program.stage.own for micro in range(program.num_micros)]
+        # Every check above is about instructions that exist; these must exist.
         wanted = [Instruction(Op.FORWARD, *each) for each in passes]
         if program.trains:
             wanted += [Instruction(self._backward_of(*each), *each) for each in passes]
@@ -161,6 +163,7 @@ class _Walker:
     def _first_borrower(self) -> dict[int, int]:
         """The first block here that borrows each copy: its complete backwards count as the copy's."""
         stage, blocks = self.program.stage, self.program.blocks
+        # Reversed, so that the first borrower wins.
         found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
         return {copy: found[copy] for copy in stage.copies}
 
@@ -175,6 +178,7 @@ class _Walker:
         edges = []
         for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
             edges += [(False, chunk[-1], onward)] if onward is not None else []
+            # Evaluation sends no gradients.
             edges += [(True, chunk[0], back)] if back is not None and stage.trains else []
         return frozenset((*edge[:2], micro, edge[2]) for edge in edges for micro in range(stage.num_micros))
 
@@ -317,6 +321,7 @@ class _Walker:
         # `micro` tells the executor which backwards the reduction covers.
         if now.micro != self.newest[now.block]:
             self._fail(f"the newest micro-batch whose gradient is complete is {self.newest[now.block]}: say so")
+        # Backwards beyond the unit stay counted for the next reduction.
         self.finished[now.block] -= needed
         self.stale.discard(now.block)
 

@@ -175,6 +175,7 @@ class _Play:
         item = self.items[rank][self.heads[rank]]
         if item.message is not None:
             return item.instruction, self.key(rank, item.message)[0]
+        # Any absent member explains the wait; the first is named.
         absent = [peer for peer in self.group(rank, item) if peer in self.heads and not self._is_at(peer, item)]
         return item.instruction, absent[0]
 
@@ -185,12 +186,14 @@ class _Play:
 def _play(programs: Mapping[int, Program]) -> None:
     play = _Play(programs)
     play.run()
+    # A rank short of its end is stuck.
     for rank, head in play.heads.items():
         if head < len(play.items[rank]):
             _fail_circle(play, rank)
 
 
 def _fail_circle(play: _Play, rank: int) -> None:
+    # Following who waits for whom must end in a circle or at a rank that has ended.
     words: list[str] = []
     seen: set[int] = set()
     while rank not in seen and play.heads[rank] < len(play.items[rank]):
@@ -225,6 +228,7 @@ def _check_messages(programs: Mapping[int, Program]) -> None:
             if sent is None or (sent.block, sent.micro, sent.backward) != wanted:
                 found = f"sends `{sent}`" if sent else "sends nothing more"
                 raise ProgramError(f"rank {rank}, instruction {position} `{instruction}`: rank {peer} {found} instead")
+    # Left over after all receives: nobody asked for them.
     for (sender, receiver), queue in channels.items():
         if queue:
             raise ProgramError(f"rank {sender}: `{queue[0]}` is never received by rank {receiver}")

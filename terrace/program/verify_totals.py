@@ -9,8 +9,10 @@ from terrace.program.program import Program
 def check_bytes(program: Program, rank: int) -> None:
     """Raise `ProgramError` where the program does not send exactly the bytes that the plan declares."""
     sent = program.sent_bytes
+    # Without a pipeline the closed formula makes its own stage: an independent count.
     stage = program.stage if program.stage.num_stages > 1 else None
     declared = step_bytes(program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, stage)
+    # Both directions: bytes sent but not declared, and declared but not sent.
     for key in sorted(sent.keys() | declared.keys()):
         if sent.get(key, 0) != declared.get(key, 0):
             raise ProgramError(
@@ -32,6 +34,7 @@ def check_memory(program: Program, rank: int) -> None:
     declared = model_state_bytes(
         program.cluster, program.plan, program.blocks, program.num_micros, program.sequence, program.stage
     )
+    # Only these categories depend on the order of instructions; the others follow from the plan.
     for category, (words, fix) in _HELD.items():
         if held[category] > declared[category]:
             raise ProgramError(

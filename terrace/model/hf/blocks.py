@@ -53,6 +53,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     for part, found in {"layers": layers, "final norm": norm, "input embedding": lookup}.items():
         if found is None:
             raise ModelError(f"{what} has no {part} where a decoder has it: write its blocks by hand (docs/python.md)")
+    # An unknown module would be skipped silently, so it is refused.
     for name, child in decoder.named_children():
         if name not in _KNOWN and child is not lookup:
             raise ModelError(
@@ -131,6 +132,7 @@ class _Layer(nn.Module):
             given["position_ids"] = places
         if "position_embeddings" in self._wants and self.rotary is not None:
             given["position_embeddings"] = self.rotary(x, places)
+        # Some releases return a tuple, others the tensor.
         out = self.layer(x, **given)
         result: Tensor = out if isinstance(out, Tensor) else out[0]
         return result
@@ -174,6 +176,7 @@ def _first(parent: nn.Module, names: tuple[str, ...], kind: type[nn.Module]) -> 
 def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
     parameters = inspect.signature(layer.forward).parameters
     named = {name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    # A forward with **kwargs may pass positions on to attention.
     open_ended = len(named) < len(parameters)
     for name in list(parameters)[1:]:
         if name in named and name not in _GIVEN and parameters[name].default is inspect.Parameter.empty:
@@ -188,6 +191,7 @@ def _wanted(layer: nn.Module, context: _Context, what: str) -> set[str]:
 
 
 def _check_dropout(model: nn.Module, what: str) -> None:
+    # Attention keeps its rate as a float attribute, not as a Dropout module.
     for name, module in model.named_modules():
         rates = {key: value for key, value in vars(module).items() if "dropout" in key and isinstance(value, float)}
         if isinstance(module, nn.Dropout):
@@ -203,6 +207,7 @@ def _check_dropout(model: nn.Module, what: str) -> None:
 def _name(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
     full = {id(param): name for name, param in model.named_parameters()}
     held = {id(param) for block in blocks for param in block.parameters()}
+    # A parameter outside the blocks would never train.
     for key, name in full.items():
         if key not in held:
             raise ModelError(f"{what} has a parameter {name!r} that no block holds: write its blocks by hand")
@@ -219,6 +224,7 @@ def _compare(model: nn.Module, blocks: list[nn.Module], what: str) -> None:
     config: Any = model.config
     limit = getattr(config, "max_position_embeddings", _CHECK_TOKENS)
     vocabulary = int(config.vocab_size)
+    # Distinct, scattered tokens without drawing from the random generator.
     tokens = (torch.arange(min(_CHECK_TOKENS, limit), device=first.device) * 7919 + 1) % vocabulary
     tokens = torch.stack([tokens, (tokens * 31 + 3) % vocabulary])
     wanted = model(tokens, use_cache=False).logits

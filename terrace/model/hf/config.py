@@ -53,8 +53,10 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table: dict[str, Any] = {"model_type": fields["family"], "architectures": [family.architecture]}
     table |= {key: fields[own] for own, key in family.names.items()}
     activation_key = family.names["activation"]
+    # Several spellings mean one activation; the first is written.
     spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
     table[activation_key] = spellings[0]
+    # Written out, because absent keys would take the non-zero defaults of transformers.
     table |= dict.fromkeys(family.implied, 0.0)
     if family.switched_window:
         table |= _switched_window(fields)
@@ -96,6 +98,7 @@ def without_dropout(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
+    # Absent keys count with the default of transformers.
     given = {**family.implied, **table}
     refused = [key for key, value in given.items() if key in ONLY and value not in ONLY[key]]
     if not refused:
@@ -119,6 +122,7 @@ def _rope_keys(family: Family) -> set[str]:
 def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[fields["family"]]
     hidden, heads = fields["hidden_size"], fields["num_heads"]
+    # Defaults of transformers for absent keys.
     if fields["intermediate_size"] is None:
         fields["intermediate_size"] = 4 * hidden
     if fields.get("num_kv_heads") is None:
@@ -154,6 +158,7 @@ def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
         found["theta"][key] = table.get(key)
     for key in ("partial_rotary_factor", family.factor_key):
         found["factor"][key] = table.get(key)
+    # The same number may appear under several keys; disagreeing values are refused.
     theta = _agreed(found["theta"], 10000.0)
     factor = _agreed(found["factor"], family.default_factor)
     if not family.factor_is_free and factor != family.default_factor:
@@ -167,6 +172,7 @@ def _read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
         kind = inner.get("rope_type", inner.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
             raise ModelError(f"{where}.rope_type = {kind!r} is not implemented: use default, linear or llama3")
+        # Older files say `type`, newer ones `rope_type`.
         if inner.get("type", kind) != kind:
             raise ModelError(f"{where}.rope_type = {kind!r} and {where}.type = {inner['type']!r} disagree: keep one")
         known = scaling_keys(kind)
@@ -213,6 +219,7 @@ def _read_window(loaded: Any, family: Family) -> int:
                 f"set it to 0 or {num_layers}, or use_sliding_window to false"
             )
     wanted = "sliding_attention" if window else "full_attention"
+    # All layers share one mask plan, so mixed kinds are refused.
     if kinds is not None and (len(kinds) != num_layers or set(kinds) != {wanted}):
         raise ModelError(
             f"layer_types = {list(kinds)} is not implemented: make all {num_layers} {wanted!r}, or leave it out"
@@ -240,5 +247,6 @@ def _agreed(found: Mapping[str, Any], default: float) -> float:
 
 def _factor(rotary_dim: int, head_dim: int) -> float:
     """A fraction of `head_dim` that rounds down to `rotary_dim` again."""
+    # Rounding of the quotient may lose one element.
     factor = rotary_dim / head_dim
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, math.inf)

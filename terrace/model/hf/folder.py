@@ -52,11 +52,13 @@ def weight_files(folder: Path) -> dict[str, str] | None:
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ModelError(f"{folder / INDEX} has no weight_map of tensors to files: download it again")
         for file in sorted(set(index.values())):
+            # A path in an index must not lead out of the folder.
             if os.path.basename(file) != file or not (folder / file).is_file():
                 raise ModelError(f"{folder / INDEX} names {file}, which is not in the folder: download it")
         return index
     if (folder / SINGLE).is_file():
         return None
+    # Other formats (pickles) are named in the error, but never opened.
     others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern))
     if others:
         raise ModelError(

@@ -136,7 +136,9 @@ def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tu
         return Source(name=name, shape=shape)
     index = block.removeprefix("layers.")
     name = f"{names.base}{names.layers}.{index}.{names.layer[module]}.{ending}"
+    # Fused tensors hold query, key and value in one matrix.
     num_parts = len(names.fused) if module in names.fused else 1
+    # GPT-2 stores Conv1D weights as (in, out); biases have one dim.
     transposed = names.transposed and len(shape) == 2
     stored = (num_parts * shape[0], *shape[1:])
     return Source(

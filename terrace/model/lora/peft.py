@@ -70,6 +70,7 @@ def _by_module(config: ModelConfig, lora: LoraConfig) -> dict[str, list[_Part]]:
 
 def _joined(parts: Sequence[_Part], value: Value) -> tuple[Tensor, Tensor]:
     adapters = [[value(block, name).float() for name in adapter_names(weight)] for block, weight, _ in parts]
+    # Adapters of a fused matrix are joined: ranks add up, and B becomes block diagonal.
     down = torch.cat([down for down, _ in adapters])  # (r, in), r of all parts together
     if parts[0][2].num_parts == 1:
         return down.contiguous(), adapters[0][1].contiguous()
@@ -86,6 +87,7 @@ def _table(config: ModelConfig, lora: LoraConfig, num_parts: Mapping[str, int], 
     prefix = f"{names.base}{names.layers}."
     inside = {module: module.removeprefix(prefix).partition(".")[2] for module in num_parts}  # "self_attn.q_proj"
     kinds = {(inside[module], num) for module, num in num_parts.items()}
+    # If every layer has the same targets, short names describe them all.
     everywhere = all(
         kinds == {(inside[m], num) for m, num in num_parts.items() if m.startswith(f"{prefix}{index}.")}
         for index in range(config.num_layers)
@@ -105,6 +107,7 @@ def _table(config: ModelConfig, lora: LoraConfig, num_parts: Mapping[str, int], 
         "lora_dropout": 0.0,
         "target_modules": found,
         "rank_pattern": ranks,
+        # alpha grows with the rank, so that alpha / r stays the same.
         "alpha_pattern": {name: rank * lora.scale for name, rank in ranks.items()},
         "bias": "none",
         "fan_in_fan_out": names.transposed,

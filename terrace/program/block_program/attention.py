@@ -105,10 +105,12 @@ def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment
             moments.append(_moment(None, ends, 1, backward))
         # Rounds, by the tier over which keys leave, and by the tier over which gradients do (-1: none).
         gradients = [-1, -1, *tiers[1:]] if backward else [-1] * (len(tiers) + 1)
+        # Equal rounds are counted, not listed: a ring of thousands has few distinct ones.
         rounds = Counter(zip([*tiers[1:], -1], gradients[1:], strict=True)) if tiers else Counter[tuple[int, int]]()
         kind = Kind.ROUND_GRADIENTS if backward else Kind.ROUND
         # Held-back weight gradients hide the last message of the ring.
         if tiers:
+            # The first round differs: no gradients travel beside it yet.
             moments.append(_moment(Compute(kind, 0), [(ContextLeg.KEYS, tiers[0])], 1, backward))
         for (keys, returned), times in rounds.items():
             legs = [(ContextLeg.GRADIENTS, returned), (ContextLeg.KEYS, keys)]

@@ -57,6 +57,7 @@ def tensor_steps(
         forward, backward = writer.head(len(parts))
     else:
         looks_up = any(param.trainable for param in block.params if param.dims[0][0] == "vocab")
+        # A frozen table has no gradient, so its backward sends nothing.
         forward, backward = writer.embedding(), writer.embedding_backward() if looks_up else iter(())
     return tuple(forward), tuple(backward)
 
@@ -160,6 +161,7 @@ class _Writer:
         yield from map(Await, reductions)
 
     def _layer_backward(self, parts: Sequence[_Part], attention: Steps) -> Iterator[Step]:
+        # The backward meets parts in the opposite order.
         for part in reversed(parts):
             if part is _NORM:
                 yield from self._norms(1)

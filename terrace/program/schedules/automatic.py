@@ -96,6 +96,7 @@ class _Stage:
         return self.kept + 1 > self.problem.limit * (1 + _ROUNDING)
 
     def _run(self, kind: Kind, micro: int, arrival_s: float, lasts_s: float, kept: float) -> None:
+        # A task starts when the stage is free and its input is there.
         start_s = max(self.now_s, arrival_s)
         # Idle time counts from the first task: the wait before it is the pipeline's ramp, which no order avoids.
         if self.row:
@@ -133,6 +134,7 @@ class _Stage:
 def _attempt(problem: _Problem, delay: bool, skip: bool, small_gaps: bool) -> list[_Stage]:
     stages = [_Stage(problem, index) for index in range(problem.num_stages)]
     _warm_up(problem, stages, delay)
+    # F goes down the pipeline and I comes back up, so arrivals are known when a stage is reached.
     for micro in range(1, problem.num_micros):
         for index, stage in enumerate(stages):
             if len(stage.forwards_s) < problem.num_micros and not (skip and _may_skip(problem, stages, index)):
@@ -172,6 +174,7 @@ def _warm_up_counts(problem: _Problem, delay: bool) -> list[int]:
     """Forwards of every stage before its first I, assuming that they run without gaps."""
     seconds, most = problem.seconds, min(problem.limit, problem.num_micros)
     ends_s = [lasts_s + edge_s for lasts_s, edge_s in zip(seconds.forward_s, (0.0, *seconds.edge_s), strict=True)]
+    # Prefix sums: when each stage ends its first forward.
     ends_s = list(accumulate(ends_s))
     counts = [1] * problem.num_stages
     input_s = ends_s[-1] + seconds.input_s[-1]
@@ -207,6 +210,7 @@ def _steady_forward(problem: _Problem, stages: Sequence[_Stage], index: int, sma
     # Memory is full: W releases the rest of a micro-batch's activations.
     while stage.is_full and stage.has_weight:
         stage.weight()
+    # A stage cannot run a forward that the one before has not run.
     before = len(stages[index - 1].forwards_s) if index else problem.num_micros
     if stage.is_full or before <= len(stage.forwards_s):
         return
