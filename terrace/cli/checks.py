@@ -22,7 +22,7 @@ _SMALL_WORLD, _FEW, _SOON_S = 32, 40, 0.1
 
 
 def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Finding]:
-    """Findings about a run whose parts can be read; `plan_command` is the command that finds a faster plan."""
+    """Findings about a run with readable parts; `plan_command` is the command that searches for a faster plan."""
     try:
         checked_programs(run)
     except TerraceError as error:
@@ -77,6 +77,7 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
     try:
         task = task_of(run, run.cluster)
         slow = bottleneck(task, run.plan)
+        # Searched even without a bottleneck: the doctor has the time that a training start has not.
         better = better_plan(task, slow.step_s, _LIMIT)
     except PlanError as error:
         yield Finding(level="fine", about="speed", words=f"the planner cannot price this plan ({error})")
@@ -88,9 +89,9 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
 
 
 def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> str | None:
-    """Warning for a run whose step is mostly waiting on one tier, with a faster plan; None for any other run.
+    """Warning for a run with a step mostly waiting on one tier, with a faster plan; otherwise None.
 
-    `cluster` has the constants measured at the start of the run. Takes well under a second: where a search would take
+    `cluster` has the constants measured at the start of the run. Takes well under a second: if a search would take
     longer, the warning names `terrace doctor` instead of a plan.
     """
     begin_s = time.perf_counter()
@@ -111,7 +112,7 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
 
 
 def task_of(run: RunConfig, cluster: Cluster) -> Task:
-    """The run as a task of the planner. Raises `PlanError` for a run that the planner does not support."""
+    """The run as a task of the planner. Raises `PlanError` if the planner does not support it."""
     plan = run.plan
     return Task(
         model=run.model,

@@ -31,7 +31,6 @@ _MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "data", help="look at a corpus before a run", description="Look at a corpus before a run; nothing is trained."
     )

@@ -1,4 +1,4 @@
-"""`terrace doctor`: facts about this machine, the parts that Terrace will use and why, and fixes for missing ones.
+"""`terrace doctor`: facts about this machine, the parts Terrace will use and why, and fixes for missing ones.
 
 With a model, a cluster or a plan it also checks that they fit together. `--network` starts the ranks and measures the
 links of every tier.
@@ -30,7 +30,6 @@ _MOST_S = 30.0
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "doctor",
         help="check this machine: the parts that will be used, and fixes for missing ones",

@@ -1,8 +1,8 @@
-"""Elastic runs: the command's cluster fitted to the number of ranks that were started.
+"""Elastic runs: the command's cluster fitted to the number of started ranks.
 
-From the outermost tier inward, the first tier that can be resized so that all ranks are used gets the new size, and the
-tiers outside it get size 1. The plan is read again for that cluster. The batch stays; where a rank's share of it is no
-multiple of plan.micro_batch, the micro-batch becomes the largest smaller divisor.
+From the outermost tier inward, the first tier that can be resized to use all ranks gets the new size, and tiers outside
+it get size 1. The plan is read again for that cluster. The batch stays; if a rank's share of it is no multiple of
+plan.micro_batch, the micro-batch becomes the largest smaller divisor.
 """
 
 import math
@@ -18,7 +18,7 @@ from terrace.train.config import RunConfig, parse_run, parse_sections
 
 
 def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
-    """`cluster` with its tiers resized to `num_ranks` ranks; unchanged where no tier can be resized to fit."""
+    """`cluster` with its tiers resized to `num_ranks` ranks; unchanged if no tier can be resized to fit."""
     sizes = [tier.size for tier in cluster.tiers]
     # Resizing an outer tier keeps the inner ones, and so the fast groups of the plan.
     for index in reversed(range(len(sizes))):
@@ -31,9 +31,9 @@ def fitted_cluster(cluster: Cluster, num_ranks: int) -> Cluster:
 
 
 def fitted_run(table: Mapping[str, Any], num_ranks: int) -> tuple[RunConfig, str]:
-    """(the run of a table on `num_ranks` ranks, description of the changes); an empty description where the ranks fit.
+    """(the run of a table on `num_ranks` ranks, description of the changes); no description if the ranks fit.
 
-    Raises `PlanError` when the plan does not fit them.
+    Raises `PlanError` if the plan does not fit them.
     """
     run = parse_run(table)
     if run.cluster.world_size == num_ranks:

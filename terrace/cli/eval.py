@@ -18,7 +18,6 @@ _SECONDS = 1.0  # between two lines of progress
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "eval",
         help="measure how well a trained model predicts a text",

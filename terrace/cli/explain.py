@@ -10,7 +10,6 @@ from terrace.cli.options import OVERRIDES_HELP
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "explain",
         help="the same as terrace simulate --view program",
@@ -22,7 +21,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Say the new name once, and run it."""
+    """Print the new name once, and run it."""
     code = simulate.run(options, rest)
     print("terrace: explain is now terrace simulate --view program", file=sys.stderr)
     return code

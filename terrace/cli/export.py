@@ -15,7 +15,6 @@ _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "export",
         help="write a trained model as a Hugging Face folder",

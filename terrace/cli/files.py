@@ -25,10 +25,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raise `ConfigError` where `path` is one of the command's `inputs` (option -> path);
-
-    `option` is named in the error.
-    """
+    """Raise `ConfigError` if `path` is one of the command's `inputs` (option -> path); names `option` in the error."""
     for name, given in inputs.items():
         if given is None:
             continue
@@ -39,7 +36,7 @@ def check_not_read(option: str, path: Path, inputs: Mapping[str, str | None]) ->
 
 
 def write_file(option: str, path: Path, content: str) -> None:
-    """Write the file named by `option`; raises `ConfigError` where that fails."""
+    """Write the file named by `option`; raises `ConfigError` on failure."""
     try:
         write_atomic(path, content)
     except OSError as error:

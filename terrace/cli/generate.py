@@ -12,7 +12,6 @@ _PROMPT = "def "
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "generate",
         help="continue a text with a trained model",
@@ -102,7 +101,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def load_model_of(options: argparse.Namespace) -> Any:
-    """The `Trained` model chosen by the options."""
     import torch
 
     from terrace.train.trained import load_trained

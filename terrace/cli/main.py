@@ -1,7 +1,7 @@
-"""The command line: `terrace COMMAND`. One module per command; an error is one line on stderr.
+"""Command line: `terrace COMMAND`. One module per command; an error is one line on stderr.
 
-Exit codes: 0, 1 for a run that failed, 2 for input that cannot work, and as in shells 130 after Ctrl-C, 141 when the
-reader of the output is gone, 143 after SIGTERM.
+Exit codes: 0, 1 for a failed run, 2 for input that cannot work, and as in shells 130 after Ctrl-C, 141 if the reader of
+the output is gone, 143 after SIGTERM.
 """
 
 import argparse

@@ -21,7 +21,6 @@ CLUSTER_EPILOG = "Any key of the cluster can be set as --cluster.key VALUE, e.g.
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a run."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -43,12 +42,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
-    """The checked configuration of the options and the dotted overrides in `rest`."""
+    """Validated configuration from the options and the dotted overrides in `rest`."""
     return parse_run(run_table(options, rest))
 
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """The table of the options and the dotted overrides in `rest`, not checked yet."""
+    """Table of the options and the dotted overrides in `rest`, not yet validated."""
     flags = {name: getattr(options, name) for name in ("model", "cluster", "plan", "data")}
     for name, value in flags.items():
         if value is not None:
@@ -57,7 +56,7 @@ def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any
 
 
 def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raise `ConfigError` where a plan file, the only description of the run, does not say what it was made for."""
+    """Raise `ConfigError` if a plan file is the only description of the run and has no task."""
     # `train` has defaults for all of these, but a report on a model that the user did not choose would mislead.
     if options.config is not None or options.plan is None or not os.path.isfile(options.plan):
         return
@@ -73,7 +72,7 @@ def check_task(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def read_cluster(name: str, rest: Sequence[str], instead: str) -> Cluster:
-    """The cluster `name` with the dotted overrides in `rest`; `instead` says where other keys belong."""
+    """Cluster `name` with the dotted overrides in `rest`; `instead` says where other keys belong."""
     overrides = parse_overrides(rest)
     for section in overrides:
         if section != "cluster":

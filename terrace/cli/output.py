@@ -1,4 +1,4 @@
-"""Standard output that may be closed, narrow or in another encoding, and the signal that ends a run."""
+"""Standard output that may be closed, narrow or in another encoding; and the signal that ends a run."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ class Terminated(BaseException):
 
 
 class Terminal(Console):
-    """A console that raises `BrokenPipeError` when its reader is gone, where rich would exit.
+    """Console that raises `BrokenPipeError` when its reader is gone, where rich would exit.
 
     Markup is off: names come from files, and may hold brackets and colons.
     """
@@ -28,12 +28,12 @@ class Terminal(Console):
         super().__init__(markup=False, emoji=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Called by rich."""
+        """Callback of rich."""
         raise BrokenPipeError
 
 
 def drop_stdout() -> None:
-    """Redirect standard output to nowhere, so that flushing at exit does not fail."""
+    """Redirect standard output to the null device, so that flushing at exit does not fail."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -41,7 +41,7 @@ def drop_stdout() -> None:
 
 
 def replace_unprintable() -> None:
-    """Print `?` for characters that the terminal's encoding lacks, instead of raising."""
+    """Print `?` for characters missing in the terminal's encoding, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,6 @@
-"""`terrace plan`: search the plans of a model on a cluster, show the best and why, and write it for `terrace train`."""
+"""`terrace plan`: search the plans of a model on a cluster, show the best with reasons, and write it for `terrace
+train`.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -47,7 +49,6 @@ from terrace.train.planned import TASK, planned_table
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser("plan", help="find the fastest plan, say why, and write it", epilog=TASK_EPILOG)
     add_task_options(parser)
     parser.add_argument(
@@ -96,6 +97,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
     console.print(split_table(best.memory_bytes, title, "B", capacity))
     console.print(sent_table(best.sent_bytes, [tier.name for tier in task.cluster.tiers]))
+    # After the tables above, since the verdicts simulate further plans.
     near = reasons(space, evaluator, best.choice)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))
     console.print(verdicts_table(task, preset_verdicts(task, pins), best, "why no preset, each with its best numbers"))
@@ -104,8 +106,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
-    """The error where there is no plan: the nearest one, and the memory it lacks."""
     ranks = task.cluster.world_size
+    # On the data axis alone the error can name numbers that work.
     if found.nearest is None and tuple(axes) == ("data",) and task.batch % ranks:
         below = task.batch // ranks * ranks
         near = " or ".join(str(each) for each in (below, below + ranks) if 0 < each <= MOST_SEQUENCES)
@@ -116,6 +118,7 @@ def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: 
     if found.nearest is None:
         return _no_shape(task, pins, axes, pinned)
     nearest = found.nearest
+    # The advice is for the plan that lacks the least memory.
     tips = advice(
         task.cluster,
         plan_of(task, nearest.choice),
@@ -131,7 +134,7 @@ def _nothing(task: Task, found: Found, pins: Pins, axes: Sequence[str], pinned: 
 
 
 def _remedy(task: Task, tips: Advice) -> str:
-    """The changes that make a plan fit; the advice begins with the lack, which has been said."""
+    # The sentence of the advice begins with the missing memory, which the error has already stated.
     words = tips.sentence.split("; ", 1)[-1]
     if tips.job is None:
         return words
@@ -141,7 +144,6 @@ def _remedy(task: Task, tips: Advice) -> str:
 
 
 def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]) -> str:
-    """The error where no plan is in the space, whatever memory there were."""
     if not pinned:
         return (
             f"{task.batch} sequences of {task.sequence} tokens and {task.model.num_layers} layers do not divide over "
@@ -149,6 +151,7 @@ def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]
         )
     words = f"no plan with the {_axes(axes)} satisfies {' and '.join(pinned)} with {task.batch} sequences"
     for name in AXES:
+        # A pin on an axis that is not searched contradicts --axes; say so instead of blaming the batch.
         if name not in axes and pins.ranges.get(name, (1, 1))[0] > 1:
             return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
     words += ": drop a pin"
@@ -156,9 +159,9 @@ def _no_shape(task: Task, pins: Pins, axes: Sequence[str], pinned: Sequence[str]
 
 
 def _sizes_that_divide(task: Task) -> str:
-    """The --nodes next below and above whose ranks divide the batch, as words; nothing where there are none."""
     size = task.cluster.tiers[-1].size
     inner = task.cluster.world_size // size
+    # With that many ranks each gets a whole number of sequences.
     fitting = divisors(task.batch // inner) if task.batch % inner == 0 else ()
     near = [*[each for each in fitting if each < size][-1:], *[each for each in fitting if each > size][:1]]
     return f"--nodes {' or '.join(str(each) for each in near)}, " if near else ""
@@ -172,7 +175,7 @@ def _how(found: Found) -> str:
 
 
 def _write(task: Task, best: Estimate, options: argparse.Namespace) -> str:
-    """Write the plan with its task; returns words for what was written and the next commands."""
+    # The planner also prices plans that the runtime cannot train yet.
     refused = runs_today(task, best.choice)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
     head = (

@@ -38,16 +38,18 @@ class CompleteError(CheckpointError):
 
 
 def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool = False) -> Job:
-    """Verify the program, tokenise the data, check everything that will be read and written; the job of the ranks.
+    """Job of the ranks: verifies the program, tokenises the data, checks everything that will be read and written.
 
-    With `going_on` the run continues from `folder`'s checkpoint, or begins there. Raises `CompleteError` where nothing
-    is left to train, and the `TerraceError` of anything that cannot work; no run folder is made then.
+    With `going_on` the run continues from `folder`'s checkpoint, or begins there. Raises `CompleteError` if nothing is
+    left to train, and `TerraceError` for anything that cannot work; then no run folder is made.
     """
+    # A run that ended before its first checkpoint has nothing to resume, and begins again in its folder.
     if going_on and folder is not None and complete(folder / "checkpoints"):
         resume = folder
     if resume is not None:
         with folder_lock(resume):  # fails if another run writes there: its rank 0 holds the lock to the end
             pass
+    # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
     programs = checked_programs(config)
     if config.train.compile:

@@ -1,4 +1,4 @@
-"""`terrace probe`: measure this machine, or the ranks of this job, and write a cluster file with the results.
+"""`terrace probe`: measure this machine, or the ranks of this job, and write the results as a cluster file.
 
 Without a launcher the ranks are local processes, as in `terrace train`; under torchrun this process is one of them.
 """
@@ -28,7 +28,6 @@ _HEADER = """\
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "probe",
         help="measure this machine or job and write a cluster file",
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def check_out(path: Path, force: bool) -> None:
-    """Raise `ConfigError` unless a file can be written there, or if it exists and `force` is not given."""
+    """Raise `ConfigError` unless a file can be written there, or if it exists without `force`."""
     check_writable("--out", path)
     if path.suffix != ".toml":
         raise ConfigError(f"--out {path} must end in .toml: a cluster is found by that")

@@ -1,4 +1,4 @@
-"""The ranks of `terrace probe` and of `terrace doctor --network`: started here, or joined under a launcher."""
+"""Ranks of `terrace probe` and of `terrace doctor --network`: started here, or joined under a launcher."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples | None:
-    """Measure with local processes, or as one rank of a launcher's world; None on all ranks but the first.
+    """Measure with local processes, or as one rank of a launcher's world; None on all ranks except the first.
 
     `check` raises for an unusable output file: once, before anything is started or measured.
     """
@@ -26,7 +26,7 @@ def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples 
 
 
 def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[Link] | None:
-    """Measure only the links, in the same way; prints no progress if `quiet`."""
+    """Like `run`, for the links only; prints no progress if `quiet`."""
     say = _nothing if quiet else print
     return _on_all_ranks(cluster, run_links_rank, (cluster, seconds, quiet), lambda: None, say)
 

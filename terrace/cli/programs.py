@@ -1,4 +1,4 @@
-"""The checked programs of a run, with which every command that trains or simulates begins."""
+"""Validated programs of a run: the first step of every command that trains or simulates."""
 
 from terrace.base.errors import PlanError
 from terrace.program import Program, build_stages, verify_stages
@@ -11,10 +11,10 @@ from terrace.train.prediction import step_of
 
 
 def checked_programs(config: RunConfig) -> list[Program]:
-    """The program of every stage of a run.
+    """Program of each stage of a run.
 
-    Raises `ProgramError` for one that breaks a rule or does not fit, and `PlanError` for a pipeline whose schedule
-    keeps more activations than a device has room for.
+    Raises `ProgramError` for one that breaks a rule or does not fit, and `PlanError` for a pipeline schedule with more
+    activations than fit on a device.
     """
     step = step_of(config)
     programs = build_stages(step.cluster, step.plan, step.blocks, step.num_micros, step.sequence)
@@ -26,7 +26,7 @@ def checked_programs(config: RunConfig) -> list[Program]:
 
 
 def kept_activations(config: RunConfig, program: Program) -> int:
-    """The most bytes of activations that a rank of a stage keeps."""
+    """Peak bytes of activations on a rank of a stage."""
     work = work_of(config.cluster, config.plan, config.model, config.train.sequence, documents=config.has_documents)
     return activation_bytes(
         program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.backend)

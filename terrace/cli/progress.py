@@ -1,7 +1,7 @@
-"""The line of a step, and on a terminal the bar before it.
+"""Progress line of a step, with a bar on a terminal.
 
 The bar is part of an ordinary line that the next one overwrites. No cursor is hidden and no thread started, so a killed
-run leaves a usable terminal behind.
+run leaves a usable terminal.
 """
 
 import sys
@@ -18,14 +18,16 @@ _BAR, _LEAST_WIDTH = 24, 60  # characters
 
 
 class ProgressLine:
-    """Shows steps: on a terminal in place, with a permanent line now and then; elsewhere only those lines."""
+    """Progress of steps: on a terminal a line in place, and permanent lines now and then; elsewhere permanent lines
+    only.
+    """
 
     def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
         self._console, self._num_steps, self._log_every = console, num_steps, log_every
+        # In a file, lines that overwrite each other would only be noise.
         self._live = sys.stdout.isatty()
 
     def show(self, record: StepRecord, seconds_left: float) -> None:
-        """Show a step."""
         line = step_words(record, self._num_steps, seconds_left)
         # First and last step are always kept.
         keep = record.step % self._log_every == 0 or record.step in (1, self._num_steps)
@@ -38,7 +40,7 @@ class ProgressLine:
             print(words if self._console.width >= _LEAST_WIDTH else "", end="", flush=True)
 
     def above(self, text: str) -> None:
-        """Print a permanent line."""
+        """Print a permanent line above the progress line."""
         print(f"{self._erase()}{text}", flush=True)
 
     def _erase(self) -> str:
@@ -54,7 +56,7 @@ class ProgressLine:
 
 
 def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:
-    """A step in one line."""
+    """One-line summary of a step."""
     parts = [
         f"step {record.step:>{len(str(num_steps))}}/{num_steps}",
         f"loss {record.loss:.3f}",
@@ -81,7 +83,7 @@ def clock(seconds_left: float) -> str:
 
 
 def utilisation_words(used: Utilisation) -> str:
-    """The figures from which MFU and HFU of a run are computed."""
+    """Constants from which MFU and HFU of a run are computed."""
     flops, peak = used.flops, quantity(used.peak_flops_per_s, "FLOP/s")
     return (
         f"MFU = {quantity(flops.model, 'FLOP')} / (seconds of a step x {used.num_devices} x {peak}): "

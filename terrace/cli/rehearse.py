@@ -1,4 +1,4 @@
-"""`terrace rehearse run|check|clean`: an emulated cluster on this one machine, and programs run inside it.
+"""`terrace rehearse run|check|clean`: an emulated cluster on this machine, and programs run inside it.
 
 Messages of the rehearsal itself go to stderr; stdout belongs to the program.
 """
@@ -41,7 +41,6 @@ _SCALE_HELP = (
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "rehearse",
         help="emulate a cluster on this machine and run a program in it",
@@ -78,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(our own words, the words of the command after `--`)."""
+    """(arguments of this command, the command after `--`)."""
     if "--" not in words or list(words[:1]) != ["rehearse"]:
         return list(words), []
     # argparse drops `--`, so the words are split before it sees them.

@@ -1,4 +1,4 @@
-"""Tables and notes that `terrace rehearse` prints."""
+"""Tables and notes printed by `terrace rehearse`."""
 
 from rich.table import Table
 
@@ -17,7 +17,7 @@ _WAYS = {
 
 
 def counts_table(wiring: Wiring, carried: Counts) -> Table:
-    """Bytes sent over every tier: over all ranks, by rank, and over shared uplinks."""
+    """Bytes sent over each tier: in total, by rank, and over shared uplinks."""
     title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
     table = _table(title, "tier", "all ranks", "mean of a rank", "most of a rank", "uplinks", last_left=True)
     for tier in carried.tiers:
@@ -46,7 +46,7 @@ def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
 
 
 def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
-    """One line for each tier that does not get its latency, with the reason."""
+    """One line for each tier without its emulated latency, with the reason."""
     lines = []
     for net in wiring.nets:
         wanted = seconds(net.tier.latency_s)

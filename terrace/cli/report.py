@@ -13,7 +13,6 @@ _NAME = "report.html"
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "report",
         help="write a run as one HTML page",

@@ -1,4 +1,4 @@
-"""`terrace scale`: the predicted curve of a plan from one member of the outermost tier to many."""
+"""`terrace scale`: predicted curve of a plan from one member of the outermost tier to many."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,7 +27,6 @@ from terrace.train.planned import read_planned
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "scale",
         help="predict how a plan scales",
@@ -66,6 +65,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         "strong": "strong scaling: the same batch",
     }
     curves = {scaling: curve(task, plan, sizes_up_to(outer.size), scaling) for scaling in titles}
+    # A curve without a point would print two tables of objections; one error says the same.
     if not any(point.estimate for points in curves.values() for point in points):
         raise PlanError(f"plan {plan.name!r} runs at no size: {curves['strong'][-1].reason}")
     if options.output is not None:  # first, so that a file that cannot be written is all there is to read
@@ -81,13 +81,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
-    """The plan and how to call it: a file as it is; of a preset, with the numbers that are best at full size."""
+    # A file is a whole plan; a preset leaves micro-batch, unit and recomputation open, so these are searched at full
+    # size.
     if name is not None and name not in PRESETS:
         plan = parse_plan(section("plan", name), task.cluster)
         return plan, f"params {plan.params}, grads {plan.grads}, optimizer {plan.optimizer}"
     placements, own = None, task
     if name is not None:
         base = preset(name, task.cluster)
+        # A preset's wire formats are part of it.
         own = replace(task, wire=base.wire)
         placements = (placement_of(own, base),)
     found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=placements), count=1)

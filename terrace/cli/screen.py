@@ -60,6 +60,7 @@ def show_plan(job: Job) -> None:
     if job.resume is None and start_words(run):
         print(f"{start_words(run)}\n")
     console.print(plan_table(run.cluster, run.plan))
+    # Without a pipeline all ranks are alike, so one stands for all.
     if Mesh.of(run.cluster, run.plan).total("pipeline") > 1:
         _show_stages(job, console)
     else:
@@ -74,6 +75,7 @@ def show_plan(job: Job) -> None:
 
 def _show_rank(job: Job, console: Terminal) -> None:
     run, num_micros = job.run, job.run.num_micros()
+    # A tensor rank holds slices of the blocks.
     held, sequence = slice_blocks(run.blocks(), Mesh.of(run.cluster, run.plan)), run.train.sequence
     memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
     console.print(memory_table(memory, run.cluster.device.memory_bytes))
@@ -93,7 +95,7 @@ def _show_stages(job: Job, console: Terminal) -> None:
 
 
 class Screen:
-    """The observer of rank 0: a progress line, then the comparison, the run folder's files, the verdict."""
+    """Observer on rank 0: a progress line, then the comparison, the run folder's files, the verdict."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""`terrace simulate`: play the programs that would run, and look at a step from several sides; nothing is run."""
+"""`terrace simulate`: simulate the programs that would run, and show a step from several sides; nothing is run."""
 
 import argparse
 import os
@@ -19,7 +19,6 @@ _WITH_PROGRAM = ("program", "all")  # views that print a program
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "simulate",
         usage="terrace simulate [PLAN] [options] [--section.key VALUE ...]",
@@ -32,7 +31,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_view_options(parser: argparse.ArgumentParser, view: str) -> None:
-    """Add the options of the command and of its other names; `view` is the default one."""
+    """Add the options of the command and of its aliases; `view` is the default view."""
     add_run_options(parser)
     parser.add_argument(
         "--view",
@@ -60,10 +59,12 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options.plan = plan
     if options.lines is not None and options.lines < 1:
         raise ConfigError(f"--lines {options.lines} must be at least 1")
+    # An option without effect is an error, so that a mistyped view does not pass unnoticed.
     if options.view not in _WITH_PROGRAM:
         for name, default in (("lines", None), ("stage", 0)):
             if getattr(options, name) != default:
                 raise ConfigError(f"--{name} has no effect on --view {options.view}: add --view program")
+    # All outputs are checked before anything is computed.
     outputs = _outputs(options)
     check_task(options, rest)
     view = StepView.of(resolved_run(resolve_run(options, rest)), options)
@@ -83,7 +84,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:
-    """The files to write; refuses those that are there before anything is computed."""
     outputs = {name: Path(getattr(options, name)) for name in _FILES if getattr(options, name) is not None}
     for name, path in outputs.items():
         if os.path.isdir(path):
@@ -91,10 +91,12 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
         check_writable(f"--{name}", path)
         if path.exists() and not options.force:
             raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
+        # With --force an output could otherwise overwrite the command's own input.
         check_not_read(f"--{name}", path, {each: getattr(options, each) for each in ("config", *_SECTIONS)})
     names = list(outputs)
     for index, name in enumerate(names):
         for other in names[:index]:
+            # Resolved, since two names may lead to one file.
             if outputs[name].resolve() == outputs[other].resolve():
                 raise ConfigError(f"--{other} and --{name} both name {outputs[other]}: name two files")
     if options.force and not outputs:

@@ -21,7 +21,7 @@ TASK_EPILOG = "Any figure of the cluster can be set as --cluster.key VALUE, e.g.
 
 
 def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the options that describe a task; where they are not `required`, a plan's file may say it."""
+    """Add the options that describe a task; if not `required`, a plan's file may supply them."""
     parser.add_argument("--model", metavar="PATH", required=required, help="Hugging Face config.json, or its folder")
     parser.add_argument("--cluster", metavar="NAME|FILE", required=required, help="cluster preset or TOML file")
     parser.add_argument(
@@ -37,9 +37,9 @@ def add_task_options(parser: argparse.ArgumentParser, required: bool = True) -> 
 
 
 def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned | None = None) -> Task:
-    """The task of the options; a plan's own task fills in the options that are left out.
+    """Task from the options; a plan's own task fills in missing options.
 
-    Raises a `TerraceError` for a task that cannot be.
+    Raises a `TerraceError` for an impossible task.
     """
     if planned is None:
         absent = [f"--{name}" for name in ("model", "cluster", "batch", "seq") if getattr(options, name) is None]
@@ -80,7 +80,7 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 
 
 def task_words(task: Task) -> str:
-    """The task in two lines."""
+    """Two-line summary of a task."""
     size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     return (
@@ -91,7 +91,7 @@ def task_words(task: Task) -> str:
 
 
 def check_output(path: Path, options: argparse.Namespace) -> None:
-    """Raise `ConfigError` unless `path` can be written: before any work, so that no result is lost at its end."""
+    """Raise `ConfigError` unless `path` can be written: checked before any work, so that no result is lost."""
     check_writable("--output", path)
     check_not_read("--output", path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
     if path.exists() and not options.force:

@@ -19,7 +19,6 @@ AUTO = "auto"
 
 
 def add_parser(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "train",
         help="train a model",

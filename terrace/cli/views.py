@@ -1,4 +1,4 @@
-"""The views of a step: the sections that `terrace simulate` prints, and the files it writes."""
+"""Views of a step: sections printed by `terrace simulate`, and files written by it."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +45,9 @@ from terrace.train.prediction import step_of
 
 @dataclass(frozen=True)
 class StepView:
-    """A step of a run, whose stages are resolved, to be printed and written.
+    """A step of a run with resolved stages, ready to print and write.
 
-    Only the parts that a view asks for are computed: `program` predicts, `step` also records and tries changes.
+    Computes only the parts needed by a view: `program` predicts, `step` also records and tries changes.
     """
 
     run: RunConfig
@@ -57,8 +57,9 @@ class StepView:
 
     @staticmethod
     def of(run: RunConfig, options: argparse.Namespace) -> "StepView":
-        """The view of a run; raises the `TerraceError` of a step that cannot run."""
+        """View of a run; raises the `TerraceError` of a step that cannot run."""
         programs = checked_programs(run)
+        # Checked here, since the programs tell the number of stages.
         if not 0 <= options.stage < len(programs):
             last = len(programs) - 1
             held = f"stages 0 to {last}" if last else "no pipeline, so one stage: leave --stage out"
@@ -67,38 +68,34 @@ class StepView:
 
     @cached_property
     def console(self) -> Terminal:
-        """Where tables are printed."""
         return Terminal()
 
     @cached_property
     def predicted(self) -> Prediction:
-        """The predicted step."""
         return predict_step(step_of(self.run))
 
     @cached_property
     def recorded(self) -> RecordedStep:
-        """The step with the recording of every stage."""
+        """The step with the recording of each stage."""
         return record_step(step_of(self.run))
 
     @cached_property
     def candidates(self) -> list[Change]:
-        """Changes of one thing, the shortest step first."""
+        """Single changes, shortest step first."""
         return changes(step_of(self.run))
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether there are several stages."""
         return len(self.programs) > 1
 
     @cached_property
     def orders(self) -> Orders:
-        """The order of every stage's tasks."""
         run = self.run
         return plan_orders(run.plan, run.blocks(), len(self.programs), run.num_micros(), run.train.sequence)
 
     @property
     def subtitle(self) -> str:
-        """Model and batch in a line."""
+        """Model and batch in one line."""
         run, micros = self.run, self.run.num_micros()
         return (
             f"{run.model.family} decoder, {quantity(num_params(run.model), ' parameters')}; a step of "
@@ -108,11 +105,10 @@ class StepView:
 
     @cached_property
     def advice(self) -> str:
-        """The best next change in a sentence."""
         return advice_words(self.candidates, self.recorded.step_s)
 
     def page(self) -> str:
-        """The HTML page of the step."""
+        """HTML page of the step."""
         recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
         if self.is_pipelined:
             return stages_page(recorded, self._most_sent(), found, subtitle=title, advice=advice)
@@ -120,7 +116,7 @@ class StepView:
         return page_html(recording, curve, recorded.path, found, subtitle=title, advice=advice)
 
     def trace(self) -> str:
-        """The trace of the step."""
+        """Trace of the step as JSON."""
         recorded = self.recorded
         if not self.is_pipelined:
             return trace_json(recorded.recordings[0], recorded.curves[0])
@@ -128,13 +124,14 @@ class StepView:
         return stages_trace_json(recorded.recordings, recorded.curves, name=name, step_s=recorded.step_s)
 
     def csv(self, path: Path) -> str:
-        """Write the order of a pipeline's tasks; returns words that say so."""
+        """Write the order of a pipeline's tasks; returns a line for the user."""
         if not self.is_pipelined:
             raise ConfigError(f"--csv {path}: the plan has no pipeline axis, so there is no order; leave --csv out")
         write_file("--csv", path, to_csv(self.orders))
         return f"wrote {path}: the order of {self.orders.num_stages} stages"
 
     def _most_sent(self) -> Mapping[tuple[str, str], int]:
+        # One rank stands for the step, and stages send different amounts.
         sent = max((report.sent_bytes for report in self.predicted.reports), key=lambda each: sum(each.values()))
         return {(message.value, tier): size for (message, tier), size in sent.items()}
 
@@ -145,7 +142,6 @@ def show_plan(view: StepView) -> None:
 
 
 def show_blocks(view: StepView) -> None:
-    """The blocks of every stage."""
     if view.is_pipelined:
         view.console.print(stages_table(view.programs, view.run.blocks()))
         print(parts_words(view.programs, view.run.blocks()))
@@ -162,7 +158,7 @@ def show_memory(view: StepView) -> None:
 
 
 def show_bytes(view: StepView) -> None:
-    """Bytes that a rank sends, of each stage."""
+    """Bytes sent by a rank, of each stage."""
     tiers, reports = view.programs[0].layout.tiers, view.predicted.reports
     if view.is_pipelined:
         for table in stage_bytes_tables([report.sent_bytes for report in reports], tiers):
@@ -178,6 +174,7 @@ def show_inside(view: StepView) -> None:
     if program.tensor.degree > 1:
         view.console.print(inside_table(program))
     if is_context_parallel(program.mesh, program.plan):
+        # These messages depend on the documents of each batch, so the plan alone does not determine them.
         if program.plan.balance == "cost":
             print(f"{ASSIGNED}\n")
         else:
@@ -191,7 +188,7 @@ def show_time(view: StepView) -> None:
 
 
 def show_exposed(view: StepView) -> None:
-    """Messages that nothing hides."""
+    """Exposed messages."""
     exposed, tiers = view.recorded.exposed_s, view.programs[0].layout.tiers
     which = f"stage {view.predicted.busiest}, the busiest" if view.is_pipelined else "no pipeline, so no bubble"
     if exposed:
@@ -200,7 +197,7 @@ def show_exposed(view: StepView) -> None:
 
 
 def show_order(view: StepView) -> None:
-    """The order of every stage's tasks, and the same over time."""
+    """Order of each stage's tasks, and the same over time."""
     if not view.is_pipelined:
         return
     view.console.print(f"schedule {view.orders.schedule}: the tasks of every stage in order", style="bold")
@@ -210,14 +207,12 @@ def show_order(view: StepView) -> None:
 
 
 def show_stages_over_time(view: StepView) -> None:
-    """Tasks of all stages over time."""
     stages, recorded = [program.stage for program in view.programs], view.recorded
     view.console.print("the same over time, as the programs play it: stages down, time across", style="bold")
     print(f"{passes_picture(stages, recorded.passes, recorded.end_s, view.console.width)}\n")
 
 
 def show_timeline(view: StepView) -> None:
-    """The step over time."""
     if view.is_pipelined:
         show_stages_over_time(view)
     else:
@@ -241,7 +236,7 @@ def show_memory_over_time(view: StepView) -> None:
 
 
 def show_advice(view: StepView) -> None:
-    """The critical path and the best next change."""
+    """Critical path and best next change."""
     if not view.is_pipelined:
         print(f"{critical_words(view.recorded.path)}\n{view.advice}\n")
         return
@@ -251,7 +246,6 @@ def show_advice(view: StepView) -> None:
 
 
 def show_program(view: StepView) -> None:
-    """The instructions of a stage."""
     program, num_micros = view.programs[view.stage], view.run.num_micros()
     whose = f"every rank of stage {view.stage}" if view.is_pipelined else "every rank"
     plural = "es" if num_micros > 1 else ""

@@ -1,4 +1,4 @@
-"""The ranks of `terrace train`: started here, or joined under a launcher."""
+"""Ranks of `terrace train`: started here, or joined under a launcher."""
 
 import pickle
 import signal
@@ -40,8 +40,8 @@ Fit = Callable[[int], tuple[RunConfig, str]]  # number of ranks -> (run fitted t
 def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on: bool = False, fit: Fit) -> None:
     """Train with local processes, or as one rank of a launcher's world.
 
-    With `going_on`, and when a launcher restarts its ranks, the run in `folder` is continued if there is one. Then, and
-    with `resume`, the run is fitted to the number of started ranks.
+    With `going_on`, or if a launcher restarts its ranks, an existing run in `folder` is continued. Then, and with
+    `resume`, the run is fitted to the number of started ranks.
     """
     pace()  # refuses a bad TERRACE_PACE before anything is made
     going_on = going_on or (folder is not None and resume is None and is_restarted())
@@ -61,6 +61,7 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         return
     show_plan(job)
     with sigterm_raises():
+        # The parent only waits: a signal here is passed on to the ranks, which end after the same step.
         _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True))
 
 
@@ -85,7 +86,7 @@ def check_world(world: World, cluster: Cluster) -> None:
 
 
 def run_rank(world: World, job: Job) -> str | None:
-    """One rank; rank 0 prints. Name of the signal that ended the run, or None.
+    """One rank; rank 0 prints. Returns the name of the signal that ended the run, or None.
 
     Top-level, so that a child process can import it.
     """
@@ -145,12 +146,13 @@ def _end(signal_name: str | None) -> None:
 def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
     """Result of `make`, called on one rank (`mine`) and sent to the others through the store.
 
-    Where it raises, only that rank reports the error; the other `num_others` exit.
+    If it raises, only that rank reports the error; the other `num_others` exit.
     """
     if not mine:
         world.store.wait([key], _PREPARE_TIMEOUT)
         made: T | None = pickle.loads(world.store.get(key))
         if made is None:
+            # Acknowledged, so that the failing rank may end and take the store with it.
             world.store.add(f"{key}/heard", 1)
             sys.exit(2)
         return made
