@@ -106,18 +106,20 @@ class Batches:
             _num_held(source, samples.num_samples, holdout)
             for source, samples in zip(self.sources, self._samples, strict=True)
         ]
-        # Held-out samples are the last ones of each source; the training order permutes only those before.
+        # Held-out samples are the last ones of each source; the training order permutes only the samples before them.
         self._orders = [
             SampleOrder(samples.num_samples - held, seed)
             for samples, held in zip(self._samples, self._held, strict=True)
         ]
         self._blend = Blend([source.weight for source in self.sources])
+        # Rows have positions as soon as one source keeps documents apart.
         self.has_positions = any(samples.has_positions for samples in self._samples)
         self.num_samples = sum(order.num_samples for order in self._orders)
         self.num_holdout_samples = sum(self._held)
 
     def uses(self, num_steps: int) -> list[SourceUse]:
         """Use of each source by the first `num_steps` steps."""
+        # Counted, not iterated: the blend repeats after one period.
         taken = self._blend.counts(num_steps * self.batch)
         return [
             SourceUse(
@@ -145,6 +147,7 @@ class Batches:
         assert step >= 0, f"step {step}"
         assert 0 <= data_rank < num_data_ranks, f"data_rank {data_rank} of {num_data_ranks}"
         assert 0 <= micro < num_micros, f"micro {micro} of {num_micros}"
+        # Micro-batches are dealt to data ranks in turn, so the global batch is the same for any number of ranks.
         first = (micro * num_data_ranks + data_rank) * micro_batch
         return self.rows(step, np.arange(first, first + micro_batch, dtype=np.int64))
 
@@ -191,6 +194,7 @@ class Batches:
         return sources, indices
 
     def _gather(self, sources: Ids, samples: Ids) -> Arrays:
+        # One source fills all rows: no copy.
         if len(self._samples) == 1:
             return self._arrays(self._samples[0].rows(samples))
         whole = tuple(np.empty((len(samples), self.sequence), dtype=np.int64) for _ in range(2 + self.has_positions))
@@ -204,7 +208,7 @@ class Batches:
         inputs, labels, positions = rows
         if not self.has_positions:
             return inputs, labels
-        if positions is None:  # beside documents kept apart, a row of joined ones counts as one document
+        if positions is None:  # mixed with separate documents, a row of joined ones counts as one document
             positions = np.broadcast_to(np.arange(self.sequence), inputs.shape)
         return inputs, labels, positions
 
@@ -212,6 +216,7 @@ class Batches:
 def _num_held(source: Source, num_samples: int, holdout: float) -> int:
     if holdout >= 1 and holdout != int(holdout):
         raise DataError(f"holdout = {holdout} is neither a share below 1 nor a whole number of samples; round it")
+    # Rounded up, so that a small share still holds out one sample.
     held = int(holdout) if holdout >= 1 else math.ceil(holdout * num_samples)
     if held >= num_samples:
         raise DataError(

@@ -45,6 +45,7 @@ AnyDescription = TypeVar("AnyDescription", bound=Description)
 
 def cache_file(cache_dir: str | Path, name: str, identity: object, suffix: str = ".tokens") -> Path:
     """Path of a cached file; its key is a hash of `identity`, so another source or tokenizer is another file."""
+    # JSON gives equal identities equal bytes in every process, unlike Python's hash.
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     return Path(cache_dir) / f"{name}-{key}{suffix}"
 
@@ -66,6 +67,7 @@ def read_description(kind: type[AnyDescription], target: Path) -> AnyDescription
 def write_description(target: Path, description: Description) -> None:
     """Mark `target` as complete."""
     write_atomic(target.with_suffix(".json"), json.dumps(asdict(description), indent=2) + "\n")
+    # The rename itself must be on the disk before the file counts as complete.
     sync_folder(target.parent)
 
 
@@ -81,6 +83,7 @@ def token_file(target: Path, description: CorpusDescription, mask: Path | None =
         starts=target.with_suffix(".starts"),
         mask=mask,
     )
+    # A damaged cache is found here rather than in the middle of a run.
     for check in (file.open, file.open_starts, file.open_mask):
         check()  # compares sizes
     return file
@@ -106,6 +109,7 @@ def writing(target: Path) -> Iterator[dict[str, int]]:
     try:
         yield noted
     except OSError as error:
+        # A full disk and a missing permission need different fixes.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             fix = f"stopped after {noted['num_bytes']} bytes; free some space or choose another cache folder"
         else:

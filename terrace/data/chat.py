@@ -53,6 +53,7 @@ class ByteEncoder:
     end_of_text: int | None = 256
 
     def encode(self, text: str) -> tuple[Ids, Ids, Ids]:
+        # One id per byte; the bytes of one character share its place.
         ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
         characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # all but continuation bytes begin one
         return ids, characters, characters + 1
@@ -65,6 +66,7 @@ class SpecialEncoder:
     """A Hugging Face tokenizer that reads special tokens in the text as such."""
 
     def __init__(self, encoder: "FileEncoder", end_of_text: int | None) -> None:
+        # A tokenizer.json may ask for truncation and padding, which would cut or fill conversations silently.
         encoder.no_truncation()
         encoder.no_padding()
         self._encoder = encoder
@@ -111,6 +113,7 @@ class ChatReader:
         the template.
         """
         record = _record(line, where)
+        # Prompt and completion need no template.
         if "messages" not in record:
             return self._completion(record, where)
         messages = _messages(record["messages"], where, self.template.source)
@@ -125,6 +128,7 @@ class ChatReader:
         except TemplateRefusalError as error:
             raise DataError(f"{where}: {error}") from error
         ids, mask = self._mask(text, spans)
+        # Some templates leave out turns, such as an assistant turn without content.
         if not mask.any():
             raise DataError(
                 f"{where}: nothing is left to train on, as {self.template.name} renders nothing that the assistant "
@@ -138,6 +142,7 @@ class ChatReader:
             raise DataError(f"{where}: 'completion' is empty, so nothing is left to train on; drop the line")
         for text in (prompt, completion):
             self._check(text, where)
+        # Tokenised as one text, as a model sees it when it continues a prompt.
         ids, mask = self._mask(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
         if self.encoder.end_of_text is None:
             raise DataError(
@@ -149,6 +154,7 @@ class ChatReader:
     def _mask(self, text: str, spans: Spans) -> tuple[Ids, Mask]:
         ids, firsts, ends = self.encoder.encode(text)
         mask = np.zeros(len(ids), dtype=np.uint8)
+        # Characters are compared, since a token may cross the border of a span.
         for first, end in spans:
             # Any overlap counts: a token may begin before the assistant's first character.
             inside = np.flatnonzero((ends > first) & (firsts < end))
@@ -158,9 +164,11 @@ class ChatReader:
 
     def _check(self, text: str, where: str) -> None:
         try:
+            # JSON may spell half a surrogate pair, which has no UTF-8.
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise DataError(f"{where} holds half a surrogate pair ({text[error.start]!a}); repair the line") from error
+        # These code points mark the assistant's text inside a rendered conversation.
         if marks_in(text):
             raise DataError(f"{where} holds a code point that is no character (U+FDD0 or U+FDD1); remove it")
         token = self.encoder.forged(text)
@@ -179,6 +187,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f'{where} is {_kind(record)}; each line must be an object {{"messages": [...]}}')
     pair = [key for key in ("prompt", "completion") if key in record]
+    # Which of the two is meant cannot be told.
     if "messages" in record and pair:
         raise DataError(f"{where} has 'messages' beside {pair[0]!r}; keep one of the two forms")
     if "messages" not in record and len(pair) < 2:
@@ -200,14 +209,17 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
         if not isinstance(role, str):
             keys = ", ".join(repr(key) for key in list(message)[:_SHOWN_KEYS]) or "none"
             raise DataError(f"{here} has no 'role' (keys: {keys}); say who speaks")
+        # A template may know further roles; it then names them in quotes.
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             hint = f"; did you mean {_OTHER_NAMES[role]!r}?" if role in _OTHER_NAMES else did_you_mean(role, ROLES)
             raise DataError(f"{here} has the unknown role {role!r}{hint}")
         content = message.get("content")
+        # A turn that only calls tools has no content.
         if content is None and not message.get("tool_calls"):
             raise DataError(f"{here}, of the {role}, has no 'content'; say what is said or drop it")
         if content is not None and not isinstance(content, str):
             raise DataError(f"{here}: 'content' must be a string, not {_kind(content)}; convert it")
+        # Ignoring it would train on turns that the user meant to leave out.
         if "weight" in message:
             raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")
     if not any(message["role"] == "assistant" for message in messages):

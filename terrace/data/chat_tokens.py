@@ -59,6 +59,7 @@ def prepare_chat(
     and a folder that cannot be written. An error leaves no file behind.
     """
     files = _files(path)
+    # Loaded before the cache is looked up, because its fingerprint is part of the key.
     template = load_template(tokenizer_path, template_path, needed=_has_messages(files))
     fingerprint = template.fingerprint
     identity = (_FORMAT, tokenizer.fingerprint, fingerprint, [_identity(file) for file in files])
@@ -70,6 +71,7 @@ def prepare_chat(
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         tally = _write(target, files, reader, tokenizer.vocab_size)
+        # Compared again after reading: a file that changed meanwhile has another key.
         if identity[-1] != [_identity(file) for file in files]:
             raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
         description = _Description(
@@ -94,6 +96,7 @@ def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int)
             raw, raw_mask = ids.astype(stored).tobytes(), mask.tobytes()
             tokens_file.write(raw)
             mask_file.write(raw_mask)
+            # With its length, so that document borders are part of the digest.
             digest.update(len(raw).to_bytes(8, "little") + raw + raw_mask)
             starts.append(num_tokens)
             num_tokens += len(ids)
@@ -134,6 +137,7 @@ def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
                 for number, raw in enumerate(stream, start=1):
                     where = f"{file}:{number}"
                     try:
+                        # Only the first line may begin with a byte order mark.
                         line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                     except UnicodeDecodeError as error:
                         raise DataError(f"{where} is not UTF-8; convert the file") from error

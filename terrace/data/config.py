@@ -28,7 +28,7 @@ class DataConfig:
     mixture: tuple[SourceConfig, ...] = ()  # several sources, in place of a path
     format: Format = "text"
     documents: Documented | None = None  # how they stand in sequences; if absent, joined text and whole conversations
-    too_long: TooLong | None = None  # what becomes of a whole document that is longer than a sequence
+    too_long: TooLong | None = None  # treatment of a whole document that is longer than a sequence
     column: str = "text"  # the key, or the column, that holds the text of a record
     split: str = ""  # of a data set that has several; if empty, "train"
     chat_template: str = ""  # a file; if empty, that of the tokenizer's folder

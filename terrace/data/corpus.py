@@ -40,6 +40,7 @@ def read_pieces(path: str | Path, column: str = "text", split: str = "") -> Iter
     has_text = False
     for unit in corpus_units(path, column, split):
         for piece in read_unit(unit):
+            # Once true, no further piece is scanned.
             has_text = has_text or not (not piece.text or piece.text.isspace())
             yield piece
     if not has_text:
@@ -55,6 +56,7 @@ def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Ite
     if column != "text" and not any(file.suffix.lower() in JSON_LINES_SUFFIXES | TABLE_SUFFIXES for file in files):
         raise DataError(f"data.column = {column!r} has no effect: {path} holds text and no records; leave it out")
     for file in files:
+        # Python's own library may hold files in other encodings; they are skipped only there.
         if path != STDLIB or _is_utf8(file):
             yield from _units(file, column)
 

@@ -32,6 +32,7 @@ class Feeder(Generic[T]):
         """The batches of the next step, waiting if necessary. Raises the error that making them raised."""
         assert self._left > 0, "no step is left to feed"
         value, error = self._made.get()
+        # No further step is made after an error.
         if error is not None:
             self._left = 0
             raise error
@@ -49,6 +50,7 @@ class Feeder(Generic[T]):
                 made: tuple[T | None, BaseException | None] = (self._make(step), None)
             except BaseException as error:  # whatever it is, it belongs to the step that asked for it
                 made = (None, error)
+            # Closed meanwhile, or an error: nothing more to make.
             if not self._put(made) or made[1] is not None:
                 return
 

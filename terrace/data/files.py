@@ -39,6 +39,7 @@ def find_documents(path: str | Path, split: str = "") -> list[Path]:
     """
     if path == STDLIB:
         return _find_stdlib()
+    # Path("") would be the working directory.
     if not os.fspath(path):
         raise DataError(f"data '' is no path; give a text file, a .jsonl file, a folder or {STDLIB!r}")
     root = Path(path)
@@ -51,6 +52,7 @@ def find_documents(path: str | Path, split: str = "") -> list[Path]:
         raise DataError(f"data {root} is not a regular file; copy its text into a file and give that")
     if root.suffix.lower() in PACKED_SUFFIXES:
         raise DataError(f"data {root} is packed or binary ({root.suffix}); unpack it to text or .jsonl first")
+    # An empty file would only fail later, as a corpus without tokens.
     if status.st_size == 0:
         raise DataError(f"data {root} is empty (0 bytes); give a file with text")
     return [root]
@@ -60,20 +62,24 @@ def _find_stdlib() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, folders, names in os.walk(root):
+        # In place, so that os.walk does not enter them.
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     found = [file for file in found if file.is_file() and file.stat().st_size > 0]
     if not found:
         raise DataError(f"data {STDLIB!r}: this Python keeps no source in {root}; give a text file instead")
+    # Sorted by relative path: the same order on every machine.
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _find_in_folder(root: Path, split: str) -> list[Path]:
+    # A saved data set names its own files and their order.
     kept = dataset_files(root, split)
     if kept is not None:
         return kept
     found = []
     for file in _walk(root):
+        # Skipping it silently would lose text.
         if _is_packed_text(file):
             raise DataError(f"data {file} is packed; unpack it, or move it out of the data folder")
         if file.suffix.lower() in KNOWN_SUFFIXES:

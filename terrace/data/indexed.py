@@ -48,6 +48,7 @@ def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
         dtype, starts = _read_index(index_file, ids_file, status[0][0])
     except OSError as error:
         raise DataError(f"cannot read data {error.filename}: {error.strerror}; keep .bin and .idx together") from error
+    # The ids are used in place; only document starts and a description are cached.
     num_tokens = status[0][0] // np.dtype(dtype).itemsize
     target = cache_file(cache_dir, prefix.name, [_FORMAT, str(prefix.resolve()), status], ".starts")
     try:
@@ -87,6 +88,7 @@ def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Store
             f"{index_file} has dtype code {code}, which is none of {sorted(_DTYPES)}, for integers of tokens"
         )
     expected = _HEADER_BYTES + 12 * num_sequences + 8 * num_bounds
+    # One more byte per sequence: the modes of multimodal data.
     if len(raw) == expected + num_sequences:
         raise DataError(f"{index_file} holds modes of sequences, as of images beside text: only text is implemented")
     if len(raw) != expected:
@@ -99,6 +101,7 @@ def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Store
     dtype = _DTYPES[code]
     ends = np.cumsum(sizes)
     begins = ends - sizes
+    # Ids are mapped as one array, which needs sequences without gaps.
     if (sizes < 0).any() or not np.array_equal(pointers, begins * np.dtype(dtype).itemsize):
         raise damaged("its sequences do not follow one another")
     if num_sequences == 0 or ends[-1] == 0:
@@ -128,6 +131,7 @@ def _header(raw: bytes, damaged: Any) -> tuple[int, int, int, int]:
 def _scan(target: Path, ids_file: Path, dtype: Stored, num_tokens: int, starts: npt.NDArray[np.int64]) -> Description:
     ids = np.memmap(ids_file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", shape=(num_tokens,))
     digest, largest = hashlib.blake2b(f"{dtype}".encode(), digest_size=16), -1
+    # In chunks, so that memory stays bounded.
     for first in range(0, num_tokens, _CHUNK):
         part = np.asarray(ids[first : first + _CHUNK])
         if int(part.min()) < 0:

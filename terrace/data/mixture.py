@@ -38,6 +38,7 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
             raise DataError(f"a weight of {weight:g} in data.mixture must be a positive number; leave that source out")
     # The shortest decimal that gives the float is what the user wrote.
     exact = [Fraction(repr(float(weight))) for weight in weights]
+    # Fractions keep the weights exact, so the period is, too.
     common = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * common) for each in exact]
     divisor = math.gcd(*whole)
@@ -65,6 +66,7 @@ class Blend:
 
         The indices of a source count from 0 without a gap.
         """
+        # Every period is alike, so a position needs only its place in one.
         periods, offsets = np.divmod(positions, len(self._source))
         sources = self._source[offsets]
         return sources, periods * self._of_source[sources] + self._before[offsets]
@@ -89,6 +91,7 @@ def _period(parts: Sequence[int]) -> tuple[Ids, Ids]:
         last, index, sample = heapq.heappop(ready)
         assert last >= place, "the earliest deadline is always kept"
         source[place], before[place] = index, sample
+        # The source's next sample waits until its window opens.
         if sample + 1 < parts[index]:
             heapq.heappush(waiting, ((sample + 1) * period // parts[index], index, sample + 1))
     return source, before

@@ -56,6 +56,7 @@ class SampleOrder:
         assert positions.size == 0 or positions.min() >= 0, "a position is negative"
         epochs, offsets = np.divmod(positions, self.num_samples)
         samples = np.empty_like(offsets)
+        # A batch may cross the end of an epoch, and each epoch has its own keys.
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             samples[chosen] = self._permute(offsets[chosen], int(epoch))
@@ -67,6 +68,7 @@ class SampleOrder:
         num_bits = (self.num_samples - 1).bit_length()
         values = _encrypt(offsets.astype(np.uint64), keys, num_bits)
         outside = np.flatnonzero(values >= self.num_samples)
+        # Cycle walking: values outside are encrypted again until they fall inside.
         while outside.size:
             walked = _encrypt(values[outside], keys, num_bits)
             values[outside] = walked
@@ -75,6 +77,7 @@ class SampleOrder:
 
 
 def _encrypt(values: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64], num_bits: int) -> npt.NDArray[np.uint64]:
+    # All operands stay uint64: Python ints could change the dtype.
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)

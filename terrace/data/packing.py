@@ -102,6 +102,7 @@ def packed(documents: Documents, sequence: int, too_long: TooLong, beside: Path)
             head = np.array([_MAGIC, *astuple(packing.tally)], dtype="<i8")
             np.save(file, np.concatenate([head, packing.offsets, packing.starts, packing.lengths]))
     except OSError as error:
+        # A full disk and a missing permission need different fixes.
         fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make the folder writable"
         raise DataError(f"cannot write {path}: {error.strerror}; {fix} or choose another data.cache") from error
     return _load(path)
@@ -113,6 +114,7 @@ def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
     Lengths lie in 1 ... capacity. Sequences come in a shuffled order that depends only on their number, so that the
     last ones are like the first; so do items of equal length.
     """
+    # Shuffled before the stable sort, so that equal lengths are in no particular order.
     shuffled = SampleOrder(len(lengths), 0).sample(np.arange(len(lengths)))
     items = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     falling = lengths[items]
@@ -155,6 +157,7 @@ def best_fit(lengths: Ids, capacity: int) -> tuple[Ids, Ids]:
             here += count
     # Sequences were opened by falling length; shuffling makes a holdout at the end representative.
     of_item = SampleOrder(num_sequences, 1).sample(np.arange(num_sequences))[of_item]
+    # Stable: items of a sequence stay in the order in which they were placed.
     by_sequence = np.argsort(of_item, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(of_item, minlength=num_sequences))])
     return items[by_sequence], offsets.astype(np.int64)

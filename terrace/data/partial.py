@@ -61,6 +61,7 @@ class Partial:
     def add(self, ids: npt.NDArray[np.int64], raw: bytes, ends_document: bool) -> None:
         """Appends the ids of a piece; `raw` holds the same ids as stored."""
         noted = self.noted
+        # A document begins with its first token, so a piece without ids does not begin one.
         if ids.size:
             self._files[0].write(raw)
             if noted.begins:
@@ -85,6 +86,7 @@ class Partial:
         self._sync()
         self.close()
         for path, suffix in zip(self._paths, (".tokens", ".starts"), strict=True):
+            # Other users of a shared cache may read it.
             os.chmod(path, 0o644)
             os.replace(path, self.target.with_suffix(suffix))
         self._journal.unlink(missing_ok=True)
@@ -116,6 +118,7 @@ class Partial:
             return False
         sizes = (self.noted.num_bytes, 8 * self.noted.num_documents)
         for path, size in zip(self._paths, sizes, strict=True):
+            # Fewer bytes than the journal counts: the file is not the journal's.
             if not path.exists() or path.stat().st_size < size:
                 return False
             # Bytes after the journal entry may be torn.

@@ -42,6 +42,7 @@ def check_text(text: object, column: str, where: str) -> str:
         kind = "null" if text is None else type(text).__name__
         raise DataError(f"{where}: {column!r} must be a string, not {kind}; convert it or drop the record")
     try:
+        # JSON may spell half a surrogate pair, which has no UTF-8.
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         escape = ascii(text[error.start])
@@ -74,6 +75,7 @@ def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Piece]
     for block in blocks:
         held += block
         start = 0
+        # The rest waits for the next block, so that cuts do not depend on the sizes of blocks.
         while len(held) - start > PIECE_CHARACTERS:
             end = start + PIECE_CHARACTERS
             at = held.rfind("\n", start, end) + 1
@@ -84,5 +86,6 @@ def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Piece]
             yield Piece(held[start:at], ends_document=False)
             any_text, start = True, at
         held = held[start:]
+    # An empty document still has one piece, which tells its end.
     if held or (ends_document and not any_text):
         yield Piece(held, ends_document=ends_document)

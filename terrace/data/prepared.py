@@ -31,6 +31,7 @@ def prepare_sources(
         source = Source(
             tokens=tokens, name=spec.name, weight=spec.weight, documents=spec.documents, too_long=spec.too_long
         )
+        # Packed now: errors show before the run, and ranks find the file.
         if source.documents == "whole":
             source.packing(sequence)
         sources.append(source)
@@ -44,6 +45,7 @@ def data_facts(sources: Sequence[Source], holdout: float) -> dict[str, Any]:
 
 def compare_facts(there: Mapping[str, Any], sources: Sequence[Source], holdout: float) -> dict[str, tuple[Any, Any]]:
     """Differences from the facts `there` of a checkpoint: name -> (there, here)."""
+    # Old checkpoints hold one digest instead of a list of sources.
     stored = there.get("data")
     if isinstance(stored, str):
         stored = [{"digest": stored, **_BEFORE_SOURCES}]

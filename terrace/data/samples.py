@@ -2,9 +2,9 @@
 
 Three ways to make sequences of documents, chosen by `data.documents`:
 
-join        windows of the token stream that run across document ends, and so does attention. No positions. separate
-the same windows; attention stays within a document, and the last token of a document has no label. whole       whole
-documents, packed (terrace.data.packing); attention stays within a document.
+    join      windows of the token stream; windows and attention run across document ends. No positions.
+    separate  the same windows; attention stays within a document, and the last token of a document has no label.
+    whole     whole documents, packed (terrace.data.packing); attention stays within a document.
 
 A **position** is a token's index within the part of its document that is in the row, so 0 starts a document, also at
 the start of a window that cuts one: the tokens before it are not there to attend to. Padding is a document of its own
@@ -45,6 +45,7 @@ class Windows:
                 f"{documents.name} has {len(documents.ids)} tokens, but one sample of sequence {sequence} takes "
                 f"{sequence + 1}; give more data or set sequence to at most {max(1, len(documents.ids) - 1)}"
             )
+        # Neighbouring windows share one token, so n windows need n * sequence + 1 tokens.
         self.num_samples = (len(documents.ids) - 1) // sequence
         self.has_positions = separate
         self._sequence = sequence
@@ -63,6 +64,7 @@ class Windows:
             return inputs, labels, None
         firsts = samples * self._sequence
         # All document starts inside the windows of all samples at once: their row and their column.
+        # side="right": a document that begins with the window needs no mark.
         low = np.searchsorted(self._starts, firsts, side="right")
         row, which = _runs(low, np.searchsorted(self._starts, firsts + self._sequence, side="right"))
         columns = self._starts[which] - firsts[row]  # starts of documents: 1 ... sequence
@@ -107,6 +109,7 @@ class Packed:
         """Rows of `samples`, shape (n,)."""
         packing, ids, mask = self._packing, self._documents.ids, self._documents.mask
         shape = len(samples), self._sequence
+        # Padding is token 0 without a label.
         inputs, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         positions = np.empty(shape, dtype=np.int64)
         bounds = zip(packing.offsets[samples].tolist(), packing.offsets[samples + 1].tolist(), strict=True)

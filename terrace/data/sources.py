@@ -99,6 +99,7 @@ def sources_of(
             column=each.column or column,
             split=split if each.split is None else each.split,
         )
+        # A repeated path would train on the same samples twice.
         for other in specs:
             for what, one, two in (("path", spec.path, other.path), ("name", spec.name, other.name)):
                 if one == two:
@@ -128,6 +129,7 @@ def _entry_beside(folder: Path, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     path = entry.get("path")
     if not isinstance(path, str) or path in ("", STDLIB):
         return entry
+    # Its name stays as written, so overrides can use it.
     return {**entry, "path": str(folder / path), "name": entry.get("name", path)}
 
 

@@ -33,6 +33,7 @@ def dataset_files(root: Path, split: str) -> list[Path] | None:
 
 def of_split(root: Path, files: list[Path], split: str) -> list[Path]:
     """Files of one split if file names name their split; else all files."""
+    # The hub puts the split into the file name.
     splits = {file: found[1] for file in files if (found := _SHARD.fullmatch(file.name))}
     there = sorted(set(splits.values()))
     if not there or (len(there) == 1 and not split):
@@ -44,6 +45,7 @@ def of_split(root: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _chosen(root: Path, split: str, there: list[str]) -> str:
+    # Several splits without a choice: "train", whose absence is then the error.
     wanted = split or ("train" if "train" in there or len(there) != 1 else there[0])
     if wanted not in there:
         raise DataError(
@@ -60,6 +62,7 @@ def _saved(folder: Path) -> list[Path]:
         raise _damaged(state, "it has no list _data_files")
     files = [folder / name for name in _strings(state, [entry.get("filename") for entry in entries])]
     for file in files:
+        # A partly copied data set must not become a smaller corpus.
         if not file.is_file():
             raise DataError(f"{state} names {file.name}, which is missing; copy the whole folder again")
     if not files:

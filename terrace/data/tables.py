@@ -45,13 +45,14 @@ def read_table_unit(unit: Unit) -> Iterator[Piece]:
     """
     if unit.kind == "parquet":
         with _parquet(unit.file) as table, _damage(unit.file):
+            # Rows are counted through the file, so that errors name the right one.
             row = sum(table.metadata.row_group(group).num_rows for group in range(unit.first))
             groups = list(range(unit.first, unit.end))
             yield from _pieces(unit, table.iter_batches(_ROWS, row_groups=groups, columns=[unit.column]), row)
     else:
         with _damage(unit.file), _batches(unit.file) as (_, batches):
             row, mine = 0, []
-            for index, batch in enumerate(batches):  # mapped: those that are passed over are not read
+            for index, batch in enumerate(batches):  # mapped: skipped batches are not read
                 if index < unit.first:
                     row += batch.num_rows
                 elif index < unit.end:
@@ -74,6 +75,7 @@ def _joined(sizes: list[int], unit_bytes: int, size: int) -> Iterator[tuple[int,
     first, held, total = 0, 0, max(1, sum(sizes))
     for end, each in enumerate(sizes, start=1):
         held += each
+        # Sizes in memory are scaled to bytes of the file, for progress.
         if held >= unit_bytes or end == len(sizes):
             yield first, end, held * size // total
             first, held = end, 0
@@ -85,6 +87,7 @@ def _check_column(file: Path, schema: Any, column: str) -> None:
             raise DataError(f"{file} has the column {column!r} {schema.names.count(column)} times; rename all but one")
         raise missing_column(str(file), column, schema.names)
     types = _pyarrow(file).types
+    # A dictionary column stores each string once; its values decide.
     kind = schema.field(column).type
     value = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
@@ -108,6 +111,7 @@ def _parquet(file: Path) -> Iterator[Any]:
 def _batches(file: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
     arrow = _pyarrow(file)
     with arrow.memory_map(str(file)) as mapped:
+        # The random-access layout begins with its magic; a stream does not.
         if mapped.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
             reader = arrow.ipc.open_file(mapped)
             yield reader.schema, (reader.get_batch(index) for index in range(reader.num_record_batches))

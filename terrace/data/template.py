@@ -85,6 +85,7 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise TemplateRefusalError(f"{self.name} refuses it: {_one_line(error)}") from error
+        # A template is a program: it may fail in any of these ways on one conversation.
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise TemplateRefusalError(f"{self.name} fails: {type(error).__name__}: {_one_line(error)}") from error
         return _without_marks(marked) if self.has_tags else (marked, None)
@@ -102,6 +103,7 @@ class ChatTemplate:
         Raises `TemplateRefusalError` with the template's message, or when its prefixes do not agree.
         """
         whole, spans = self.render(messages, tools)
+        # Generation tags mark the turns exactly, so no prefixes are needed.
         if spans is not None:
             return whole, spans
         spans = []
@@ -129,6 +131,7 @@ def load_template(tokenizer: str | Path, path: str | Path = "", *, needed: bool 
     not installed.
     """
     folder = None
+    # The template lies in the tokenizer's folder.
     if str(tokenizer) != BYTES:
         folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     config = _config(folder)
@@ -210,6 +213,7 @@ def _compile(source: str, name: str) -> "Template":
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
+    # The sandbox keeps a downloaded template from running arbitrary Python. Published templates expect trimming.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
     )
@@ -224,6 +228,7 @@ def _compile(source: str, name: str) -> "Template":
 
 def _as_templates_expect(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None}
+    # Templates read different keys for reasoning, so it is given under all that they use.
     reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
@@ -234,6 +239,7 @@ def _without_marks(marked: str) -> tuple[str, Spans]:
     head, *parts = marked.split(_BEGIN)
     text.append(head)
     place += len(head)
+    # Spans count characters of the text without marks.
     for part in parts:
         inside, end, after = part.partition(_END)
         if not end or _END in after:

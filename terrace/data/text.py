@@ -36,6 +36,7 @@ def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit
     places = [0]
     with file.open("rb") as stream:
         for nominal in range(unit_bytes, size, unit_bytes):
+            # A long line has passed this cut already.
             if nominal <= places[-1]:
                 continue
             place = _line_place(stream, nominal, file)
@@ -164,6 +165,7 @@ def _too_long(file: Path, offset: int) -> DataError:
 
 
 def _line_number(file: Path, offset: int) -> int:
+    # Counted only for error messages, so lines need no index.
     number, left = 1, offset
     with file.open("rb") as stream:
         while left > 0 and (block := stream.read(min(_BLOCK_BYTES, left))):

@@ -58,10 +58,12 @@ class TokenFile:
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int, what: str) -> "np.memmap[tuple[int], np.dtype[Any]]":
+    # Files are little-endian on every machine.
     dtype = dtype.newbyteorder("<")
     expected = count * dtype.itemsize
     try:
         size = path.stat().st_size
+        # An empty file cannot be mapped.
         if size != expected or expected == 0:
             raise DataError(
                 f"{path} is damaged: it has {size} bytes, but {count} {what} take {expected}; delete it, and it "

@@ -131,6 +131,7 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer as Encoder
     except ImportError as error:
+        # The package is optional: the byte tokenizer works without it.
         raise DataError(f"tokenizer {path} needs the package 'tokenizers': pip install 'terrace[hf]'") from error
     try:
         encoder = Encoder.from_str(raw.decode("utf-8"))
@@ -138,6 +139,7 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a tokenizer.json ({reason}); export it again") from error
     tokenizer = FileTokenizer(encoder, f"sha256-{hashlib.sha256(raw).hexdigest()}")
+    # An untrained tokenizer encodes everything to nothing.
     if tokenizer.vocab_size == 0:
         raise DataError(f"{path} has an empty vocabulary; export it again after training it")
     return tokenizer

@@ -71,6 +71,7 @@ def prepare_tokens(
     where a killed process stopped. Raises `DataError` for a corpus that cannot be read (see `corpus`), one that changes
     meanwhile, a damaged cache, and a folder that cannot be written; an error leaves no file behind.
     """
+    # An indexed data set holds ids already, so no column is read.
     if is_indexed(path):
         for key, value, plain in (("column", column, "text"), ("split", split, "")):
             if value != plain:
@@ -91,6 +92,7 @@ def prepare_tokens(
             partial = Partial(target)
             try:
                 _write_tokens(partial, corpus_units(path, column, split), tokenizer, progress)
+                # Checked again after reading, since the key was made of the files as they were.
                 if _source_fingerprint(path, split) != source:
                     raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
                 _check_text(partial.noted, path)
@@ -123,11 +125,13 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
     stored = np.dtype(id_dtype(tokenizer.vocab_size)).newbyteorder("<")
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
     began, first = time.monotonic(), noted.num_tokens
+    # The rate counts only tokens made by this process.
     told = began
     if first:
         progress(f"going on after {first / 1e6:.1f} M tokens that are there")
     for num_done, group in _groups(units, noted.num_units):
         for piece, ids in _encoded(chain.from_iterable(map(read_unit, group)), tokenizer, noted):
+            # Only the last piece of a document gets the end token.
             whole = np.concatenate([ids, end]) if piece.ends_document else ids
             if whole.size and not 0 <= int(whole.min()) <= int(whole.max()) < tokenizer.vocab_size:
                 raise DataError(
@@ -156,6 +160,7 @@ def _check_text(noted: Noted, path: str | Path) -> None:
 def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:
     held: list[Unit] = []
     for number, unit in enumerate(units, start=1):
+        # Done by the process that was killed.
         if number <= num_done:
             continue
         held.append(unit)
@@ -193,6 +198,7 @@ def _batched(pieces: Iterable[Piece], noted: Noted) -> Iterator[list[Piece]]:
         noted.has_text = noted.has_text or not piece.text.isspace()
         held.append(piece)
         size += len(piece.text)
+        # Both bounds: many short pieces cost memory per piece, too.
         if size >= _BATCH_CHARACTERS or len(held) >= _BATCH_PIECES:
             yield held
             held, size = [], 0

@@ -55,13 +55,12 @@ class BlockActivations:
     input_bytes: int
     output_bytes: int
     saved: dict[str, int]  # operation -> bytes kept
-    logits_bytes: int  # the part of `saved` whose size goes with the vocabulary
+    logits_bytes: int  # the part of `saved` that grows with the vocabulary
     forward_peak_bytes: int
     backward_peak_bytes: int
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes held from forward to backward."""
         return self.input_bytes + sum(self.saved.values())
 
 
@@ -104,7 +103,6 @@ def activations_by_block(
 
 class _Decoder(BlockTape):
     def result(self, again: bool) -> BlockActivations:
-        """Play the tape; `again`: the block is recomputed, so it keeps its input alone."""
         tape, sizes = self.operations, self.sizes
         random = _RANDOM_STATE_BYTES[self.backend] if again and not self.runs_at_once else 0
         # A head that runs in its backward keeps only its input, like a recomputed block, but stores no random state.
@@ -125,7 +123,7 @@ class _Decoder(BlockTape):
         )
 
     def embedding(self) -> None:
-        """Looked-up rows, and positions added to them; the tokens belong to the batch. Gradients of both are dense."""
+        """Looked-up rows plus learned positions; the tokens belong to the batch. Gradients of both are dense."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
         # Embedding gradients are dense: as large as the matrix.
         matrix = -(-model.vocab_size // work.tensor) * hidden * self.item
@@ -141,7 +139,6 @@ class _Decoder(BlockTape):
         self._add("positions", ("rows",), OUTPUT, (), 0, used + model.max_positions * self.hidden * self.item, True)
 
     def layer(self) -> None:
-        """Attention and MLP with their residuals."""
         model, stream = self.work.model, self.residual * self.item
         parallel = model.parallel_residual
         self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
@@ -265,7 +262,7 @@ class _Decoder(BlockTape):
         row = work.most_attended * work.model.head_dim * self.item  # of a head
         query, keys = row * work.attended_heads, 2 * row * work.attended_kv_heads
         self.sizes["log-sums"] = work.most_attended * work.attended_heads * self.wide
-        # Keys that come, those that go, packed, and the round's own; gradients of a round, that come, that go.
+        # Keys received, sent and of the round itself; in the backward also gradients of the round, received and sent.
         rounds = 0 if work.places == 1 else 2 if work.places == 2 else 3
         forward_adds, backward_adds = rounds * keys, self.sizes["log-sums"]
         if rounds:
@@ -281,7 +278,7 @@ class _Decoder(BlockTape):
         if work.ulysses > 1 or work.balance == "cost":
             kept = ("attended query", "attended key", "attended value", "attended output")
             self.sizes |= dict.fromkeys(kept[1:3], keys // 2) | dict.fromkeys((kept[0], kept[3]), query)
-            # The layer's own output, and gradients of its operands, are there when those of attention are dealt back.
+            # The layer's own output, and gradients of its operands, are alive while attention's tensors are sent back.
             forward_adds = max(forward_adds - self.sizes[output], of_others)
             backward_adds = max(query + backward_adds, query + keys + of_others)
         self._add("attention", reads, output, (*kept, "log-sums"), forward_adds, backward_adds)

@@ -1,16 +1,16 @@
 """The memory that a plan lacks, and the nearest changes that make it fit.
 
-Changes are of four kinds, tried in this order: one alone, then two together, then three, then all; within a number
-of kinds, those further up first, and of each kind the smallest step that suffices:
+Changes are of four kinds. One kind is tried first, then two together, then three, then all; kinds higher up go first,
+and of each kind the smallest step that suffices:
 
 1. recompute every layer;
-2. fewer sequences at a time: a smaller unit, then a smaller micro-batch and as many more of them;
+2. fewer sequences at a time: a smaller unit, then a smaller micro-batch and more micro-batches;
 3. states placed further out: the optimizer first, then gradients, then parameters, one tier at a time;
 4. more members of the outermost tier.
 
-Every candidate is tried by the footprint of its fullest stage, so advised plans do fit as far as the formulas
-know. None is tried for speed. New data ranks share the micro-batches of the step; where these do not go round, the
-batch changes with them.
+Every candidate is checked by the footprint of its fullest stage, so advised plans fit as far as the formulas know. None
+is chosen for speed. New data ranks share the micro-batches of the step; if these do not divide evenly, the batch
+changes with them.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """`lacking_bytes` is 0 when the plan fits; `job` fits; None when nothing that was tried does."""
+    """A job that fits, and the changes that lead to it.
+
+    `lacking_bytes` is 0 when the plan fits already; `job` is None when no candidate fits.
+    """
 
     lacking_bytes: int
     changes: tuple[str, ...]

@@ -41,7 +41,7 @@ def model_state_fits(program: Program) -> bool:
 
 
 def changes(step: Step, fits: Fits = model_state_fits) -> list[Change]:
-    """Every candidate with its predicted step, the shortest first; of equals the first tried.
+    """Every candidate with its predicted step, the shortest first; ties in the order tried.
 
     `fits` says whether the program of a stage may run. The number of micro-batches stays, so that every candidate does
     the same work. A change of a pipeline shares the blocks anew unless the plan names its stages.
@@ -65,7 +65,7 @@ def changes(step: Step, fits: Fits = model_state_fits) -> list[Change]:
 
 
 def best_change(candidates: list[Change], step_s: float, kind: Literal["plan", "cluster"]) -> Change | None:
-    """The change of a kind with the greatest gain over `step_s`; None where nothing gains 0.1 %."""
+    """The change of a kind with the greatest gain over `step_s`; None if no change gains 0.1 %."""
     best = next((change for change in candidates if change.kind == kind), None)
     return best if best is not None and best.step_s < 0.999 * step_s else None
 

@@ -51,7 +51,7 @@ class Costs:
     update_s: tuple[float, ...]
     program: Program
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
-    hides_inside: bool = True  # whether messages inside blocks travel beside products, as this project's runtime does
+    hides_inside: bool = True  # whether messages inside blocks overlap products, as in this project's runtime
     rounds: Rounds = NO_ROUNDS  # of a layer's attention, behind which messages of context ranks hide
 
     def collective_s(self, instruction: Instruction) -> float:

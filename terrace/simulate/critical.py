@@ -46,8 +46,8 @@ class CriticalPath:
 def critical_path(*recordings: Recording) -> CriticalPath:
     """The critical path of a recorded step, from the recordings of all its stages.
 
-    It ends on the stage that ends last. A piece has the times of its stage's recording; waits and slowed computing are
-    of the last stage.
+    It ends on the stage that ends last. A piece has the times of its stage's recording; waits and slow-down are the
+    last stage's.
     """
     # The path ends on the stage that ends last.
     stage = max(range(len(recordings)), key=lambda index: recordings[index].begin_s + recordings[index].report.step_s)

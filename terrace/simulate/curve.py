@@ -30,13 +30,13 @@ class MemoryCurve:
 
     @property
     def total_bytes(self) -> list[float]:
-        """The sum of everything from each of `times_s` on."""
+        """Total bytes from each of `times_s` on."""
         constant = sum(self.constant_bytes.values())
         return [constant + sum(parts) for parts in zip(*self.varying_bytes.values(), strict=True)]
 
     @property
     def peak(self) -> tuple[float, float]:
-        """(bytes, seconds) of the highest point; of equals the first."""
+        """(bytes, seconds) of the highest point; the first of several."""
         totals = self.total_bytes
         highest = max(range(len(totals)), key=totals.__getitem__)
         return totals[highest], self.times_s[highest]

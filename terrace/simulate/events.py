@@ -82,8 +82,8 @@ class Event:
     category: str  # of its compute, or of waiting for it
     needs: tuple[int, ...] = ()  # blocks whose parameters it reads
     opens: bool = False  # whether it needs a gradient buffer
-    inside: tuple[tuple[str, float], ...] = ()  # waits for messages inside the block, beside its own: category, seconds
-    penalty: float = 0.0  # of a message: by what part of the shared time it slows computing
+    inside: tuple[tuple[str, float], ...] = ()  # exposed messages inside the block: category, seconds
+    penalty: float = 0.0  # of a message: slow-down of compute, as a share of the shared time
 
 
 Play = tuple[Callable[["Rank", Event], None], Event]
@@ -184,9 +184,9 @@ def has_gradient_buffer(program: Program, block: int) -> bool:
 
 
 class Rank:
-    """The clocks of one rank and the moments at which communication under way will be done."""
+    """The clocks of one rank, and the arrival times of its messages in flight."""
 
-    SENDING = -1  # the lane of messages to other stages, behind those of the tiers
+    SENDING = -1  # the lane of messages to other stages, after the tiers' lanes
 
     __slots__ = (
         "begins_s",
@@ -206,7 +206,7 @@ class Rank:
 
     def __init__(self, program: Program) -> None:
         self.now_s = 0.0
-        self.mutual = program.cluster.device.backend == "cpu"  # whether messages slow down beside computing, too
+        self.mutual = program.cluster.device.backend == "cpu"  # whether compute slows messages, too
         num_lanes = len(program.layout.tiers) + (program.stage.num_stages > 1)
         self.lanes_s = [0.0] * num_lanes  # when each lane is free
         self.begins_s = [0.0] * num_lanes  # since when each lane has been busy without a pause
@@ -280,7 +280,7 @@ class Rank:
         self.syncs.clear()
 
     def exchange(self, event: Event) -> None:
-        """TIE takes no lane: both stages have come, and wait for their exchange."""
+        """TIE takes no lane: both stages are here, and wait for their exchange."""
         self.wait((self.now_s + event.seconds, -1), event.category)
 
     def orthogonalise(self, event: Event) -> None:
@@ -298,7 +298,7 @@ class Rank:
         self.refreshes[event.block] = self.issue(event, _START)
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Put a message on its lane that may start at `ready`; return when it will be there."""
+        """Puts a message on its lane that may start at `ready`; returns its arrival."""
         start_s = ready[0]
         if self.now_s > start_s:
             start_s = self.now_s
@@ -341,7 +341,7 @@ class Rank:
             self.now_s += seconds
 
     def needed_s(self, seconds: float) -> float:
-        """Seconds of the cores that messages need in the `seconds` from now, by the penalties of their lanes."""
+        """Core-seconds that messages need during the next `seconds`, by the penalties of their lanes."""
         total_s, now_s = 0.0, self.now_s
         for begin_s, end_s, penalty in zip(self.begins_s, self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
@@ -351,7 +351,7 @@ class Rank:
         return total_s
 
     def slowed_s(self, seconds: float) -> float:
-        """The seconds by which messages slow computing that begins now and takes `seconds` alone."""
+        """Extra seconds, due to messages, of compute that begins now and takes `seconds` without them."""
         most_s, now_s = 0.0, self.now_s
         for end_s, penalty in zip(self.lanes_s, self.penalties, strict=True):
             if end_s > now_s:
@@ -363,7 +363,7 @@ class Rank:
         return most_s
 
     def inside(self, category: str, seconds: float) -> None:
-        """Wait for the messages inside a block; that they come in between its kernels changes no sum."""
+        """Waits for the messages inside a block; their place between its kernels does not change the sum."""
         self.time_s[category] += seconds
         self.now_s += seconds
 

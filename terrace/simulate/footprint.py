@@ -1,12 +1,12 @@
-"""The memory of one rank by category, in each phase of a step.
+"""Memory of one rank by category, in each phase of a step.
 
 A phase's figure is the memory at its worst moment, not the sum of all peaks:
 
-- forward: a block runs forward while all that earlier blocks and other micro-batches keep is there;
+- forward: a block runs forward while all that earlier blocks and other micro-batches keep is alive;
 - backward: a block runs backward (or is recomputed first), with gradients of activations and parameters;
-- update: model state alone.
+- update: model state only.
 
-Categories are those of model state (terrace.simulate.states) and
+The categories are the model state's (terrace.simulate.states) and
 
     activations   kept by forwards for backwards, over all micro-batches in flight, without the logits
     logits        kept by the head, of a size that grows with the vocabulary

@@ -1,11 +1,11 @@
-"""Seconds that a block waits for the messages inside it, whichever axis they are of (terrace.program.block_program).
+"""Seconds that a block waits for the messages inside it, on any axis (terrace.program.block_program).
 
-A message takes as long, hop by hop, as a collective of the data axis does on its lane (terrace.simulate.cost), with a
-launch and the coding of block formats; an exchange of context ranks starts all its messages together, so each tier's
-latency counts once. They travel beside the lanes of other messages, and neither slows the other.
+A message takes as long, hop by hop, as a collective of the data axis on its lane (terrace.simulate.cost), with a launch
+and the coding of block formats; an exchange of context ranks starts all its messages together, so each tier's latency
+counts once. They run in parallel with the lanes of other messages, and neither slows the other.
 
-A piece of computing that takes C hides up to C of the seconds of its messages, and is slowed meanwhile by the overlap
-penalty: of the device under the tensor axis, of the tier under the context axis. The rest is waited for.
+A piece of compute that takes C hides up to C seconds of its messages, and is slowed meanwhile by the overlap penalty:
+the device's under the tensor axis, the tier's under the context axis. The rest of the messages is exposed.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))
 
 
 class PricedMoment(NamedTuple):
-    """Seconds and overlap penalties of messages that share one piece of computing, `times` over."""
+    """Seconds and overlap penalties of messages that hide behind the same piece of compute, `times` over."""
 
     message_class: MessageClass
     behind: Compute | None
@@ -46,7 +46,7 @@ class PricedMoment(NamedTuple):
 
 
 class InBlockPrices:
-    """Seconds of single messages inside a block, remembered."""
+    """Cached seconds of single messages inside a block."""
 
     def __init__(self, cluster: Cluster, tensor: Tensor | None, attention: AttentionBytes | None) -> None:
         self._cluster, self._tensor, self._attention = cluster, tensor, attention
@@ -102,7 +102,7 @@ def _outermost_first(counted: tuple[InBlockMessage, int]) -> int:
 
 
 def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass, float]:
-    """Seconds that messages add to computing, by message class."""
+    """Seconds that messages add to compute, by message class."""
     total: dict[MessageClass, float] = defaultdict(float)
     for moment in moments:
         left_s = 0.0 if moment.behind is None else rooms.get(moment.behind, 0.0)

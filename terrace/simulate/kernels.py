@@ -18,7 +18,7 @@ from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster import Device
 from terrace.plan.wire import FORMATS
 
-KEPT_BYTES = 2 << 20  # freed buffers below are kept for the next: what `terrace.runtime.heap` tells the C library
+KEPT_BYTES = 2 << 20  # smaller freed buffers are reused, as `terrace.runtime.heap` tells the C library
 _FLASH_BACKWARD = 2.5  # five products where the forward has two: the scores are computed again (Dao 2307.08691)
 
 

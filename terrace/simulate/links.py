@@ -1,17 +1,17 @@
 """Seconds of a message on the tiers of a cluster: an alpha-beta model, tier after tier.
 
-A group is a tuple of degrees, innermost tier first: how many of its members differ on that tier. (2, 1, 4) on
-package, node, system is 8 ranks: pairs of a package on 4 nodes. Tiers that are left out have degree 1.
+A group is a tuple of degrees, innermost tier first: how many of its members differ on that tier. (2, 1, 4) on package,
+node, system is 8 ranks: pairs of a package on 4 nodes. Tiers that are left out have degree 1.
 
 With S the bytes that the whole group holds, g_i the degrees and b_i the rate of tier i for one rank, a gather takes
 
-    sum over tiers of (g_i - 1) latency_i + (g_i - 1)/g_i S_i / b_i(S_i),  S_1 = S, S_(i+1) = S_i / g_i
+sum over tiers of (g_i - 1) latency_i + (g_i - 1)/g_i S_i / b_i(S_i),  S_1 = S, S_(i+1) = S_i / g_i
 
-and a reduction, its mirror, as much; that is how the runtime sends them (terrace.plan.hops).
+and a reduction, its mirror, takes the same; the runtime sends them this way (terrace.plan.hops).
 
 A tier's bandwidth is the share of each device when all devices use the tier at the same time, on links of their own or
-(`shared`) on one link for all ranks inside a member. Several groups that each bring one rank a node, as data-parallel
-groups beside tensor ranks do, never slow one another further.
+(`shared`) on one link for all ranks inside a member. Several groups that each bring one rank per node, such as the
+data-parallel groups of different tensor ranks, therefore do not slow each other further.
 """
 
 from collections.abc import Iterable, Sequence

@@ -11,7 +11,7 @@ from terrace.simulate.work import Work
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
 CPU_PLAIN_SEQUENCE = 128
-CPU_SHORT_PIECE = 64  # likewise what it takes together of short documents, and the least piece under a window
+CPU_SHORT_PIECE = 64  # likewise: tokens of short documents attended together, and the smallest piece under a window
 
 
 def piece_tokens(window: int, sequence: int) -> int:
@@ -69,5 +69,5 @@ def mask_bytes(work: Work, backend: str) -> int:
         bands += rest * (length + rest) if rest < length else 0
     if not work.documents:
         return item * (bands or sequence * sequence)
-    # Groups of short documents, or for each document longer than a window what its last piece sees.
+    # Groups of short documents, or the last piece of each document that is longer than a window.
     return item * (bands + work.tokens * (2 * length if bands else min(sequence, CPU_SHORT_PIECE)))

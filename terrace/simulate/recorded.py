@@ -18,7 +18,7 @@ from terrace.simulate.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A step with the recording and the memory of every stage; `whole` is the step that was recorded."""
+    """A step with the recording and the memory of every stage; `whole` is the recorded step."""
 
     prediction: Prediction
     whole: Prediction
@@ -27,12 +27,10 @@ class RecordedStep:
 
     @property
     def step(self) -> Step:
-        """The step, its stages resolved."""
         return self.prediction.step
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
         return self.prediction.step_s
 
     @property
@@ -52,7 +50,7 @@ class RecordedStep:
 
     @cached_property
     def exposed_s(self) -> dict[tuple[str, str], float]:
-        """Seconds of messages that nothing hides on the busiest stage, by (axis, tier)."""
+        """Seconds of exposed messages on the busiest stage, by (axis, tier)."""
         return exposed_by_axis(self.recordings, self.prediction.busiest)
 
     @cached_property

@@ -91,7 +91,7 @@ class Recording:
 
 
 def record(program: Program, costs: Costs) -> Recording:
-    """The recording of a steady step; its report is that of `simulate`.
+    """The recording of a steady step; its report equals `simulate`'s.
 
     Raises `ProgramError` for a program that talks to other stages.
     """
@@ -138,7 +138,6 @@ class Recorder(Rank):
         self.halts: list[tuple[float, float, float]] = []  # from, to and by how long the clock stood still on the way
 
     def restart(self) -> None:
-        """Begin a step."""
         self.first, self.origin = len(self.spans), self.now_s
         self.time_s = defaultdict(float)
         self.started_s.clear()
@@ -146,7 +145,6 @@ class Recorder(Rank):
         self.longer_s = 0.0
 
     def begin(self, position: int) -> None:
-        """Come to an instruction."""
         self.position = position
         self.started_s.append(self.now_s)
         self.done_s.append(self.now_s)
@@ -172,7 +170,7 @@ class Recorder(Rank):
         )
 
     def wall(self) -> Callable[[float], float]:
-        """The function from a moment of the rank's clock to one of the wall."""
+        """Conversion from the rank's clock to wall time."""
         starts = [start_s for start_s, _, _ in self.halts]
         before = [0.0, *accumulate(longer_s for _, _, longer_s in self.halts)]
 
@@ -187,7 +185,7 @@ class Recorder(Rank):
         return wall_s
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Issue, and note which of the three that a message waits for came last."""
+        """Issues, and notes which of its three conditions (issue, lane, input) came last."""
         free_s = self.lanes_s[event.lane]
         lane = event.lane if event.lane >= 0 else len(self.program.layout.tiers)
         self.started_s[-1] = self.now_s
@@ -213,7 +211,7 @@ class Recorder(Rank):
         return message_class.value
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Wait, and note for which span."""
+        """Waits, and notes the span waited for."""
         start_s, before_s = self.now_s, self.time_s.get(category, 0.0)
         super().wait(moment, category)
         self._halted(start_s, self.time_s.get(category, 0.0) - before_s)
@@ -223,7 +221,6 @@ class Recorder(Rank):
             self._add(COMPUTE, start_s, self.now_s, category, after, stage)
 
     def compute(self, event: Event) -> None:
-        """Compute, after whatever the stream did before."""
         start_s, before_s = self.now_s, self.time_s.get(event.category, 0.0)
         super().compute(event)
         self._halted(start_s, self.time_s[event.category] - before_s)
@@ -237,7 +234,6 @@ class Recorder(Rank):
             self.halts.append((start_s, self.now_s, longer_s))
 
     def inside(self, category: str, seconds: float) -> None:
-        """Wait for messages inside a block, which nothing else is waited for."""
         start_s = self.now_s
         super().inside(category, seconds)
         self.done_s[-1] = self.now_s

@@ -1,12 +1,12 @@
 """Event simulation of a pipeline: the programs of all stages, played together.
 
-Each stage is a rank with the clocks of terrace.simulate.events, one of its data and tensor ranks standing for all: they
-run the same program at the same time. Between stages
+Each stage is a rank with the clocks of terrace.simulate.events. One of its data and tensor ranks stands for all, since
+they run the same program at the same time. Between stages
 
-    a message leaves when its SEND comes, after those that the rank sent before, and a pass that reads it waits for it;
+    a message leaves at its SEND, after the rank's earlier messages, and a pass that reads it waits for it;
     TIE is left by both stages together, CLIP by all;
 
-and waiting is `wait pipeline`, `wait tie` or `wait control`. Two steps are played and the second is reported.
+and waits are `wait pipeline`, `wait tie` or `wait control`. Two steps are played and the second is reported.
 """
 
 from collections import defaultdict

@@ -4,15 +4,15 @@ With W elements on a rank after the tensor axis and the pipeline have cut the mo
 and of the master dtype, and S_* the ranks that a state is sharded over (the data and context ranks of its tier and of
 all tiers inside):
 
-    params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
+params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
 
-A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the
-gradients of two neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the
-same by walking through the visits, and for plans that use the data axis alone both give the same bytes.
+A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the gradients of two
+neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the same by walking
+through the visits; for plans that use only the data axis both give the same bytes.
 
-Tensor ranks hold the slices of terrace.plan.slices. Parameters that all hold whole (norms, say) are `shared`: a flat
-buffer of its own, sharded over the tensor ranks as over data ranks. A tied head on another stage than the embedding has
-a copy of its own. All parameters train.
+Tensor ranks hold the slices of terrace.plan.slices. Parameters that every tensor rank holds whole (norms, for example)
+are `shared`: they have their own flat buffer, sharded over the tensor ranks as well as the data ranks. A tied head on
+another stage than the embedding has its own copy. All parameters train.
 """
 
 import math
@@ -60,11 +60,10 @@ class Stage:
     layers: range
     lent: int  # elements of the embedding of this stage that a tied head reads
     shared: tuple[tuple[tuple[str, ...], Sizes], ...] = ()
-    layer_vectors: int = 0  # of a layer's elements, those that are not of matrices, padding included
+    layer_vectors: int = 0  # a layer's elements outside matrices, padding included
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks on the stage."""
         return len(self.layers) + (self.embedding > 0) + (self.head > 0)
 
     @property
@@ -82,7 +81,7 @@ class Stage:
         return (((), (own[0], own[1], own[2])), *self.shared)
 
     def held(self, sizes: Sizes) -> int:
-        """Elements of all blocks, of buffers with these sizes."""
+        """Elements of all blocks, for buffers with these sizes per block."""
         return sizes[0] + len(self.layers) * sizes[1] + sizes[2]
 
     @property
@@ -209,7 +208,7 @@ def gradient_numel(stage: Stage, kind: BlockKind, again: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of model state: `steady` by category all the time, whole parameters and gradients by kind of block."""
+    """Bytes of model state: `steady` by category for the whole step, whole parameters and gradients by block kind."""
 
     steady: dict[str, int]
     gathered: dict[BlockKind, int]
@@ -267,7 +266,7 @@ def model_states(
 def _spared_moments(plan: Plan, layout: Layout, stage: Stage, sizes: Sizes) -> int:
     span, spared = layout.span(layout.optimizer), 0
     for kind, (count, size) in enumerate(zip((1, len(stage.layers), 1), sizes, strict=True)):
-        # Muon keeps one moment for matrices, and those are in layers only.
+        # Muon keeps one moment for matrices, and applies to layers only.
         elementwise = stage.layer_vectors if plan.update == "muon" and kind == 1 else size
         spared += count * (size // span - num_second_moments(plan.update, size // span, elementwise))
     return spared

@@ -62,7 +62,6 @@ class Step:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 where there is none."""
         return Mesh.of(self.cluster, self.plan).total("pipeline")
 
 

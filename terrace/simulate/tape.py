@@ -32,7 +32,7 @@ class Operation:
     forward_adds: int = 0  # bytes that live only while the forward runs
     backward_adds: int = 0  # likewise for the backward
     is_sum: bool = False
-    variables: tuple[str, ...] = ()  # what the variables of the function around it still hold
+    variables: tuple[str, ...] = ()  # tensors that variables of the enclosing function still hold
 
 
 def kept_by_operation(tape: Sequence[Operation], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From time 0 to the end of the last task."""
+        """Seconds from time 0 to the end of the last task."""
         lasts = zip(self.orders.placement, (tasks[-1] for tasks in self.orders.tasks), self.starts_s, strict=True)
         return max(starts[-1] + self.seconds.of(kind)[row[chunk]] for row, (kind, chunk, _), starts in lasts)
 
@@ -79,13 +79,13 @@ class Timeline:
         return 1.0 - sum(self.busy_s) / offered_s if offered_s else 0.0
 
     def peak_bytes(self, forward_bytes: Sequence[float], weight_bytes: Sequence[float] | None = None) -> list[float]:
-        """The most activation bytes that each stage keeps (see `peak_activation_bytes`)."""
+        """Peak activation bytes of each stage (see `peak_activation_bytes`)."""
         return peak_activation_bytes(self.orders, forward_bytes, weight_bytes)
 
     def critical_path(self) -> list[Step]:
         """The chain of tasks and messages, first to last, that fills the time from 0 to the makespan.
 
-        Where several do, a task is taken to wait for its own stage rather than for a message.
+        If there are several, a task is taken to wait for its own stage rather than for a message.
         """
         orders, holders = self.orders, self.orders.holders()
         positions: dict[int, dict[Task, int]] = {}

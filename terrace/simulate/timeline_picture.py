@@ -14,7 +14,7 @@ _KINDS = {Op[kind.name]: kind for kind in Kind}
 
 
 class Span(NamedTuple):
-    """A task of a stage, and from when to when it ran."""
+    """A task of a stage with its start and end."""
 
     task: Task
     start_s: float

@@ -53,7 +53,7 @@ class Work:
 
     @property
     def is_masked(self) -> bool:
-        """Whether a token may not see all that stand before it in its row."""
+        """Whether a token may not see all earlier tokens of its row."""
         return self.documents or 0 < self.model.sliding_window < self.sequence
 
     @property
@@ -63,17 +63,16 @@ class Work:
 
     @property
     def stream_cut(self) -> int:
-        """Over how many ranks norms and residuals are cut."""
+        """Number of ranks over which norms and residuals are cut."""
         return self.columns * (self.rows if self.sequence_parallel else 1)
 
     @property
     def context(self) -> int:
-        """Ranks of the context axis."""
         return self.ulysses * self.ring
 
     @property
     def places(self) -> int:
-        """Places that attend together."""
+        """Ring places that attend together; with `balance = "cost"`, of all pooled data ranks."""
         return self.ring * (self.pooled if self.balance == "cost" else 1)
 
     @property

@@ -24,7 +24,6 @@ def run_blocks_of(run: RunConfig) -> list[nn.Module]:
 
 
 def fact_of(lora: LoraConfig | None) -> dict[str, object] | None:
-    """Description of adapters for a checkpoint."""
     return None if lora is None else {key: list(v) if isinstance(v, tuple) else v for key, v in dump(lora).items()}
 
 
@@ -35,7 +34,8 @@ def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
 
 
 def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (block, parameter, value) of a checkpoint's whole model with adapters folded in, as a model without
-    adapters has.
+    """(block, parameter, value) of a checkpoint's whole model with adapters folded in, so that the names are the names
+    of a model without adapters.
     """
+    # Without adapters the values pass through unchanged.
     yield from merged_parameters(checkpoint.parameters(), parse_model(checkpoint.facts["model"]), lora_of(checkpoint))

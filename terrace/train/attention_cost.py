@@ -22,7 +22,7 @@ KEY = "attention_cost"  # of a checkpoint's facts
 
 
 def work_cost(run: RunConfig, cluster: Cluster) -> WorkCost:
-    """Cost of a layer on one rank of a run; the constants of `cluster` are measured or those of its file.
+    """Cost of a layer on one rank of a run; the constants of `cluster` are measured or read from its file.
 
     Raises `ClusterError` for a device that has no peak of the plan's compute dtype.
     """
@@ -46,6 +46,7 @@ def cost_fact(run: RunConfig, cost: WorkCost) -> dict[str, Any]:
 def kept_cost(run: RunConfig, facts: Mapping[str, Any]) -> WorkCost | None:
     """Figures kept in a checkpoint; None if it was of another cluster, plan or model."""
     fact = facts.get(KEY)
+    # Figures of another cluster, plan or model do not apply.
     if not isinstance(fact, Mapping) or fact.get("of") != _digest(run):
         return None
     return load(WorkCost, fact["seconds"], KEY)

@@ -79,7 +79,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         cluster.device,
         peak_flops_per_s={**cluster.device.peak_flops_per_s, plan.compute: mean[0]},
         memory_bandwidth_bytes_per_s=mean[1],
-        # The measured rates are those that kernels reach, so no efficiency remains to scale by; a codec may reach less.
+        # Kernels reach the measured rates, so no efficiency remains to scale by; a codec may reach less.
         kernels=Kernels(codec=min(1.0, mean[2] / mean[1])),
         marks={f"peak_flops_per_s.{plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,

@@ -56,9 +56,9 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
-    weights: str = ""  # Hugging Face folder whose weights the run starts from; empty: from scratch
+    weights: str = ""  # Hugging Face folder with the initial weights; empty: from scratch
     compile: bool = False  # each block through torch.compile
-    background_save: bool = True  # write checkpoints beside the steps, from a copy in main memory
+    background_save: bool = True  # write checkpoints during the steps, from a copy in main memory
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
@@ -93,6 +93,7 @@ class TrainConfig:
             if given:
                 raise ConfigError(f"train.{given[0]} has no effect: train.schedule = {self.schedule!r}, not 'wsd'")
             return
+        # An integer counts steps; a fraction is a part of the run.
         whole = isinstance(self.decay_steps, int)
         if not (self.decay_steps >= 1 if whole else 0 < self.decay_steps < 1):
             raise ConfigError(
@@ -124,7 +125,7 @@ class RunConfig:
 
     @property
     def has_documents(self) -> bool:
-        """Whether a sequence may hold several documents, each of which attends only to itself."""
+        """Whether a sequence may hold several documents, which attend only to themselves."""
         return any(source.documents != "join" for source in self.data.sources())
 
     def num_micros(self) -> int:
@@ -148,6 +149,7 @@ def resolve_table(
     table = read_table(Path(str(resources.files(__package__) / "default.toml")))
     folder = Path() if config_path is None else Path(config_path).parent
     own = {} if config_path is None else read_table(Path(config_path))
+    # A plan's file may carry the task that it was made for, with its model and cluster.
     planned = read_planned(flags["plan"] if flags.get("plan") is not None else _beside(folder, "plan", own.get("plan")))
     if planned is not None:
         table = merge(table, {"train": planned.train}) | {"model": planned.model, "cluster": planned.cluster}
@@ -175,6 +177,7 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
 
 def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     """Builds a run from its whole table, each section by itself: whether the sections fit together is not checked."""
+    # Unknown sections first: a misspelt one would otherwise show as missing.
     known = [item.name for item in fields(RunConfig)]
     for name, value in table.items():
         if name not in known:
@@ -231,7 +234,7 @@ def section(name: str, value: Any) -> Any:
 
 
 def _check(run: RunConfig) -> None:
-    # validate Each section was checked by itself; here are the rules across sections.
+    # Each section was checked by itself; here are the rules across sections.
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     run.num_micros()
@@ -255,6 +258,7 @@ def _check(run: RunConfig) -> None:
 
 def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     result = merge(table, {name: value for name, value in own.items() if name not in _WHOLE})
+    # These sections replace the layer below as a whole; the others merge key by key.
     result |= {name: _beside(folder, name, own[name]) for name in _WHOLE if name in own}
     data = own.get("data")
     if isinstance(data, Mapping):

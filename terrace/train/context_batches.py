@@ -64,6 +64,7 @@ class ContextBatches:
         self._mesh, layout = Mesh.of(cluster, plan), Layout.of(cluster, plan)
         self._data_place, self._data_degree = layout.data_place(rank), layout.data_degree
         self._group = ContextGroup.of(cluster, plan, rank)
+        # Token layouts are built for one member of the context group.
         self._member = self._group.members.index(rank)
         self._num_local_tokens = local_tokens(plan, self._mesh, batches.sequence)
         # An equal token layout comes back as the same object, so that the engine reuses its device layout.
@@ -73,6 +74,7 @@ class ContextBatches:
         parts = self._batches.parts(step)
         if self._plan.balance == "cost":
             # Rows are dealt to micro-batches by attention seconds, so that each micro-batch can be balanced.
+            # A row's cost is the attention within its documents.
             costs = [sum(self._cost.whole_s(stop - start) for start, stop in row) for row in parts]
             made = [self._assigned(step, parts, rows) for rows in micro_steps(costs, self._num_micros)]
         else:
@@ -95,6 +97,7 @@ class ContextBatches:
 
     def _static(self, step: int, parts: Sequence[Parts], micro: int) -> tuple[LocalMicro, Sequence[float]]:
         size, sequence = self._plan.micro_batch, self._batches.sequence
+        # Rows in the order of terrace.data.batches, so that all axes train on the same batch.
         first = (micro * self._data_degree + self._data_place) * size
         whole = self._batches.rows(step, np.arange(first, first + size))
         begins = tuple(np.flatnonzero(document_begins(whole, sequence)).tolist())
@@ -146,11 +149,12 @@ def rows_of(runs: Sequence[Run], sequence: int) -> Ids:
 
 
 def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Token indices in the global batch, for tokens that are counted through `runs`, one after the other."""
+    """Token indices in the global batch, for tokens numbered through the concatenated `runs`."""
     firsts = [0, *accumulate(stop - start for start, stop in runs)]
     found: list[Run] = []
     for start, stop in tokens:
         index = bisect_right(firsts, start) - 1
+        # A run of tokens may cross several documents, which lie apart in the global batch.
         while start < stop:
             end = min(stop, firsts[index + 1])
             shift = runs[index][0] - firsts[index]
@@ -160,7 +164,7 @@ def placed(tokens: Sequence[Run], runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def ring_seconds(parts: Parts, sequence: int, ring: int, cost: WorkCost) -> list[float]:
-    """Seconds of attention to one row on each ring rank; stretches between documents count as documents, too."""
+    """Seconds of attention to one row on each ring rank; gaps between documents count as documents, too."""
     # Cut the row at documents and at chunks; each piece belongs to the ring rank of its chunk, and its pairs are those
     # of the document up to its end minus those up to its start.
     chunk = chunk_tokens(sequence, ring)
@@ -188,7 +192,7 @@ def assigned_seconds(segments: Sequence[Segment], num_ring_ranks: int, cost: Wor
 
 
 def evenness(seconds: Sequence[Sequence[float]], alike_s: float) -> float:
-    """Seconds of the busiest ring rank over the mean one, summed over micro-batches.
+    """Seconds of the busiest ring rank over the mean ring rank, summed over micro-batches.
 
     `alike_s` is the time of all other work, which is equal on every ring rank.
     """

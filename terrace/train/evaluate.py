@@ -20,8 +20,8 @@ from terrace.base.errors import ConfigError, DataError
 from terrace.model.decoder import token_loss
 from terrace.train.trained import Trained
 
-_ROW_TOKENS = 2048  # windows are run together up to so many tokens
-_HEAD_TOKENS = 256  # logits are made of so many tokens at a time: of a large vocabulary they are what takes memory
+_ROW_TOKENS = 2048  # most tokens of windows that run together
+_HEAD_TOKENS = 256  # tokens whose logits are made at a time: for a large vocabulary, logits dominate memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Mean nats per predicted token."""
         return self.nats / self.num_tokens
 
     @property
@@ -45,7 +45,6 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of UTF-8 text."""
         return self.nats / math.log(2) / self.num_bytes
 
 
@@ -74,6 +73,7 @@ def evaluate(
             nats=nats, num_tokens=num_tokens, num_documents=counted.num_documents, num_bytes=counted.num_bytes
         )
 
+    # Texts are a stream: counts are running, and no window is kept.
     for row in _rows(counted.windows(model, texts, context), max(context, _ROW_TOKENS)):
         nats += _nats(model, row)
         num_tokens += sum(len(window) - 1 for window in row)
@@ -105,6 +105,7 @@ def _rows(windows: Iterable[list[int]], limit: int) -> Iterator[list[list[int]]]
     row: list[list[int]] = []
     size = 0
     for window in windows:
+        # A window has one token less as input than it has ids.
         if row and size + len(window) - 1 > limit:
             yield row
             row, size = [], 0
@@ -118,6 +119,7 @@ def _rows(windows: Iterable[list[int]], limit: int) -> Iterator[list[list[int]]]
 def _nats(model: Trained, row: list[list[int]]) -> float:
     device = next(model.blocks[0].parameters()).device
     tokens, labels, positions = (
+        # Positions restart in every window, which isolates them from each other.
         torch.tensor([[part for window in row for part in taken(window)]], device=device)
         for taken in (lambda w: w[:-1], lambda w: w[1:], lambda w: range(len(w) - 1))
     )

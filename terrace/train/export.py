@@ -17,7 +17,7 @@ from terrace.train.adapted import lora_of, merged_values
 def export(
     checkpoint: Checkpoint, folder: Path, dtype: str, shard_bytes: int, source: Path | None, end_of_text: int | None
 ) -> list[str]:
-    """Writes the model of a checkpoint to `folder`; gives the names of the files.
+    """Writes the model of a checkpoint to `folder`; returns the names of the files.
 
     Takes the arguments of `write_pretrained`. Raises `CheckpointError` for an unreadable checkpoint, and `ModelError`
     as `write_pretrained` does.
@@ -34,7 +34,7 @@ def export(
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]:
-    """Writes the adapters of a checkpoint to `folder` as `peft` does; gives the names of the files.
+    """Writes the adapters of a checkpoint to `folder` as `peft` does; returns the names of the files.
 
     `base` names the base model. Raises `CheckpointError` for a checkpoint that has no adapters or is unreadable, and
     `ModelError` as `write_adapter` does.
@@ -42,6 +42,7 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, base: str) -> list[str]
     lora = lora_of(checkpoint)
     if lora is None:
         raise CheckpointError(f"{checkpoint.folder} has no adapters: its run has no [lora]; leave --adapter out")
+    # Adapters are small, so all are held at once.
     adapters = {(block, name): value for block, name, value in checkpoint.parameters() if is_adapter(name)}
     config = parse_model(checkpoint.facts["model"])
     return write_adapter(folder, config, lora, lambda block, name: adapters[block, name], base)

@@ -103,7 +103,7 @@ class FirstStep:
 
 
 class CheckedLoss:
-    """A user's loss, whose first value is checked."""
+    """A user's loss with a check of its first value."""
 
     def __init__(self, loss: Loss, check_sum: bool) -> None:
         self._loss = loss
@@ -156,7 +156,7 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     for own in engine.comm.exchange(dict(seconds)):
         for block, block_s in own.items():
             measured[block].append(block_s)
-    # The FLOPs that would take as long: what a block computes need not be products.
+    # Equivalent FLOPs: a block need not consist of matrix products.
     peak = cluster.device.peak_flops_per_s[program.plan.compute]
     flops = [peak * sum(measured[block]) / len(measured[block]) for block in range(len(engine.state.specs))]
     plan = program.plan

@@ -1,4 +1,4 @@
-"""A run's defaults from a Hugging Face folder: initial weights and a tokenizer, beside the model's shape.
+"""A run's defaults from a Hugging Face folder: initial weights and a tokenizer, in addition to the model's shape.
 
 Pure as far as a configuration goes; only checking weights needs torch.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from terrace.data.tokenizer import Tokenizer
     from terrace.train.config import RunConfig
 
-SOURCE = "source"  # in a run folder: what an export needs beside the weights
+SOURCE = "source"  # in a run folder: files that an export needs besides the weights
 BYTES = "bytes"
 
 
@@ -40,6 +40,7 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
     train, data = dict(table.get("train", {})), dict(table.get("data", {}))
     if "weights" not in train and folder and holds_weights(folder):
         train["weights"] = folder
+    # Weights named by the user bring the tokenizer of their folder.
     weights = train.get("weights")
     if isinstance(weights, str) and weights:
         train["weights"] = folder = os.path.abspath(weights)
@@ -67,7 +68,7 @@ def check_weights(run: "RunConfig") -> None:
 
 
 def source_files(run: "RunConfig") -> dict[str, bytes]:
-    """Files that an export of a run needs beside its weights, name -> content, as they are when the run starts.
+    """Files that an export of a run needs in addition to its weights, name -> content, as they are when the run starts.
 
     Raises `ModelError` for a file that cannot be read.
     """
@@ -79,9 +80,10 @@ def source_files(run: "RunConfig") -> dict[str, bytes]:
         path = path / TOKENIZER if path.is_dir() else path
         if path.name == TOKENIZER:
             found |= read_files(path.parent, TOKENIZER_FILES)
+        # A tokenizer under another name is exported under the usual one.
         else:
             found[TOKENIZER] = read_files(path.parent, (path.name,))[path.name]
-        if run.data.chat_template:  # what transformers prefers to one in tokenizer_config.json
+        if run.data.chat_template:  # transformers prefers this file to one in tokenizer_config.json
             template = Path(run.data.chat_template)
             found[CHAT_TEMPLATE] = read_files(template.parent, (template.name,))[template.name]
     return found

@@ -36,6 +36,7 @@ class Gauges:
         total: dict[str, int] = defaultdict(int)
         for (_, tier), size in self._engine.comm.ledger.total().items():
             total[tier] += size
+        # The ledger counts from the start; a record has the bytes since the line before.
         new = {tier: total[tier] - self._before.get(tier, 0) for tier in self._engine.program.layout.tiers}
         self._before = dict(total)
         return {tier: size for tier, size in new.items() if size}

@@ -56,6 +56,7 @@ def generate(
 
 def _encoded(prompt: str, model: Trained) -> list[int]:
     ids = [int(token) for token in model.tokenizer.encode(prompt)]
+    # An empty prompt starts from the end of a text, or from token 0.
     if not ids:
         ids = [model.tokenizer.end_of_text if model.tokenizer.end_of_text is not None else 0]
     if max(ids) >= model.config.vocab_size:

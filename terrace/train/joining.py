@@ -39,9 +39,10 @@ class Joined:
 
 
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
-    """Finds this process's world, joining that of torchrun, srun or mpirun if one of them started it."""
+    """Finds this process's world; joins the world of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
         return Joined(dist.get_rank(), dist.get_world_size(), _device())
+    # No launcher: a plain script is a world of one.
     if not detect():
         return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     world = join(_JOIN_TIMEOUT_S, say)
@@ -55,7 +56,7 @@ def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
 def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) -> Cluster:
     """The cluster of a value, table, file or preset; "local" adapts to the number of ranks.
 
-    Raises `ConfigError` when its number of ranks is not the world's.
+    Raises `ConfigError` when its number of ranks differs from the world's.
     """
     if isinstance(cluster, str):
         found = load_cluster(cluster)
@@ -77,7 +78,7 @@ def read_plan(
 ) -> Plan:
     """The plan of a value, table, file or preset; blocks compute in their own dtype unless the plan names one.
 
-    A table, file or preset that names no optimizer gets `optimizer`. `dtypes` are those of the parameters. Raises
+    A table, file or preset that names no optimizer gets `optimizer`. `dtypes` are the dtypes of the parameters. Raises
     `ConfigError` or `PlanError`.
     """
     if isinstance(plan, Plan):
@@ -86,6 +87,7 @@ def read_plan(
     found = parse_plan(table, cluster)
     if "update" not in table:
         found = replace(found, update=optimizer)  # type: ignore[arg-type]
+    # The plan's own dtype wins.
     if "compute" in table:
         return found
     if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():

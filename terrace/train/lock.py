@@ -1,4 +1,4 @@
-"""One run at a time writes a folder, by a lock that ends with its process, however that ends.
+"""A lock on a run folder: one run at a time writes it, and the lock ends with its process, even if that is killed.
 
 Otherwise a job that is started again while its predecessor still runs would remove half-written checkpoints, mix up the
 two runs' checkpoints, and write into the same metrics.
@@ -28,6 +28,7 @@ def folder_lock(folder: Path, wait_s: float = _WAIT_S) -> Iterator[None]:
     except OSError:
         yield  # whoever writes there next says what is wrong
         return
+    # Closing the file, or the end of the process, releases the lock.
     with file:
         _take(file.fileno(), folder, time.monotonic() + wait_s)
         yield
@@ -37,6 +38,7 @@ def _take(handle: int, folder: Path, until_s: float) -> None:
     with suppress(OSError):  # such as ENOLCK
         while True:
             try:
+                # Polled instead of blocking, so that the wait can end with an error.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError as error:

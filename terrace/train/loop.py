@@ -57,7 +57,7 @@ from terrace.train.profiler import Profiler
 from terrace.train.recorder import recorded
 from terrace.train.schedule import learning_rate
 
-_PATIENCE = 10  # timeouts that rank 0 waits for what others write
+_PATIENCE = 10  # timeouts that rank 0 waits for files of others
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 _SAMPLE_MAX_PARAMS = 100_000_000
 
@@ -101,6 +101,7 @@ class _Run:
         self.world, self.job, self.run, self.observer, self.dog = world, job, run, observer, dog
         self.step = 0
         starts_with = run.train.weights if job.resume is None else ""
+        # A resumed run has its values in the checkpoint, so the starting weights are not read again.
         self._pretrained = Pretrained(starts_with, run.model) if starts_with else None
         self.compiling = run.train.compile  # compiling may take minutes in the first step
         self.engine = Engine(
@@ -129,6 +130,7 @@ class _Run:
         self.cost: WorkCost | None = None  # of attention; only on the context axis
 
     def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        # The watchdog would take a long compilation for a hang.
         if not self.compiling:
             self.dog.at(self.step, counter, instruction, waiting_on)
 
@@ -180,6 +182,7 @@ class _Run:
     def _resume(self) -> int:
         if self.job.resume is None:
             return 0
+        # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
         checkpoint = Checkpoint(self.job.resume)
         restore(self.engine, checkpoint)
@@ -219,7 +222,9 @@ class _Run:
             self.observer.note(f"attention pairs: {pairs}")
         if self.job.resume is None:
             self._save(0)  # a folder that cannot be written ends the run in its first minute
+        # The estimate of the time left counts from here, without the first checkpoint.
         begin = time.perf_counter()
+        # An attribute, so that watchdog messages name the step.
         for self.step in range(first_step, train.steps):
             started = time.perf_counter()
             rate = learning_rate(self.step, train, self.run.optimizer)
@@ -260,15 +265,16 @@ class _Run:
 
     @contextmanager
     def _saved_first(self) -> Iterator[None]:
-        """Before raising an error that every rank shares, lets a save under way finish."""
         try:
             yield
+        # All ranks raise this error at the same step, so all can finish the save under way.
         except TrainingError:
             self._finish_saving()
             raise
 
     def _stop(self, num_done: int) -> Stop | None:
         self._tell()
+        # A rank that failed to save tells the others through the vote, so that all stop after the same step.
         if self.saver.problem is not None:
             self.vote.fail(self.saver.problem)
         stop = self.vote.after(num_done)
@@ -288,6 +294,7 @@ class _Run:
 
     def _next_batches(self, feeder: Feeder[StepBatches]) -> StepBatches:
         self._at(0, "READ DATA", ())
+        # Only the copy to the device is left; batches were made in the feeder's thread.
         micros, balance = feeder.next()
         return StepBatches([micro.to(self.engine.device) for micro in micros], balance)
 
@@ -348,6 +355,7 @@ class _Run:
         self.dog.idle("generating a sample")
         if num_params(self.run.model) > _SAMPLE_MAX_PARAMS:
             return None  # too slow while all ranks wait; `terrace generate` can do it afterwards
+        # Only rank 0 generates, on one device, from the checkpoint that was just written.
         tokenizer, train = load_tokenizer(self.run.data.tokenizer), self.run.train
         prompt = train.prompt
         if prompt is None:

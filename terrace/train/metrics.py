@@ -17,10 +17,10 @@ from terrace.program import StepReport
 class StepRecord:
     """One line of `metrics.jsonl`. `step` counts from 1; `tokens_per_s` is for the whole world.
 
-    Bytes and memory are those of rank 0: `sent_bytes` by tier since the line before, `memory_bytes` the peak of each
-    category of model state so far, `peak_memory_bytes` the peak that the device's allocator, or on a CPU the system,
-    has seen. A utilisation is None if there is no measured peak. `balance` is the predicted time of the step's busiest
-    ring rank over the mean one, 1.0 being even; None without a context axis.
+    Bytes and memory are rank 0's: `sent_bytes` by tier since the line before, `memory_bytes` the peak of each category
+    of model state so far, `peak_memory_bytes` the peak seen by the device's allocator, or on a CPU by the system. A
+    utilisation is None if there is no measured peak. `balance` is the predicted time of the step's busiest ring rank
+    over the mean ring rank, 1.0 being even; None without a context axis.
     """
 
     step: int
@@ -68,8 +68,10 @@ class Summary:
     """
 
     def __init__(self, num_steps: int) -> None:
+        # The first steps warm up caches; a short run keeps most of its steps.
         self._num_warm_up = min(num_steps // 4, 10)
         self._num_seen = 0
+        # Bounded, so memory does not grow with the run.
         self._losses: deque[float] = deque(maxlen=max(1, num_steps // 10))
         self._time_s: dict[str, float] = defaultdict(float)
         self.quantisation_error: dict[str, float] = {}
@@ -136,6 +138,7 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
         try:
+            # Lines of steps after the checkpoint will be written again.
             records = read_metrics(path) if path.exists() else []
             write_atomic(path, "".join(_line(record) for record in records if record.step <= first_step))
             self._file = path.open("a", encoding="utf-8")
@@ -146,6 +149,7 @@ class MetricsFile:
         """Appends one line and flushes it, so that it can be followed."""
         try:
             self._file.write(_line(record))
+            # One flush per line: readers follow the file, and a crash loses at most one line.
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from error
@@ -169,6 +173,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             records.append(StepRecord(**{key: value for key, value in json.loads(line).items() if key in known}))
+        # Nothing after a torn line can be trusted.
         except (ValueError, TypeError, AttributeError):
             break
     return records

@@ -39,9 +39,11 @@ class MicroBatches:
         return StepBatches(micros, local.balance)
 
     def _rows(self, step: int, micro: int) -> Batch:
+        # Tensor and pipeline ranks of one data rank read the same rows.
         degree, size = self._program.layout.data_degree, self._program.plan.micro_batch
         return Batch(*map(self._tensor, self._batches.micro_batch(step, micro, self._place, degree, size)))
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        # Page-locked memory lets the copy to a GPU overlap with compute.
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._pinned else tensor

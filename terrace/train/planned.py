@@ -61,6 +61,7 @@ def read_planned(plan: Any) -> Planned | None:
         if key not in table:
             raise ConfigError(f"{plan}: {TASK}.{key} is missing: give it, or leave the whole [{TASK}] table out")
     for key in _NUMBERS:
+        # In Python a bool is an int.
         if not isinstance(table[key], int) or isinstance(table[key], bool) or table[key] < 1:
             raise ConfigError(f"{plan}: {TASK}.{key} = {table[key]!r} must be a whole number of at least 1")
     folder = Path(plan).parent

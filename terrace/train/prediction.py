@@ -1,4 +1,4 @@
-"""The step a run is predicted to take, from its configuration and the cluster its start measured. Needs no torch."""
+"""The predicted step of a run, from its configuration and the cluster measured at its start. Needs no torch."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ from terrace.train.utilisation import Utilisation, utilisation
 
 
 def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
-    """A step of the run, on its own cluster or on one that its start measured.
+    """A step of the run, on its own cluster or on one measured at its start.
 
-    Its own cluster, whose figures a probe or a data sheet knows, prices compute kernel by kernel. A measured one holds
-    the FLOP/s of a layer. Blocks are shared among stages by the run's own cluster, on which every rank builds the same.
+    The run's own cluster, with figures from a probe or a data sheet, prices compute kernel by kernel. A measured one
+    holds the FLOP/s of a layer. Blocks are shared among stages by the run's own cluster, which is equal on every rank.
     """
     own = Step(
         cluster=run.cluster,
@@ -24,6 +24,8 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
         sequence=run.train.sequence,
         work=work_of(run.cluster, run.plan, run.model, run.train.sequence, documents=run.has_documents),
     )
+    # Stages are resolved on the run's cluster: measured constants could share the blocks differently than the engine
+    # did.
     own = resolved(own)
     if cluster is None or cluster is run.cluster:
         return own
@@ -43,7 +45,7 @@ def predict(run: RunConfig, cluster: Cluster) -> Prediction:
 
 
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
-    """FLOPs and peaks that the run's MFU and HFU are counted from; `cluster` has what its start measured, if it did."""
+    """FLOPs and peaks behind the run's MFU and HFU; `cluster` has the constants measured at the start, if any."""
     return utilisation(
         run.model,
         run.blocks(),

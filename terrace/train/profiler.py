@@ -34,6 +34,7 @@ class Profiler:
     def __init__(self, engine: Engine, run: RunConfig, cluster: Cluster, folder: Path) -> None:
         self._engine, self._run, self._cluster, self._folder = engine, run, cluster, folder / FOLDER
         mesh = engine.program.mesh
+        # Ranks of one stage run the same program, so the first one stands for them.
         speaks = engine.rank in {mesh.at_stage(0, stage) for stage in range(engine.program.stage.num_stages)}
         asked = run.train.profile
         self._steps = parse_steps(asked) if asked is not None and speaks else range(0)
@@ -58,6 +59,7 @@ class Profiler:
             self._write(self._tracer)
 
     def _write(self, tracer: Tracer) -> None:
+        # Messages of the last step may still be under way.
         self._engine.drain()
         rank = self._engine.rank
         predicted = self._predicted()
@@ -75,6 +77,7 @@ class Profiler:
             ) from error
 
     def _predicted(self) -> Recording | list[Passed]:
+        # A trace shows every micro-batch, so the prediction is played whole.
         played = play_whole(step_of(self._run, self._cluster))
         if len(played.programs) == 1:
             return record(played.programs[0], played.costs[0])

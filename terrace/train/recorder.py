@@ -1,4 +1,4 @@
-"""Rank 0's record of a run beside its metrics: the prediction, the events, and the trackers to inform.
+"""Rank 0's record of a run in addition to its metrics: the prediction, the events, and the trackers to inform.
 
 `prediction.json` holds the measurements and predictions made at the start of the run, `events.jsonl` one line for every
 start, checkpoint and end, each with the seconds since 1970. With them `terrace report` covers a run that never
@@ -29,7 +29,7 @@ EVENTS, PREDICTION = "events.jsonl", "prediction.json"
 
 @contextmanager
 def recorded(observer: Observer, run: RunConfig, folder: Path) -> Iterator[Observer]:
-    """Yields an observer that records events and passes them on to `observer`; for rank 0 only.
+    """Context manager around a run: an observer that records events and passes them on to `observer`; for rank 0 only.
 
     The error that ends a run is recorded, too.
     """
@@ -37,6 +37,7 @@ def recorded(observer: Observer, run: RunConfig, folder: Path) -> Iterator[Obser
     try:
         yield recorder
     except BaseException as error:
+        # Any end is recorded, an interrupt included.
         recorder.event("stopped", why=f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
         raise
     finally:
@@ -55,6 +56,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
             event = json.loads(line)
         except ValueError:
             continue
+        # Anything else is a torn line that happens to be JSON.
         if isinstance(event, dict) and "event" in event:
             found.append(event)
     return found
@@ -100,7 +102,7 @@ class _Recorder:
         self._observer.stepped(record, seconds_left)
 
     def saved(self, folder: Path) -> None:
-        # A save ends beside the steps: the folder knows after which one it began.
+        # A save ends during a later step; the folder's name has the step at which it began.
         self.event("saved", step=int(folder.name.removeprefix("step-")), folder=folder.name)
         self._observer.saved(folder)
 
@@ -113,15 +115,16 @@ class _Recorder:
         self._observer.finished(outcome)
 
     def event(self, name: str, **facts: Any) -> None:
-        """A full disk must not end a run that the metrics file survived, so this only notes it."""
         line = json.dumps({"time": time.time(), "event": name, **facts})
         try:
             with (self._folder / EVENTS).open("ab+") as file:
                 if file.tell():
+                    # The last byte tells whether the file ends with a whole line.
                     file.seek(-1, os.SEEK_END)
                 torn = file.read(1) not in (b"", b"\n")  # a crash cut the last line short
                 file.write(f"{chr(10) * torn}{line}\n".encode())
         except OSError as error:
+            # A full disk must not end a run whose metrics file survived.
             print(f"terrace: cannot write {self._folder / EVENTS}: {error.strerror}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ class Sampling:
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token drawn from logits (V), in fp32 or wider on the CPU."""
+        # Greedy: no random number is drawn.
         if self.temperature <= 0:
             return int(logits.argmax())
         values, indices = logits.topk(min(self.top_k, logits.numel()) if self.top_k > 0 else logits.numel())
@@ -60,9 +61,9 @@ def continue_texts(
     sampling: Sampling,
     stops: Collection[int] = (),
 ) -> list[list[int]]:
-    """Up to `num_tokens` further tokens of every prompt, fewer if one of `stops` was drawn, which is left out.
+    """Up to `num_tokens` further tokens of every prompt; a text ends early at a token in `stops`, which is left out.
 
-    Of a prompt longer than `context` only the end is read. A prompt needs at least one token.
+    Only the last `context` tokens of a prompt are read. A prompt needs at least one token.
     """
     # Learned positions end; RoPE does not.
     context = min(context, config.max_positions) if config.learned_positions else context
@@ -75,6 +76,7 @@ def continue_texts(
     while rows:
         for row, found in logits.items():
             token = sampling.draw(found.to(torch.promote_types(found.dtype, torch.float32)).cpu(), generators[row])
+            # The stopping token is not part of the text.
             if token in stops:
                 rows.remove(row)
                 continue
@@ -104,6 +106,7 @@ class _Writing:
         self.cache = KVCache(config, len(prompts), most, weight.device, weight.dtype)
 
     def read(self, row: int, length: int) -> Tensor:
+        # A ring cache drops old tokens by itself.
         text = self.texts[row] if self.cache.is_ring else self.texts[row][-length:]
         self.cache.clear(row)
         return run_cached(self._blocks, torch.tensor([text], device=self._device), self.cache, row)[0]

@@ -30,6 +30,7 @@ def _height(step: int, train: TrainConfig) -> float:
         return 1.0
     first = train.warmup_steps
     if train.schedule == "wsd":
+        # The rate stays at its peak between the warm-up and the decay.
         first = train.steps - decay_steps(train)
     progress = min(1.0, max(0, step - first) / max(1, train.steps - first))
     if train.schedule == "cosine":

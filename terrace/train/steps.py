@@ -14,6 +14,7 @@ def parse_steps(text: str | int) -> range:
         raise ConfigError(
             f"train.profile = {text!r} must be a step or a range of steps such as '10-12', counted from 1"
         )
+    # One number is a range of one step.
     first, last = int(found[1]), int(found[2] or found[1])
     if not 1 <= first <= last:
         raise ConfigError(f"train.profile = {text!r} must go upward and begin at 1 or later, such as '10-12'")

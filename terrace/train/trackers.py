@@ -21,15 +21,13 @@ from terrace.train.metrics import StepRecord
 
 _PROJECT = "terrace"
 _IDS = "trackers.json"
-_MLFLOW_PARAMS_A_CALL = 100  # what its server takes at once
+_MLFLOW_PARAMS_A_CALL = 100  # limit of its server
 _MLFLOW_VALUE_LENGTH = 500
 
 Config = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """A destination of metrics."""
-
     def log(self, values: Mapping[str, float], step: int) -> None:
         pass
 
@@ -49,6 +47,7 @@ def check_names(names: Sequence[str]) -> None:
 def check_installed(names: Sequence[str]) -> None:
     """Raises `ConfigError` with the command that installs a missing package."""
     for name in names:
+        # Found without importing it: a package may take seconds to import.
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"train.metrics names {name!r}, which is not installed: pip install {name}")
 
@@ -97,10 +96,9 @@ def open_trackers(names: Sequence[str], folder: Path, config: Config, first_step
 
 
 class _TensorBoard:
-    """Event files in the folder `tensorboard` of the run; `tensorboard --logdir RUN` shows them."""
-
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        # A resumed run repeats steps after its checkpoint, so their earlier points are purged.
         self._writer = writer(str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None)
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", first_step)
 
@@ -113,12 +111,15 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases, in the project of WANDB_PROJECT. It drops steps that it has seen already."""
-
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         known, name = _ids(folder).get("wandb"), folder.resolve().name
         self._run = importlib.import_module("wandb").init(
-            name=name, dir=str(folder), config=dict(config), id=known, resume="allow" if known else None
+            # The kept id continues the same curves; the service drops steps that it has already.
+            name=name,
+            dir=str(folder),
+            config=dict(config),
+            id=known,
+            resume="allow" if known else None,
         )
         _keep_id(folder, "wandb", str(self._run.id))
 
@@ -130,10 +131,9 @@ class _Wandb:
 
 
 class _Trackio:
-    """A run of trackio, in the project `terrace`; `trackio show` opens its page."""
-
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         self._trackio = importlib.import_module("trackio")
+        # The run's name identifies it, so no id is kept.
         self._trackio.init(project=_PROJECT, name=folder.resolve().name, config=dict(config), resume="allow")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -144,10 +144,9 @@ class _Trackio:
 
 
 class _Mlflow:
-    """A run of MLflow, on the server that MLFLOW_TRACKING_URI names, or in the folder `mlruns`."""
-
     def __init__(self, folder: Path, config: Config, first_step: int) -> None:
         self._mlflow, known = importlib.import_module("mlflow"), _ids(folder).get("mlflow")
+        # MLflow refuses parameters that change, so they are logged once, at the first start.
         if known is None:
             run = self._mlflow.start_run(run_name=folder.resolve().name)
             flat = list(_flat(config).items())
@@ -186,6 +185,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
 def _ids(folder: Path) -> dict[str, str]:
     try:
         table = json.loads((folder / _IDS).read_text(encoding="utf-8"))
+    # A missing or torn file only means that a new run begins.
     except (OSError, ValueError):
         return {}
     return {str(name): str(value) for name, value in table.items()} if isinstance(table, dict) else {}

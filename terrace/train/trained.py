@@ -40,8 +40,8 @@ def load_trained(
 ) -> Trained:
     """Loads a folder written by `terrace train` or `save_pretrained`, in `dtype`: fp32, bf16 or fp64.
 
-    The tokenizer is the folder's, unless `tokenizer` names another. Raises `CheckpointError` for a folder that is
-    neither, or whose checkpoint is damaged or was trained with another tokenizer, and the errors of reading it.
+    The tokenizer is the folder's, unless `tokenizer` names another. Raises `CheckpointError` for any other folder and
+    for a checkpoint that is damaged or was trained with another tokenizer, and the errors of reading it.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
@@ -75,6 +75,7 @@ def with_values(
     wanted = dict(zip(names or [spec.name for spec in block_specs(config)], blocks, strict=True))
     replacements: dict[int, nn.Parameter] = {}
     for block, name, value in values:
+        # Keyed by identity, so that a tied parameter is replaced in every place.
         replacements[id(wanted[block].get_parameter(name))] = nn.Parameter(value.to(device, dtype), False)
     replace_parameters(blocks, replacements)
     return blocks
@@ -97,6 +98,7 @@ def _of_run(
     if newest is None:
         raise CheckpointError(f"{folder} has no complete checkpoint yet")
     checkpoint = Checkpoint(newest)
+    # Checksums first, so that a damaged file gives an error rather than a bad model.
     checkpoint.verify()
     own = load_tokenizer(tokenizer or run.data.tokenizer)
     check_tokenizer(checkpoint, own)
@@ -114,6 +116,7 @@ def _of_hugging_face(folder: Path, dtype: torch.dtype, tokenizer: str | None, de
     names = ((spec.name, param.name) for spec in block_specs(config) for param in spec.params)
     values = ((block, name, weights.value(block, name)) for block, name in names)
     blocks = with_values(config, values, device, dtype)
+    # Chat models may end a turn with another token than a text.
     stops = _stops(own, (_ends(folder / CONFIG), _ends(folder / GENERATION)))
     return Trained(config=config, blocks=blocks, tokenizer=own, context=config.max_positions, stops=stops)
 
@@ -125,5 +128,6 @@ def _ends(path: Path) -> Any:
 def _stops(tokenizer: Tokenizer, given: Iterable[Any]) -> tuple[int, ...]:
     found = set() if tokenizer.end_of_text is None else {tokenizer.end_of_text}
     for ends in given:
+        # The key holds one id or a list of them.
         found |= {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
     return tuple(sorted(found))

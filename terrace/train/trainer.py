@@ -1,7 +1,7 @@
 """`terrace.Trainer`: a user's own blocks under any plan, in the user's own loop.
 
-The command line's `terrace train` has its data, loop and models; this has none of them. It takes modules that run one
-after the other, a loss, a plan and a cluster, and does a step when told to.
+`terrace train` brings its data, loop and models; the trainer brings none of them. It takes modules that run one after
+the other, a loss, a plan and a cluster, and runs one step per call.
 """
 
 import math
@@ -45,13 +45,13 @@ class Trainer:
 
     - `blocks`: a sequence of modules (`nn.Sequential` is one), or names and modules. Each takes one tensor and returns
       one. A block is the unit of gathering, reduction and recomputation. A parameter shared by several blocks is one (a
-      tied head). The trainer takes the parameters over; those with `requires_grad` off stay as they are.
+      tied head). The trainer takes the parameters over; parameters with `requires_grad` off stay as they are.
     - `plan`, `cluster`: a preset's name, a file, a table or the value. `cluster="local"` is this machine with all the
       ranks that run; any other must have as many ranks as the world. Without a dtype in the plan, blocks compute in
       their own dtype.
     - `loss(output, labels)` returns the SUM of the losses, of which the trainer makes the mean: sums of all
       micro-batches and ranks are added up and divided once, by the number of labels that are not -100. The first
-      loss is compared with those of its halves unless `check_loss` is off.
+      loss is compared with the losses of its two halves unless `check_loss` is off.
     - `optimizer`: keys of AdamW as in the section `[optimizer]` of a run; by default with weight decay 0.1 on matrices
       and the gradient norm clipped at 1.
     - `num_micros`: number of micro-batches into which a rank cuts its part of a batch.
@@ -95,6 +95,7 @@ class Trainer:
         self.lr = lr
         self.num_steps = 0
         self._optimizer = _optimizer(optimizer, lr)
+        # Kept for `unload`, which puts plain parameters back where they were.
         self._places = list(places(self.names, self._blocks))
         self._dtypes = {key: module.get_parameter(name).dtype for module, name, key in self._places}
         specs = describe(self._blocks, self.names)
@@ -110,6 +111,7 @@ class Trainer:
         try:
             self.cluster = read_cluster(cluster, self._joined.world_size)
             self.plan = read_plan(plan, self.cluster, set(self._dtypes.values()), self._optimizer.name)
+            # Without declared dims, the hidden size tells which dim a pipeline's messages have.
             declared = declared or hidden_dims(specs, activation)
             validate(self.cluster, self.plan, with_dims(specs, declared))
             if broadcast and self._joined.world_size > 1:
@@ -121,6 +123,7 @@ class Trainer:
                 cluster=self.cluster,
                 plan=self.plan,
                 num_micros=num_micros,
+                # The project's own loss is known to be a sum.
                 objective=loss if loss is token_loss else CheckedLoss(loss, check_loss),
                 rank=self._joined.rank,
                 device=self._joined.device,
@@ -130,6 +133,7 @@ class Trainer:
                 timeout=timedelta(seconds=2 * timeout_s),  # the watchdog speaks first
                 progress=self._progress,
             )
+        # A world joined here must not outlive a trainer that was never made.
         except BaseException:
             self._joined.leave()
             raise
@@ -180,7 +184,7 @@ class Trainer:
             return {self._full_name(block, name): value for block, name, value in whole_values(self.engine)}
 
     def unload(self) -> None:
-        """Gives the blocks, and so a model made of them, plain whole parameters again, and closes.
+        """Restores plain whole parameters in the blocks, and so in a model made of them, and closes.
 
         Values have each parameter's original dtype. Every rank calls this. Raises `TrainingError` under a tensor axis,
         which has replaced the blocks' own modules.
@@ -188,6 +192,7 @@ class Trainer:
         if self.engine.program.tensor.degree > 1:
             raise TrainingError("a tensor axis replaced the modules of the blocks: use state_dict() instead")
         with self._guarded("gathering parameters"):
+            # Gathered before closing: it needs the engine's communicators.
             values = {(block, name): value for block, name, value in whole_values(self.engine)}
         specs = self.engine.state.specs
         trained = {(spec.name, param.name): param.trainable for spec in specs for param in spec.params}
@@ -210,23 +215,26 @@ class Trainer:
             return save(self.engine, Path(folder), self.num_steps, own, keep)
 
     def load(self, folder: str | Path) -> Path:
-        """Resumes from a checkpoint, or from the newest one in a folder that `save` was given; gives its path.
+        """Resumes from a checkpoint, or from the newest one in a folder given to `save`; returns its path.
 
-        Every rank calls this. Raises `CheckpointError` when there is none, or it is damaged or of other blocks.
+        Every rank calls this. Raises `CheckpointError` if there is none, or it is damaged or has other blocks.
         """
         with self._guarded("loading a checkpoint"):
             problem, found = None, Path(folder)
             try:
+                # A folder without a manifest is not a checkpoint but holds several.
                 if not (found / "manifest.json").is_file():
                     newest = latest(found)
                     if newest is None:
                         raise CheckpointError(f"{folder} holds no checkpoint: give a folder that save() was given")
                     found = newest
                 checkpoint = Checkpoint(found)
+                # One rank reads the checksums for all.
                 if self.rank == 0:
                     checkpoint.verify()
             except TerraceError as error:
                 problem = str(error)
+            # Every rank learns of a problem, so that none waits for a rank that has raised.
             for rank, told in enumerate(self.engine.comm.exchange(problem)):
                 if told is not None:
                     raise CheckpointError(told if rank == 0 else f"rank {rank}: {told}")
@@ -249,6 +257,7 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Closes, except after an error that other ranks may not share: then threads end with the process."""
+        # After an error the other ranks may still wait, so closing could hang.
         if kind is None:
             self.close()
 
@@ -264,7 +273,9 @@ class Trainer:
 
     def _first_step(self, tensors: Mapping[str, Tensor], lr: float | None) -> StepResult:
         if not self._local_batches and self._joined.world_size > 1:
+            # Different batches would train silently on wrong data.
             self._check_same(tensors)
+        # Timing runs a block twice, which blocks that send messages cannot do.
         first = FirstStep(self.names, self.device, self._predicts and not self.engine.talks_inside)
         with first.watching(self.engine):
             result = self._step(tensors, lr)
@@ -272,6 +283,7 @@ class Trainer:
         self.engine.check_bytes()
         if first.times:
             self.predicted = predict(self.engine, first.seconds, self._measuring)
+            # The first step includes its own measurements.
             self._time_s.clear()
             self._num_timed = 0
         return result
@@ -300,6 +312,7 @@ class Trainer:
                 f'{self.plan.micro_batch}; write plan={{"preset": ..., "micro_batch": {size}}}, or give '
                 f"{unit * self.plan.micro_batch} samples"
             )
+        # A whole batch is cut by data rank; a local one is this rank's already.
         first = 0 if self._local_batches else layout.data_place(self.rank) * num_micros * size
         micros = []
         for start in range(first, first + num_micros * size, size):
@@ -308,10 +321,12 @@ class Trainer:
         return micros
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        # Labels keep their dtype, as a loss may need it.
         floats = name == "inputs" and tensor.is_floating_point()
         return tensor.to(self.device, DTYPES[self.plan.compute] if floats else tensor.dtype)
 
     def _check_same(self, tensors: Mapping[str, Tensor]) -> None:
+        # Digests instead of tensors keep the exchange small.
         digests = self.engine.comm.exchange({name: digest(tensor) for name, tensor in tensors.items()})
         for rank, theirs in enumerate(digests):
             for name, value in theirs.items():
@@ -335,11 +350,11 @@ class Trainer:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """With a watchdog, names a lost peer; no timeout runs after the body."""
         dog = self._joined.dog
         if dog is None:
             yield
             return
+        # A lost peer is named; no timeout runs between calls, which may take as long as the user likes.
         dog.idle(what)
         with dog.guard():
             yield

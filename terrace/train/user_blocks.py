@@ -33,6 +33,7 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
         for key, tensor in module.named_parameters():
             if tensor.device.type == "meta":
                 raise ModelError(f"{name}.{key} is on the meta device: give the blocks values first (to_empty, load)")
+    # Reversed, so that the first name of a repeated module wins.
     first = {id(module): name for name, module in zip(reversed(names), reversed(modules), strict=True)}
     for name, module in zip(names, modules, strict=True):
         if first[id(module)] != name and any(True for _ in module.parameters()):
@@ -46,13 +47,15 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
 
 
 def places(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, tuple[str, str]]]:
-    """Yields every parameter as (module, attribute, (block, parameter) of its owner)."""
+    """Every parameter as (module, attribute, (block, parameter) of its owner)."""
     owners: dict[int, tuple[str, str]] = {}
     for block_name, block in zip(names, blocks, strict=True):
         for name, param in block.named_parameters():
+            # The first block that holds a shared parameter owns it.
             owners.setdefault(id(param), (block_name, name))
     for block in blocks:
         for module in block.modules():
+            # Every place counts here, so that a tied parameter is replaced in all of them.
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 yield module, name, owners[id(param)]
 
@@ -76,6 +79,7 @@ def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) 
 def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torch.device) -> None:
     """Gives every rank the values of rank 0. Raises `ModelError` if a rank has other blocks."""
     everyone: list[Any] = [None] * dist.get_world_size()
+    # Compared first: broadcasts of different shapes would hang.
     dist.all_gather_object(everyone, [asdict(spec) for spec in specs])
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
@@ -84,6 +88,7 @@ def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torc
     with torch.no_grad():
         for block in blocks:
             for tensor in (*block.parameters(), *block.buffers()):
+                # A shared tensor is sent once.
                 if id(tensor) not in seen and tensor.numel():
                     seen.add(id(tensor))
                     moved = tensor.detach().to(device, copy=True).contiguous()
@@ -101,5 +106,6 @@ def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 def digest(tensor: Tensor) -> str:
     """A digest that differs for tensors of different values or shapes."""
+    # Bytes are viewed, so any dtype can be hashed; the shape is part of the digest.
     values = tensor.detach().cpu().contiguous()
     return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))

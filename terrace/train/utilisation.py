@@ -1,17 +1,17 @@
-"""Utilisation of the devices in a step: two numbers, and the FLOPs they are counted from.
+"""Utilisation of the devices in a step: MFU and HFU, and the FLOPs behind them.
 
     MFU = model FLOPs of a step / (seconds of the step x devices x peak FLOP/s)
-    HFU = hardware FLOPs of a step / the same
+    HFU = hardware FLOPs of a step / (seconds of the step x devices x peak FLOP/s)
 
-**Model FLOPs** are those that the mathematics of a step needs (Chowdhery et al. 2204.02311, appendix B), with causal
-attention counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of
-its input and, unless it is frozen, 2nT for its own. Attention costs 4P per element of the queries forward and twice
-that backward, P being the pairs of a query and a key that it may see: B S (S + 1) / 2 for B causal sequences of S
-tokens, less under a sliding window. The embedding lookup, norms and activations count nothing.
+**Model FLOPs** are needed by the mathematics of a step (Chowdhery et al. 2204.02311, appendix B), with causal attention
+counted exactly. A weight matrix of n elements that T tokens pass costs 2nT forward, 2nT for the gradient of its input
+and, unless it is frozen, 2nT for its own gradient. Attention costs 4P per element of the queries forward and twice as
+much backward, with P the visible (query, key) pairs: B S (S + 1) / 2 for B causal sequences of S tokens, less under a
+sliding window. The embedding lookup, norms and activations count nothing.
 
-**Hardware FLOPs** are those that run: the full square B S^2 of attention, as in a kernel that skips nothing, and the
-forward of every recomputed block once more (Korthikanti et al. 2205.05198, section 6). `terrace plan` predicts with the
-full square in both, as published tables do.
+**Hardware FLOPs** are executed: the full square B S^2 of attention, as in a kernel that skips nothing, and the forward
+of every recomputed block once more (Korthikanti et al. 2205.05198, section 6). `terrace plan` predicts with the full
+square in both, as published tables do.
 
 Every token of the batch counts, trained on or not. Documents packed into one sequence count as one.
 """
@@ -69,12 +69,14 @@ def step_flops(model: ModelConfig, blocks: Sequence[BlockSpec], plan: Plan, batc
     products = rerun = 0
     for index in range(len(blocks)):
         forward, weights = _products(model, blocks, index)
+        # Forward, gradient of the input, and the gradient of trained weights.
         products += 2 * tokens * (2 * forward + weights)
         rerun += 2 * tokens * forward if index in again else 0
     layers = range(1, model.num_blocks - 1)
     each = 4 * batch * model.num_heads * model.head_dim  # of one pair in every sequence, forward
     window: int = model.sliding_window
     square = each * sequence**2
+    # Recomputed layers run their attention once more, too.
     rerun += square * sum(index in again for index in layers)
     return StepFlops(
         products=products,
@@ -96,11 +98,12 @@ def utilisation(
 ) -> Utilisation:
     """Inputs of a run's utilisation.
 
-    The peak is that of the `cluster`'s device, if its ranks run on such a device: on `backend`, and on a CPU only if it
-    was probed, since the share of a CPU is otherwise unknown. Else it is the rate that a layer's forward reached at the
-    start, which `measured`, the cluster with constants of this machine, has in its place.
+    The peak is the peak of `cluster`'s device if its ranks run on such a device: on `backend`, and on a CPU only if it
+    was probed, since a rank's share of a CPU is otherwise unknown. Otherwise it is the rate that a layer's forward
+    reached at the start of the run, taken from `measured`, the cluster with constants of this machine.
     """
     device = cluster.device
+    # A CPU's data-sheet peak says little about the share that a rank gets.
     is_own = backend == device.backend and (backend == "cuda" or cluster.is_measured)
     if is_own or measured is cluster:
         mark = device.marks.get(f"peak_flops_per_s.{plan.compute}", "preset")
@@ -119,6 +122,7 @@ def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tu
     if index < len(blocks) - 1:
         matrices = [param for param in blocks[index].params if len(param.shape) == 2]
         return sum(param.numel for param in matrices), sum(param.numel for param in matrices if param.trainable)
+    # A tied head multiplies with the embedding's matrix.
     owner = blocks[0] if model.tied_embeddings else blocks[-1]
     output = next(param for param in owner.params if param.name == "weight")
     size = model.hidden_size * model.vocab_size

@@ -11,11 +11,12 @@ from terrace.runtime.engine import Engine
 
 
 def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
+    """(block, parameter, value) of the whole model on every rank: CPU tensors, in the master dtype if trained.
 
     Every rank calls this and consumes all of it. One block is in flight at a time: each rank sends the boxes that it is
     the first to hold, as for a checkpoint.
     """
+    # Refreshes of the last step may still write parameters.
     engine.drain()
     slices = slices_of(engine.program.mesh, engine.rank)
     for index, spec in enumerate(engine.state.specs):
@@ -25,6 +26,7 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
             own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
         found: dict[str, Tensor] = {}
         shapes = {param.name: param.shape for param in spec.params}
+        # Boxes of all ranks together tile each parameter.
         for boxes in engine.comm.exchange(own):
             for name, box, value in boxes:
                 if name not in found:
