@@ -35,6 +35,7 @@ def inside_table(program: Program) -> Table:
     for heading in ("block", "", "messages", "over", "each sends", "each takes", "meanwhile"):
         table.add_column(heading, justify="right" if heading == "each takes" else "left")
     for name, op, counts in _kinds(program):
+        # A line between the kinds of blocks.
         if op is Op.FORWARD:
             table.add_section()
         prices = InBlockPrices(program.cluster, program.tensor, None)
@@ -68,6 +69,7 @@ def attention_table(program: Program) -> Table:
     table = new_table("attention over the context axis, for every micro-batch")
     for heading in ("block", "", "sent", "a rank sends", "meanwhile"):
         table.add_column(heading)
+    # Blocks with equal messages share rows; in a decoder all layers do.
     alike: dict[tuple[bool, AttentionBytes], list[str]] = {}
     for index, block in enumerate(program.blocks):
         attention = program.context.attention(block)
@@ -78,6 +80,7 @@ def attention_table(program: Program) -> Table:
         forward, backward = attention_steps(attention.parts, attention.ring)
         table.add_section()
         _add_moments(table, program, (name, Op.FORWARD), forward, attention)
+        # A recomputing backward repeats the forward's messages; listing them again would double the table.
         if twice:
             table.add_row("", Op.BACKWARD.value.lower(), "what the forward sends, again", "", "")
         _add_moments(table, program, ("", Op.BACKWARD), backward, attention, named=not twice)
@@ -94,6 +97,7 @@ def _add_moments(
     named: bool = True,
 ) -> None:
     name, op = pass_
+    # Messages behind the same round of the ring travel together, so they share a row.
     moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # what is waited for goes by its own name
     for send in (step for step in steps if isinstance(step, Send)):
         for message in send.messages:
@@ -101,6 +105,7 @@ def _add_moments(
             said = _WORDS[message.leg, op], _tiers_words(program, attention.sends(message))
             moments.setdefault(send.behind or message.leg, []).append(said)
     first = named
+    # Inner rounds of a ring are equal; one row stands for all of them.
     for (waited, rows), group in groupby(
         moments.items(), key=lambda moment: (isinstance(moment[0], ContextLeg), tuple(moment[1]))
     ):
@@ -115,6 +120,7 @@ def _add_moments(
 
 
 def _kinds(program: Program) -> Iterator[tuple[str, Op, _Alike]]:
+    # Grouped by equal messages, which puts all layers into one row.
     alike: dict[tuple[_Alike, _Alike], list[str]] = {}
     for index, block in enumerate(program.blocks):
         steps = program.block_program(index).steps

@@ -39,6 +39,7 @@ def page_html(
     timelines, charts = _timelines(recording, path)
     has_activations = any(curve.varying_bytes["activations"])
     charts.append(
+        # In the order of the charts in the markup, by which the script finds them.
         {"start_s": 0.0, "length_s": report.step_s, "zooms": True, "memory": _memory_totals(curve, report.step_s)}
     )
     sections = [
@@ -76,6 +77,7 @@ def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict
     ]
     charts = [_chart_data(recording, bars, whole, zooms=True)]
     unit = middle_unit(recording)
+    # A close-up only where bars were merged, and where there is a smaller unit to show.
     if least_s and unit is not None:
         bars, least_s = bars_by_lane(recording, unit)
         parts += [
@@ -92,14 +94,17 @@ def _chart_data(
     first_s, length_s = window[0], window[1] - window[0]
 
     def unit(moment_s: float) -> float:
+        # Two decimals are far below a pixel, and keep pages small.
         return round((moment_s - first_s) / (length_s or 1.0) * PLOT, 2)
 
+    # In units of the plot, so that the script needs no times to find the bar under the pointer.
     rows = [[[unit(bar.start_s), unit(bar.end_s), bar.words] for bar in bars[lane]] for lane in recording.lanes]
     return {"start_s": first_s, "length_s": length_s, "zooms": zooms, "rows": row_boxes(recording.lanes), "bars": rows}
 
 
 def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath, sent_bytes: int) -> str:
     report, device = recording.report, recording.program.cluster.device
+    # Waits on the critical path: others are hidden and cost nothing.
     waits = round(100 * path.waits_s / (report.step_s or 1.0))
     figures = [
         (seconds(report.step_s), "step"),
@@ -129,6 +134,7 @@ def _timeline_caption(least_s: float) -> str:
 
 
 def _memory_legend(curve: MemoryCurve) -> list[tuple[str, str, str]]:
+    # Each category at its own peak: the sum may exceed the peak of all.
     highest = {**curve.constant_bytes, **{name: max(values) for name, values in curve.varying_bytes.items()}}
     return [(name, f"--m-{name}", quantity(size, "B")) for name, size in highest.items() if size]
 
@@ -169,7 +175,9 @@ def _bytes_table(recording: Recording) -> str:
     totals = {tier: sum(size for (_, where), size in sent.items() if where == tier) for tier in tiers}
     largest = max(totals.values(), default=0) or 1
     rows = []
+    # The outermost tier first, since it is the slowest.
     for tier in reversed(tiers):
+        # In one order on every tier, so that the colours of the bars can be compared.
         parts = [(message, sent.get((message, tier), 0)) for message in MessageClass]
         named = ", ".join(f"{message.value} {quantity(size, 'B')}" for message, size in parts if size)
         bars = meter([(f"--c-{message.value}", size) for message, size in parts], largest)

@@ -41,8 +41,10 @@ _OTHER = ("#5b616e", "#a4abb8")
 
 def colour_key(category: str) -> str:
     """Name of a category's colour: all waits share one, and so do all unknown categories."""
+    # The table tells waits apart by name; more colours would no longer be distinguishable.
     if category.startswith("wait "):
         return "wait"
+    # Traces of later versions may have categories that this palette lacks.
     return category if category in PIPELINE or category in MESSAGES else "other"
 
 

@@ -16,6 +16,7 @@ def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
     """Table of plans, best first."""
     found = new_table(title)
     headings = ["", "step", "tokens/s", "MFU", "memory", "params", "grads", "optimizer", "micro-batch", "notes"]
+    # A column that would say "data" in every row is left out.
     shared = any(_axes_words(task, each.choice) for each in estimates)
     if shared:
         headings.insert(5, "axes")
@@ -59,6 +60,7 @@ def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, titl
     for verdict in verdicts:
         estimate = verdict.estimate
         if estimate is None:
+            # Neighbouring rows often fail for one reason; it is written once.
             found.add_row(verdict.what, "-", "", "", "as above" if verdict.reason == above else verdict.reason)
             above = verdict.reason
             continue
@@ -75,6 +77,7 @@ def split_table(values: Mapping[str, float], title: str, unit: str, whole: float
     for heading in ("category", "amount", "share"):
         found.add_column(heading, justify="left" if heading == "category" else "right")
     total = sum(values.values())
+    # The largest first: it is the one to reduce.
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
         found.add_row(name, _amount(value, unit), percent(value / (whole or total)))
     found.add_section()
@@ -103,6 +106,7 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
     headings += ["per million tokens"] if price is not None else []
     for heading in (*headings, "why not"):
         found.add_column(heading, justify="left" if heading == "why not" else "right")
+    # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
     first = next((point.per_device for point in points if point.estimate), 0.0)
     for point in points:
         start = [str(point.num_outermost), str(point.task.cluster.world_size), str(point.task.batch)]

@@ -118,6 +118,7 @@ def _span(points: Sequence[Point]) -> tuple[int, int]:
 
 
 def _line(places: Sequence[tuple[float, float]], colour: str, kind: str) -> str:
+    # A line through one point would be invisible.
     if len(places) == 1:
         ((x, y),) = places
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="var({colour})"/>'

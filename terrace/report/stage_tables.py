@@ -29,6 +29,7 @@ def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
     for index in indexes:
         name = blocks[index].name
         stem, dot, number = name.rpartition(".")
+        # The run keeps its first name and the last number.
         if runs and dot and number.isdecimal() and runs[-1][0].rpartition(".")[0] == stem:
             runs[-1][1:] = [number]
         else:
@@ -62,6 +63,7 @@ def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Ta
 def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str:
     """Statement that the stages cover the model exactly once, and the stages that hold copies."""
     run = sorted(index for program in programs for index in program.stage.own)
+    # The sentence below is a claim about the programs, so it is checked.
     assert run == list(range(len(blocks))), f"the stages run the blocks {run} of {len(blocks)}"
     whole = num_params(blocks, range(len(blocks)))
     lines = [f"together exactly the model's {whole:,} parameters"]
@@ -92,8 +94,10 @@ def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], 
 
 def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], tiers: Sequence[str]) -> list[Table]:
     """Bytes one rank of each stage sends per step: message classes and tiers down, eight stages per table."""
+    # One set of rows for all tables, so that stages can be compared across them.
     keys = [key for message in MessageClass for tier in tiers if any((key := (message, tier)) in row for row in sent)]
     tables = []
+    # More columns would not fit a terminal.
     for first in range(0, len(sent), 8):
         table = new_table("bytes one rank of each stage sends in a step")
         table.add_column("message")
@@ -112,12 +116,14 @@ def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], t
 def stage_time_table(reports: Sequence[StepReport]) -> Table:
     """Predicted seconds per step of each stage, by category."""
     table = new_table("seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)")
+    # A category that no stage has gets no column.
     names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
     headings = ["stage", *names, "update, norm", "wait pipeline", "wait tie, norm", "wait others", "step", "bubble"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for index, report in enumerate(reports):
         time_s, idle = report.time_s, idle_s(report)
+        # `idle` also counts waits for the tie and the norm, which have a column of their own.
         pipeline = time_s.get(WAITS_ON_STAGES[0], 0.0)
         shown = [time_s.get(name, 0.0) for name in names]
         rest = computing_s(report) - sum(shown)

@@ -44,6 +44,7 @@ def path_sentence(recorded: RecordedStep) -> str:
     """Critical path in words, and how long stages wait for other stages."""
     path, reports = recorded.path, recorded.prediction.reports
     idle = [idle_s(report) / (report.step_s or 1.0) for report in reports]
+    # The busiest stage is the one that waits least for others.
     most, least = max(range(len(idle)), key=idle.__getitem__), recorded.prediction.busiest
     return (
         f"{path_words(path.seconds, path.step_s)}. Stages wait for other stages for "
@@ -56,6 +57,7 @@ def played_words(recorded: RecordedStep) -> str:
     """How the seconds of the step were found."""
     predicted, micros = recorded.prediction, recorded.step.num_micros
     words = f"Played are the programs of all {len(predicted.programs)} stages, as they run"
+    # Long steps are simulated in part and continued in a straight line.
     if predicted.is_whole:
         return f"{words}."
     return (
@@ -80,6 +82,7 @@ def stages_page(
     whole = {"start_s": 0.0, "length_s": end_s, "zooms": True}
     _, columns = memory_columns(fullest, end_s)
     held = sum(fullest.constant_bytes.values())
+    # Without merged bars the whole timeline already shows every task.
     nearer, near = _close_up(recorded) if least_s else ("", [])
     charts = [
         _timeline(recorded, bars, (0.0, end_s), zooms=True),
@@ -199,6 +202,7 @@ def _exposed_rows(
     rows = []
     for axis in AXES:
         here = [exposed_s.get((axis, tier), 0.0) for tier in tiers]
+        # An axis whose messages are all hidden has no row.
         if any(here):
             cells = [f"{seconds(each)}, {100 * each / step_s:.1f} %" if each else "-" for each in here]
             rows.append([axis, *cells, f"{100 * sum(here) / step_s:.1f} %"])

@@ -67,8 +67,10 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
             for number, span in enumerate(spans)
         ]
         tail = tail_of(recorded, stage)
+        # Tasks first, then the tail: keys of the tail's pieces are moved up by the number of tasks.
         named[stage] = [*(str(span.task) for span in spans), *(piece.category for piece in tail)]
         pieces += [piece._replace(key=len(spans) + number) for number, piece in enumerate(tail)]
+        # Pieces outside the window become empty and drop out below.
         cut = (each._replace(start_s=max(first_s, each.start_s), end_s=min(last_s, each.end_s)) for each in pieces)
         rows[stage] = [each for each in cut if each.end_s > each.start_s]
 
@@ -84,6 +86,7 @@ def tail_of(recorded: RecordedStep, stage: int) -> list[Piece]:
     last_s = recorded.passes[stage][-1].end_s - recording.begin_s
     found = []
     for number, span in recording.visible():
+        # The tolerance absorbs rounding; waits for other stages are the bubble, which stays blank.
         if span.lane == COMPUTE and span.end_s > last_s + 1e-12 and span.category not in WAITS_ON_STAGES:
             start_s = max(span.start_s, last_s)
             category = span.category.removeprefix("wait ")
@@ -96,7 +99,9 @@ def close_up(recorded: RecordedStep) -> Window:
     first_s = min(passes[0].start_s for passes in recorded.passes)
     last_s = max(passes[-1].end_s for passes in recorded.passes)
     stages = (program.stage for program in recorded.whole.programs)
+    # The stage with most tasks decides how narrow they get.
     num_tasks = max(sum(len(group.micros) for group in stage.groups) for stage in stages)
+    # The middle, since all stages are busy there; the ends are the ramps.
     middle_s, span_s = (first_s + last_s) / 2, last_s - first_s
     half_s = min(span_s / 2, _CLOSE * span_s / num_tasks / 2)
     return middle_s - half_s, middle_s + half_s
@@ -114,6 +119,7 @@ def stages_svg(recorded: RecordedStep, bars: Mapping[int, Sequence[Bar]], window
         parts.append(name_at(f"stage {stage}", top + size / 2 + 4))
     parts.append(open_plot(height - AXIS))
     for stage, (top, size) in enumerate(boxes):
+        # One path per colour, as in `timeline_svg`.
         outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for bar in bars[stage]:
             start, end = (bar.start_s - first_s) / length_s, min(1.0, (bar.end_s - first_s) / length_s)
@@ -140,6 +146,7 @@ def _critical(recorded: RecordedStep) -> list[tuple[int, float, float]]:
         if recording.spans[piece.number].lane != COMPUTE:
             continue
         start_s, end_s = recording.begin_s + piece.start_s, recording.begin_s + piece.end_s
+        # Gaps below a pixel are closed, which keeps the page small.
         if found and found[-1][0] == piece.stage and start_s - found[-1][2] < recorded.end_s / 2000:
             found[-1] = (piece.stage, found[-1][1], end_s)
         else:
@@ -152,6 +159,7 @@ def memories_svg(recorded: RecordedStep) -> str:
     curves, step_s = recorded.curves, recorded.end_s
     boxes = memory_boxes(len(curves))
     height = boxes[-1][0] + boxes[-1][1] + _GAP + AXIS
+    # One scale for all stages, so that their rows can be compared.
     highest = max(curve.peak[0] for curve in curves) or 1.0
     parts = [open_chart(height, "Memory of every pipeline stage over the step")]
     for stage, (top, size) in enumerate(boxes):
@@ -161,6 +169,7 @@ def memories_svg(recorded: RecordedStep) -> str:
     for (top, size), curve in zip(boxes, curves, strict=True):
         times_s, values = _totals(curve, step_s)
         base, bottom = sum(curve.constant_bytes.values()), top + size
+        # Constant states below the level, changing ones above.
         level = bottom - base / highest * size
         upper = [level - value / highest * size for value in values]
         parts.append(f'<path fill="var(--m-activations)" d="{staircase(times_s, upper, step_s, bottom)}"/>')
@@ -170,6 +179,7 @@ def memories_svg(recorded: RecordedStep) -> str:
 
 def memory_totals(recorded: RecordedStep) -> list[list[int]]:
     """Bytes of each stage by column of its curve, for the script; every third column if there are many stages."""
+    # Fewer columns per stage keep pages with many stages small.
     found, stride = [], 1 if len(recorded.curves) <= 16 else 3
     for curve in recorded.curves:
         _, values = _totals(curve, recorded.end_s)

@@ -107,6 +107,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
 
 def shortened(name: str, room: float) -> str:
     """A name cut to `room` units, with an ellipsis if it was cut."""
+    # The mean width of a letter: the font is the reader's, so the exact width is unknown.
     fits = int(room / _GLYPH)
     return name if len(name) <= fits else name[: fits - 1] + "\u2026"
 

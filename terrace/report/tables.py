@@ -62,6 +62,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     rows = []
     for index in range(layout.outermost, -1, -1):
         tier = cluster.tiers[index]
+        # The span counts all ranks inside the tier, which is the divisor of the state.
         states = [f"{state} /{layout.span(index)}" for state, where in placed.items() if where == index]
         link = f"{quantity(tier.bandwidth_bytes_per_s, 'B/s')}, {seconds(tier.latency_s)}"
         link += ", shared" if tier.shared else ""
@@ -215,6 +216,7 @@ def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
         expected = predicted.sent_bytes.get((message, tier), 0)
         found = measured.sent_bytes.get((message, tier), 0)
+        # No prediction to compare with; the run has checked these bytes against its batches.
         if message in _by_batch(predicted):
             table.add_row(message.value, tier, "-", f"{found:,}", "as its batches say")
             continue
@@ -234,7 +236,9 @@ def _compare(
     for heading in ("category", "predicted", "measured", "error"):
         table.add_column(heading, justify="left" if heading == "category" else "right")
     rows = [
-        (name, predicted.get(name, 0), measured.get(name, 0)) for name in time_categories({**predicted, **measured})
+        # The union: a category missing on either side would hide an error.
+        (name, predicted.get(name, 0), measured.get(name, 0))
+        for name in time_categories({**predicted, **measured})
     ]
     for name, expected, found in rows:
         if expected or found:
