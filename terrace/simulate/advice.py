@@ -69,6 +69,7 @@ def fullest_stage(
     if not plan.stages:
         work = work_of(cluster, plan, model, sequence, backend)
         step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=num_micros, sequence=sequence, work=work)
+        # The split decides which layers a stage holds, so it is fixed before stages are compared.
         plan = resolved(step).plan
     orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
     last, found = len(plan.stages) - 1, []
@@ -104,6 +105,7 @@ def advice(
         _, categories = fullest_stage(candidate, model, sequence, backend)
         return sum(categories.values()) - int(candidate.cluster.device.memory_bytes)
 
+    # Bytes above the device's memory; negative is room to spare.
     missing = lacking(job)
     if missing <= 0:
         room = f"{(cluster.device.memory_bytes + missing) / 1e9:.1f} of {cluster.device.memory_bytes / 1e9:.1f} GB"

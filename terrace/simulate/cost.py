@@ -62,6 +62,7 @@ class Costs:
         """Slow-down of compute during a collective: the mean over its time on each tier."""
         cluster = self.program.cluster
         own_s = self._own_s(instruction)
+        # Coding runs on the device itself, so the device's penalty applies to it.
         total_s, slowed_s = own_s, cluster.device.overlap_penalty * own_s
         for tier, seconds in self._hops(instruction):
             total_s += seconds
@@ -71,6 +72,7 @@ class Costs:
     def point_to_point(self, instruction: Instruction) -> tuple[float, float]:
         """Seconds of a message to another stage, and the slow-down of compute during it."""
         cluster = self.program.cluster
+        # A message between stages is priced on the outermost tier that it crosses.
         ((tier, num_bytes),) = self.program.message(instruction).sends
         return send_s(cluster, tier, num_bytes), tier_penalty(cluster, tier)
 

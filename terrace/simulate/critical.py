@@ -60,6 +60,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
         if not is_wait and span.end_s > span.start_s:
             pieces.append(Piece(number, max(0.0, span.start_s), span.end_s, stage))
         stage, number = span.stage if span.stage >= 0 else stage, span.after
+    # The walk went backward in time.
     pieces.reverse()
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     for piece in pieces:
@@ -184,6 +185,7 @@ def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
     """The parts of a critical path in words, from seconds by (tier, category); "" stands for compute."""
     parts = []
     for place, spent in _by_place(seconds).items():
+        # Parts below half a percent are left out.
         if _percent(spent, step_s) == 0:
             continue
         inside = sorted(

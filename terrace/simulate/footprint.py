@@ -93,6 +93,7 @@ def footprint(
     work = work_of(cluster, plan, model, sequence, backend, documents)
     held = stage_of(model, work.tensor, num_stages, stage, layout.degree, layers, work.columns)
     if in_flight is None:
+        # 1F1B: stage s has run num_stages - s forwards before its first backward.
         in_flight = min(num_micros, plan.unit if num_stages == 1 else num_stages - stage)
     if not 1 <= in_flight <= num_micros:
         raise PlanError(
@@ -150,6 +151,7 @@ def work_of(
 
     `documents` tells that a row may hold several.
     """
+    # Nothing is recomputed here: the plan's patterns are applied per block.
     return Work(
         model=model,
         sequence=sequence,
@@ -225,6 +227,7 @@ def _moments(
 
 
 def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend) -> list[_Run]:
+    # One run per kind of block rather than one per layer: all layers of a kind hold the same bytes.
     embedding, head, plain, again = _recomputed(recompute, stage.layers)
 
     def block_of(kind: BlockKind, whole: bool) -> BlockActivations:
@@ -235,7 +238,7 @@ def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend
         block = block_of("embedding", embedding)
         kept = block.kept_bytes
         runs.append(_Run("embedding", block, kept, 0))
-    # All layers of one kind hold the same bytes, so the last of each kind is its worst.
+    # Kept bytes only grow, so the last layer of each kind is its worst.
     plain_layer, again_layer = block_of("layer", False), block_of("layer", True)
     before = kept
     # The kind whose last layer comes earlier is met first; its run counts the layers up to there.

@@ -59,6 +59,7 @@ class InBlockPrices:
             return tensor_message_seconds(self._cluster, self._tensor, message)
         assert self._attention is not None, f"{message} without a context axis"
         sends = self._attention.sends(message)
+        # A message without a tier of its own is an exchange of Ulysses ranks, over all their tiers at once.
         if message.tier < 0:
             return exchange_tiers(self._cluster, self._attention.ulysses, sends)
         return {tier: send_s(self._cluster, tier, num_bytes) for tier, num_bytes in sends}
@@ -157,6 +158,7 @@ def tensor_message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMess
     for tier, num_bytes in tensor.sends(message):
         total[tier] = hop_s(cluster, tier, degrees[tier], num_bytes)
     if total:
+        # Launch and coding happen once per message, not once per tier.
         total[next(iter(total))] += cluster.device.kernels.launch_s + _coding_s(cluster, tensor, message)
     return total
 

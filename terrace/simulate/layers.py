@@ -117,6 +117,7 @@ def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds
         # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
     core = _core_seconds(device, work)
+    # Norms, residual sums, activation and RoPE are bound by memory.
     passes = _pass_seconds(device, work)
     seconds = BlockSeconds(
         forward_s=forward_s + core[0] + passes[0],
@@ -168,6 +169,7 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     counted in the first one, and later rounds have none for messages to hide behind.
     """
     keys, causal = core_keys(work, device.backend)
+    # Tokens of one row on this rank.
     queries = math.ceil(work.attended / work.micro_batch)
     windowed = 0 < work.model.sliding_window < work.sequence
     first = attention_s(

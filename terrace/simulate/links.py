@@ -52,6 +52,7 @@ def gather_s(cluster: Cluster, group: Group, num_bytes: float) -> float:
     A reduction takes as long. Raises `ClusterError` for a group that the cluster cannot hold.
     """
     total_s = 0.0
+    # Innermost tier first, as in the module's formula.
     for tier, degree in enumerate(_degrees(cluster, group)):
         if degree > 1 and num_bytes:
             total_s += hop_s(cluster, tier, degree, num_bytes * (degree - 1) / degree)
@@ -78,6 +79,7 @@ def exchange_tiers(cluster: Cluster, degrees: Group, sends: Iterable[tuple[int, 
 
 def tier_penalty(cluster: Cluster, tier: int) -> float:
     """Slow-down of compute while a message is on a tier, as a share of the message's time."""
+    # A tier without a penalty of its own has the device's.
     own = cluster.tiers[tier].overlap_penalty
     return cluster.device.overlap_penalty if own is None else own
 

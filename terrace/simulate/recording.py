@@ -191,6 +191,7 @@ class Recorder(Rank):
         self.started_s[-1] = self.now_s
         done_s, number = super().issue(event, ready)
         self.done_s[-1] = done_s
+        # A message without bytes takes no lane and leaves no span.
         if not event.seconds:
             return done_s, number
         start_s = max(self.now_s, free_s, ready[0])
@@ -224,6 +225,7 @@ class Recorder(Rank):
         start_s, before_s = self.now_s, self.time_s.get(event.category, 0.0)
         super().compute(event)
         self._halted(start_s, self.time_s[event.category] - before_s)
+        # Seconds beyond the instruction's own are the slow-down by messages.
         self.longer_s += self.time_s[event.category] - before_s - event.seconds
         self.started_s[-1], self.done_s[-1] = start_s, self.now_s
         self._add(COMPUTE, start_s, self.now_s, event.category, self.newest[COMPUTE])

@@ -122,6 +122,7 @@ def predict_step(step: Step) -> Prediction:
         # Behind the first micro-batches, which fill the pipeline or the lanes of a single rank.
         every = period(step.plan, num_stages)
         least, further = max(num_stages + 2, 2 * every, 8), every * -(-num_stages // (4 * every))
+        # The short play has the same remainder of the period as the whole step.
         while (short := least + (step.num_micros - least) % every) + 2 * further < step.num_micros // 2:
             played = [_play(step, short + times * further) for times in range(3)]
             # Two lines through three points: if they agree, the schedule has settled.
@@ -140,6 +141,7 @@ def play_whole(step: Step) -> Prediction:
 
 def resolved(step: Step) -> Step:
     """The step with the blocks of every virtual stage in its plan."""
+    # Stages named by the plan are kept.
     if step.plan.stages or step.num_stages == 1:
         return step
     return replace(step, plan=replace(step.plan, stages=best_stages(step)))

@@ -52,6 +52,7 @@ def forward_peak(tape: Sequence[Operation], sizes: Mapping[str, int], keeping: b
     """Peak bytes alive during a forward, with the input and (if `keeping`) all kept tensors."""
     # Later uses overwrite earlier ones.
     last_read = {name: index for index, use in enumerate(tape) for name in (*use.reads, *use.variables)}
+    # The executor holds both ends of the block.
     alive, kept = {INPUT}, {INPUT, OUTPUT}
     peak = sizes[INPUT]
     for index, operation in enumerate(tape):

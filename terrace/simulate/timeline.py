@@ -75,6 +75,7 @@ class Timeline:
         With equal stages it is 1 - num_micros (T_F + T_B + T_W) / cost. With unequal stages the waiting of the
         lighter ones counts, too.
         """
+        # Every stage is charged for the longest span.
         offered_s = len(self.busy_s) * max(self.spans_s)
         return 1.0 - sum(self.busy_s) / offered_s if offered_s else 0.0
 

@@ -122,6 +122,7 @@ def _complete(recording: Recording, span: Span, pid: int) -> dict[str, Any]:
 
 
 def _counters(curve: MemoryCurve, pid: int = _PID) -> list[dict[str, Any]]:
+    # Constant categories are one value, so that the picture shows the changes.
     constant = sum(curve.constant_bytes.values())
     events = []
     for index, moment_s in enumerate(curve.times_s):

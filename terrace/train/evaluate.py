@@ -93,9 +93,11 @@ class _Counted:
         end, vocabulary = model.tokenizer.end_of_text, model.config.vocab_size
         for text in texts:
             ids = [int(token) for token in model.tokenizer.encode(text)] + ([] if end is None else [end])
+            # Without this check the embedding would fail with an index error, or on a GPU later.
             if ids and max(ids) >= vocabulary:
                 raise DataError(f"the data has token {max(ids)}, but the model has {vocabulary} only")
             self.num_documents += 1
+            # Bytes of the text, without the end token: bits per byte must not depend on the tokenizer.
             self.num_bytes += len(text.encode())
             # Windows share one token: the last label of one is the first input of the next.
             yield from (ids[start : start + context + 1] for start in range(0, len(ids) - 1, context))

@@ -51,6 +51,7 @@ class FirstStep:
         try:
             yield
         finally:
+            # Removed even on an error: the blocks belong to the user.
             for handle in handles:
                 handle.remove()
         for index, buffers in before.items():
@@ -153,6 +154,7 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     side = torch.ones(_PRODUCT, _PRODUCT, dtype=DTYPES[program.plan.compute], device=engine.device)
     cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
     measured: dict[int, list[float]] = defaultdict(list)
+    # Ranks of one stage time the same blocks; the mean stands for all.
     for own in engine.comm.exchange(dict(seconds)):
         for block, block_s in own.items():
             measured[block].append(block_s)

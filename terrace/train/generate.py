@@ -45,6 +45,7 @@ def generate(
     a prompt with tokens outside the model's vocabulary.
     """
     checkpoint = Checkpoint(folder)
+    # Checksums first: a damaged checkpoint must not show as bad text.
     checkpoint.verify()
     check_tokenizer(checkpoint, tokenizer)
     config, blocks = load_blocks(checkpoint)

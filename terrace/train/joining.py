@@ -60,6 +60,7 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) ->
     """
     if isinstance(cluster, str):
         found = load_cluster(cluster)
+        # Only this preset adapts: a named cluster of another size is a mistake.
         found = _fitted(found, world_size) if cluster == FITTED else found
     else:
         found = cluster if isinstance(cluster, Cluster) else parse_cluster(dict(cluster))

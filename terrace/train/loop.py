@@ -144,6 +144,7 @@ class _Run:
     def outcome(self) -> Outcome | Stop:
         first_step = self._resume()
         everyone = tuple(range(self.world.world_size))
+        # A probed cluster is used as it is; any other gets constants measured here.
         cluster = self.run.cluster
         if not cluster.is_measured or self.engine.comm.pacer is not None:  # probed constants exclude the pace
             at = self.dog.at
@@ -151,10 +152,12 @@ class _Run:
         made = self._micro_batches(cluster)
         self.saver = self._saver()
         of_stages = predict(self.run, cluster).reports
+        # Observers and the final report compare this rank with its own stage's prediction.
         predicted = of_stages[self.engine.program.stage.index]
         self.gauges = Gauges(self.engine, utilisation_of(self.run, cluster, self.engine.device.type))
         self.observer.started(predicted, cluster, first_step)
         self.profiler = Profiler(self.engine, self.run, cluster, self.job.folder)
+        # Closed on any error too: its thread would go on reading data.
         with closing(Feeder(made.step, first_step, self.run.train.steps)) as feeder:
             summary, stop = self._steps(first_step, feeder)
         self.saver.close()
@@ -285,6 +288,7 @@ class _Run:
     def _stages(
         self, predicted: Sequence[StepReport], measured: StepReport
     ) -> tuple[tuple[StepReport, StepReport], ...]:
+        # Without a pipeline the rank's own report says it all.
         if len(predicted) == 1:
             return ()
         self.dog.idle("comparing the stages")
@@ -332,6 +336,7 @@ class _Run:
         self._tell()
 
     def _tell(self) -> None:
+        # Background saves finish at any time; their news are passed on at these points.
         while (saved := self.saver.news()) is not None:
             self.saves.append(saved)
             self.observer.saved(saved.folder)

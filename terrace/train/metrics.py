@@ -80,6 +80,7 @@ class Summary:
         self._num_seen += 1
         self._losses.append(record.loss)
         self.quantisation_error = record.quantisation_error
+        # Losses count from the first step, times only after the warm-up.
         if self._num_seen > self._num_warm_up:
             for category, seconds in record.time_s.items():
                 self._time_s[category] += seconds

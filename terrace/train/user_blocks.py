@@ -15,6 +15,7 @@ from terrace.model.spec import BlockSpec
 
 def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
     """Names of blocks, and the blocks. Raises `ModelError` for blocks that a trainer cannot take."""
+    # A whole model gives no order in which its modules run.
     if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.Sequential, nn.ModuleList)):
         raise ModelError(
             f"blocks is one {type(blocks).__name__}: give the list of modules that run one after the other, such as "
@@ -41,6 +42,7 @@ def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
                 f"blocks {first[id(module)]} and {name} are the same module: give each its own (copy.deepcopy); two "
                 "modules may hold the same parameter"
             )
+    # Checkpoints and parameters are addressed by block name.
     if len(set(names)) < len(names):
         raise ModelError(f"two blocks have the same name: {names}; give each its own")
     return names, modules

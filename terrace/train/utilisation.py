@@ -119,6 +119,7 @@ def utilisation(
 def _products(model: ModelConfig, blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
     if index == 0:
         return 0, 0  # a look-up
+    # Vectors (norms, biases) take no products.
     if index < len(blocks) - 1:
         matrices = [param for param in blocks[index].params if len(param.shape) == 2]
         return sum(param.numel for param in matrices), sum(param.numel for param in matrices if param.trainable)

@@ -21,6 +21,7 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     slices = slices_of(engine.program.mesh, engine.rank)
     for index, spec in enumerate(engine.state.specs):
         own: list[tuple[str, Box, Tensor]] = []
+        # Only the first holder of a box sends it, so nothing travels twice.
         for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True):
             value = next(iter(part.values.values()))  # the first kind of state is the value
             own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
