@@ -158,6 +158,7 @@ def to_table(config: ModelConfig) -> dict[str, Any]:
     Raises `ModelError` when the family cannot express the configuration (a GPT-2 with grouped heads).
     """
     table = write_table(asdict(config))
+    # Read back and compared: a family may silently give a field another meaning.
     back, wanted = asdict(parse_model(table)), asdict(config)
     for name, value in wanted.items():
         if back[name] != value:
@@ -180,6 +181,7 @@ def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
         places = config.max_positions
         dims = (("positions", places), ("hidden", hidden))
         embedding.append(ParamSpec(name="positions", shape=(places, hidden), dims=dims))
+    # One tuple for all layers: caches recognise alike blocks by its identity.
     layer = tuple(_layer_params(config))
     output = [] if config.tied_embeddings else [lookup]
     return (
@@ -209,6 +211,7 @@ def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequen
     if not 0 <= block_index < config.num_blocks:
         raise IndexError(f"block {block_index} of a model with {config.num_blocks} blocks")
     tokens = batch_size * sequence
+    # A look-up is no product.
     if block_index == 0:
         return 0
     if block_index == config.num_blocks - 1:

@@ -1,4 +1,4 @@
-"""Initial values of parameters, each a function of (configuration, seed, name, shape) alone.
+"""Initial values of parameters, each a function of only (configuration, seed, name, shape).
 
 Every parameter has its own generator, seeded by a hash of the seed and its full name. So a value does not
 depend on the order of initialisation, on which rank makes it, or on the plan.

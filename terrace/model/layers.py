@@ -73,6 +73,7 @@ class Rotary:
         """cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
         key = (sequence, device, dtype)
         if key not in self._tables:
+            # Few lengths occur in training; clearing is simpler than evicting.
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             # Outside inference mode: a table made inside it could not be saved for a later backward.
@@ -160,7 +161,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(intermediate, hidden, bias=bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to every position of x (B, S, H) alone."""
+        """Apply to each position of x (B, S, H) by itself."""
         up = self.up(x)  # (B, S, I)
         inner = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         output: Tensor = self.down(inner)

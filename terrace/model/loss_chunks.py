@@ -1,4 +1,4 @@
-"""How many logits are there at a time: the loss takes its tokens in chunks (terrace.runtime.head)."""
+"""Number of logits in memory at a time: the loss takes its tokens in chunks (terrace.runtime.head)."""
 
 # On a CPU, from 2^22 on it makes no difference beyond noise (python -m bench.head): smaller chunks read and write the
 # weight gradient more often. Smaller is less memory, so it is the least of those.

@@ -1,4 +1,4 @@
-"""The context axis: which ranks attend to the tokens of a micro-batch together, and how many tokens each holds.
+"""The context axis: the ranks that attend to a micro-batch together, and the number of tokens that each holds.
 
 The axis has two forms, each with a degree of its own on every tier (unified sequence parallelism, Fang and Zhao,
 2405.07719):

@@ -7,12 +7,12 @@ of one head, in the order of a pass:
 
     leg        forward               backward
     into       T (n + 2k)            T n             to every other part: queries, keys, values; gradient of the output
-    keys       A 2k                  A 2k            before each round s = 1 ... r-1, beside round s-1
-    gradients                        A 2k            after each round s = 1 ... r-2, beside round s+1: of the keys
+    keys       A 2k                  A 2k            before each round s = 1 ... r-1, during round s-1
+    gradients                        A 2k            after each round s = 1 ... r-2, during round s+1: of the keys
     home                             A 2k            after the last round: of the keys, to the place that owns them
     back       T n                   T (n + 2k)      to every other part: output; gradients of queries, keys, values
 
-A rank keeps the queries and keys of its own tokens alone, so keys go round once more in the backward. Gradients of a
+A rank keeps only the queries and keys of its own tokens, so keys go round once more in the backward. Gradients of a
 place's own keys from its own queries stay, so they go one step less than round the ring. A layer that is recomputed
 does its forward twice. Blocks without attention send nothing.
 
@@ -95,6 +95,7 @@ class AttentionBytes:
 
     def sends(self, message: ContextMessage) -> tuple[tuple[int, int], ...]:
         """(tier index, bytes sent over it) of a message, the innermost tier first."""
+        # Ring messages go to one rank, dealt ones to every other Ulysses rank.
         if message.leg not in _DEALT:
             return ((message.tier, self.keys),)
         # A backward sends gradients the other way: into carries the output's, back the inputs'.
@@ -106,6 +107,7 @@ class AttentionBytes:
         forward = Counter[int]()
         for num_bytes in (self.inputs, self.outputs):
             forward.update(dict(_dealt(self.ulysses, num_bytes)))
+        # Ulysses exchanges are mirrored in the backward.
         backward = forward.copy()
         crossed = [tier for tier, degree in enumerate(self.ring) if degree > 1]
         left = prod(self.ring)
@@ -128,7 +130,7 @@ class ContextTraffic:
 
     @property
     def has_formula(self) -> bool:
-        """Whether messages follow from the plan alone, and there are any."""
+        """Whether there are messages and the plan determines their bytes."""
         return self.plan.balance == "tokens" and is_context_parallel(self.mesh, self.plan)
 
     def attention(self, block: BlockSpec) -> AttentionBytes | None:

@@ -77,6 +77,7 @@ def block_flats(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> tu
             groups.setdefault((param.trainable and param.numel > 0, axes), []).append(param)
         made = []
         for trainable, axes in sorted(groups, key=_order):
+            # One Layout object per set of axes, shared by all flat buffers.
             if axes not in layouts:
                 layouts[axes] = Layout.of(cluster, plan, axes)
             # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
@@ -115,6 +116,7 @@ def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]
 
 def _check_sliced(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     first = next((param for block in blocks for param in block.params), None)
+    # Slicing sets `replicated_over`, so its absence marks a whole parameter.
     if first is None or first.replicated_over is not None:
         return
     if Mesh.of(cluster, plan).total("tensor") > 1:

@@ -50,10 +50,12 @@ def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, o
     hops: list[Hop] = []
     for tier in range(outer, inner, -1):
         degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
+        # Nothing to cross.
         if degree == 1 or not numel:
             continue
         # Same block format as the tier outside: forward its coded pieces instead of rounding again.
         if hops and wire.block and hops[-1].wire == wire:
+            # Each forwarded message is one piece; their number grows by the degree of every tier crossed.
             hops.append(Hop(tier, degree, wire, hops[-1].numel, hops[-1].pieces * hops[-1].degree))
         else:
             hops.append(Hop(tier, degree, wire, numel // layout.span(tier)))
@@ -94,6 +96,7 @@ def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
 
     `layout` joins all ranks that hold some part of a block together.
     """
+    # TENSOR messages cross the tensor axis' tiers, which `layout` does not describe.
     tensor = layout.mesh.group(*TENSOR) if layout.mesh is not None else (1,) * len(layout.tiers)
 
     def crossed(message: MessageClass) -> list[int]:

@@ -102,7 +102,7 @@ class Layout:
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
             return range(0)
-        # A gather is written (outer, inner): reversed, it reads as a reduction's range.
+        # A gather is written (outer, inner); reversed, it reads like a reduction.
         inner, outer = map(self.tier_of, route.reduction or (route.gathering or ())[::-1])
         return range(inner + 1, outer + 1)
 

@@ -10,7 +10,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
                 of 2 m, and so have the matrices of layers under Muon: of the rank with the fewest of them
     feedback    residuals of error feedback               always (terrace.plan.hops.residual_numels)
-    buffers     under Muon P * c for every layer whose whole matrices are there, two of them; and
+    buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;
                 and the largest gradient shard that comes in from the other stage of a block that two stages hold
 

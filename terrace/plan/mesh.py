@@ -69,7 +69,7 @@ class Mesh:
         return {}
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ on them alone."""
+        """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ only on them."""
         found = self._groups.get(axes)
         if found is None:
             positions = _positions(axes)
@@ -96,7 +96,7 @@ class Mesh:
 
     @cached_property
     def inside(self) -> "Mesh":
-        """The tensor and context axes alone: the ranks that send messages inside a block."""
+        """Only the tensor and context axes: the ranks that send messages inside a block."""
         return self.only("tensor", "context")
 
     def only(self, *axes: str) -> "Mesh":
@@ -130,7 +130,7 @@ class Mesh:
         return found
 
     def coordinates(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """The place of `rank` among the ranks that differ on `axes` alone, per tier."""
+        """Place of `rank` among the ranks that differ only on `axes`, per tier."""
         places, kept = [], _positions(tuple(axes))
         for row in self.degrees:
             # `member` is the rank's number within the tier; its digits in mixed radix are the places on the axes.
@@ -145,7 +145,7 @@ class Mesh:
         return tuple(places)
 
     def place(self, rank: int, axes: Collection[str]) -> int:
-        """The number of `rank` among the ranks that differ on `axes` alone, the innermost tier fastest."""
+        """Index of `rank` among the ranks that differ only on `axes`, the innermost tier fastest."""
         index = 0
         degrees = self.group(*axes)
         for degree, here in reversed(list(zip(degrees, self.coordinates(rank, axes), strict=True))):
@@ -157,7 +157,7 @@ class Mesh:
         return position(self.group(axis), self.coordinates(rank, (axis,)))
 
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on `axes` alone, itself included, in the order of their places."""
+        """Ranks that differ from `rank` only on `axes`, itself included, in the order of their places."""
         found: tuple[int, ...] = (rank,)
         for tier, degree in enumerate(self.group(*axes)):
             peers = [self.peers(other, tier, axes) for other in found]
@@ -166,7 +166,7 @@ class Mesh:
         return found
 
     def peers(self, rank: int, tier: int, axes: Collection[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` on `tier` and on `axes` alone, itself included, in their order."""
+        """Ranks that differ from `rank` only on `tier` and `axes`, itself included, in order."""
         # Ranks of one unit of the tiers inside: the stride between neighbours on this tier.
         inside = math.prod(math.prod(row) for row in self.degrees[:tier])
         row, kept = self.degrees[tier], _positions(tuple(axes))

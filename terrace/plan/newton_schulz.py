@@ -32,6 +32,7 @@ def matrices_of_a_rank(flat: FlatParamSpec) -> tuple[tuple[int, ...], ...]:
         tuple(shape for shape, begin, end in extents if begin < (number + 1) * size and end > number * size)
         for number in sorted(slices)
     ]
+    # Ranks wait for the slowest at the next message.
     return max(held, key=lambda shapes: sum(map(iteration_flops, shapes)), default=())
 
 

@@ -20,6 +20,7 @@ PRESETS: dict[str, Preset] = {}
 
 def _preset(name: str) -> Callable[[Preset], Preset]:
     def register(build: Preset) -> Preset:
+        # A plan carries the name of its preset.
         PRESETS[name] = lambda cluster: replace(build(cluster), name=name)
         return build
 
@@ -39,6 +40,7 @@ def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
     name = own.pop("preset", None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"plan.preset = {name!r} must be the name of a preset{did_you_mean('', PRESETS)}")
+    # The table overrides the preset key by key, nested tables included.
     base = dump(preset(name, cluster)) if name is not None else {}
     return load(Plan, merge(base, own), "plan")
 
@@ -96,6 +98,7 @@ def zero_plus_plus(cluster: Cluster) -> Plan:
     node, names = _node(cluster), [tier.name for tier in cluster.tiers]
     base = zero3(cluster)
     reduce = dict.fromkeys(names, "int4")
+    # No tier outside the node: a secondary copy would equal the primary one.
     if base.params == node:
         int8 = dict.fromkeys(names, "int8")
         return replace(base, wire={"gather": int8, "gather_backward": int8, "reduce": reduce})
@@ -124,4 +127,5 @@ def three_level_compressed(cluster: Cluster) -> Plan:
         "sync": dict.fromkeys(names[placed["grads"] + 1 :], "int4+feedback"),
         "refresh": dict.fromkeys(names[placed["params"] + 1 : placed["optimizer"] + 1], "int8"),
     }
+    # On a cluster with few tiers some rows are empty.
     return replace(base, wire={message: row for message, row in wire.items() if row})

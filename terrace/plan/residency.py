@@ -1,4 +1,4 @@
-"""When the full parameters of a block are in memory, and so how often they are gathered.
+"""Residencies of a block's full parameters in memory, and so the number of its gathers.
 
 A step visits blocks in the order of its groups (terrace.plan.stage): at each visit all micro-batches of the group pass
 the block. A *residency* is a run of visits that share one gather. Two visits share it when the block would still be
@@ -25,7 +25,7 @@ from terrace.plan.stage import Kind, Stage
 class Visit:
     """A group passes a block. Visits are counted in the order in which the first micro-batch makes them.
 
-    `number` is the visit's own, `until` that of the visit during which the last micro-batch passes.
+    `number` is the visit's own, `until` the number of the visit during which the last micro-batch passes.
     """
 
     block: int

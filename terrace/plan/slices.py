@@ -1,7 +1,7 @@
 """Cutting a model over axes: the slice each rank holds of every parameter.
 
-Each dim of a parameter declares what it counts, and a table says which axes cut that (Megatron-LM, 1909.08053, section
-3; the rows x columns form is AxoNN's, 2305.13525, section 4):
+Each dim of a parameter declares the quantity it counts, and a table names the axes that cut it (Megatron-LM,
+1909.08053, section 3; the rows x columns form is AxoNN's, 2305.13525, section 4):
 
     heads, kv_heads, intermediate   rows: the inner dim of attention and of the MLP
     hidden                          columns: the residual stream
@@ -39,6 +39,7 @@ def slice_blocks(
     `cut_by` names the axes of a stage that cut each kind of dim. Raises `PlanError` for a dim that their degrees do not
     divide, and under a tensor axis for a parameter that declares no dims.
     """
+    # Nothing is cut: the specs stay the same objects, and with them all caches keyed on identity.
     if all(mesh.total(axis) == 1 for axes in cut_by.values() for axis in axes):
         return tuple(blocks)
     known: dict[int, tuple[ParamSpec, ...]] = {}  # most blocks of a model share their parameters' specs, and still do
@@ -99,6 +100,7 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh, cut_by: Mapping[str, tuple[
                 "then holds what is off the diagonal; declare the dims in another way"
             )
         degree = math.prod(mesh.total(axis) for axis in cut)
+        # Fewer key-value heads than rows: replicate them instead of cutting a head.
         if name == "kv_heads" and degree > units and degree % units == 0:
             cut, degree = (), 1  # every rank holds all of them
         if units % degree and name not in _PADDED:

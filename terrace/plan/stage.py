@@ -156,5 +156,5 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
 
 
 def forward_stage(stage: Stage) -> Stage:
-    """The same stage with the forwards of its groups alone, in their order."""
+    """The same stage with only its forward groups, in their order."""
     return replace(stage, groups=tuple(group for group in stage.groups if group.kind is Kind.FORWARD))

@@ -122,7 +122,7 @@ class Tensor:
         ]
 
     def line(self, axes: tuple[str, ...]) -> Layout:
-        """The layout of the ranks that differ on `axes` alone."""
+        """Layout of the ranks that differ only on `axes`."""
         return {self.rows.axes: self.rows, self.columns.axes: self.columns, self.both.axes: self.both}[axes]
 
     def hops(self, message: TensorMessage) -> list[Hop]:

@@ -123,6 +123,7 @@ def gather_counts(
     if stage is not None:
         return count(stage)
     num_units = len(units(num_micros, plan.unit))
+    # Few units are counted directly.
     if num_units <= 3:
         return count(whole_stage(len(blocks), num_units, 1))
     # The difference of three units and two is one steady unit.

@@ -199,6 +199,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
         )
     for name, heads in found.items():
         if heads is not None and not heads.can_split(ulysses):
+            # Valid degrees are listed: divisibility by both head counts is hard to see.
             valid = [str(degree) for degree in range(1, heads.queries + 1) if heads.can_split(degree)]
             raise PlanError(
                 f"ulysses = {ulysses} over all tiers cannot split the {heads.queries} heads and {heads.keys} key-value "
@@ -213,6 +214,7 @@ def _check_muon(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> No
             "optimizer 'muon' takes whole matrices, and the tensor axis cuts them: give the tier to the data axis, "
             "or use 'adamw' or 'lion'"
         )
+    # Embedding and head are left to AdamW, as in Jordan's Muon.
     inner = [param for index, block in enumerate(blocks) if is_layer(index, len(blocks)) for param in block.params]
     # `decays` marks the weight matrices, as opposed to norms and biases.
     matrices = [param for param in inner if param.trainable and param.decays and param.numel]
@@ -236,6 +238,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         )
     if plan.tensor_chunks < 1:
         raise PlanError(f"tensor_chunks = {plan.tensor_chunks}: a message travels in at least 1 part")
+    # An option without effect is refused rather than ignored.
     if plan.tensor_chunks > 1 and not (plan.sequence_parallel and Mesh.of(cluster, plan).total("rows") > 1):
         raise PlanError(
             f"tensor_chunks = {plan.tensor_chunks} has no effect: it cuts the messages of sequence parallelism over "

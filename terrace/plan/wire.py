@@ -128,6 +128,7 @@ def parse_format(text: str) -> WireFormat:
     if suffix not in (None, "+feedback"):
         raise PlanError(f"wire format {text!r} ends in {suffix!r}: what a format can end in is '+feedback'")
     wire = replace(FORMATS[codec], name=text, feedback=suffix is not None)
+    # A dtype rounds each element by itself: no blocks, and no error that feedback would have to carry.
     if not wire.block and (block is not None or wire.feedback):
         raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
     if block is None:

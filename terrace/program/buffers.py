@@ -69,6 +69,7 @@ def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
             # A buffer freed at a position is gone before that instruction allocates, so equal positions cancel.
             of_category[span.freed] -= buffer.num_bytes
     for category, of_category in changes.items():
+        # Sweep over positions in order: the running sum is the memory in use.
         now = most = 0
         for position in sorted(of_category):
             now += of_category[position]
@@ -130,6 +131,7 @@ def _visiting(
     instructions: Sequence[Instruction],
 ) -> Iterator[Buffer]:
     item = FORMATS[plan.compute].element_bytes
+    # (op that takes, block) -> position, until the op that gives it back.
     taken: dict[tuple[Op, int], int] = {}
     spans: dict[tuple[Op, int], list[Span]] = defaultdict(list)
     for position, instruction in enumerate(instructions):
@@ -139,6 +141,7 @@ def _visiting(
             spans[op, block].append(Span(position, position, position + 1))
         elif op in _TAKES:
             taken[op, block] = position
+        # UPDATE also comes without ORTHOGONALISE, for blocks or optimizers without whole matrices.
         elif op in _GIVES and (_GIVES[op], block) in taken:
             first = taken.pop((_GIVES[op], block))
             spans[_GIVES[op], block].append(Span(first, position, position))

@@ -121,7 +121,7 @@ def build_stages(
 
 
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
-    """Programs of the forwards alone, on the stages of the training programs `programs`, which are all stages.
+    """Forward-only programs on the stages of the training programs `programs`, which are all stages.
 
     They end with a CLIP, which adds up losses and tokens; there is no gradient. The verifier knows them by their stage.
     """

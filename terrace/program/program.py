@@ -50,7 +50,7 @@ class Program:
 
     @property
     def trains(self) -> bool:
-        """Whether it is a training step; otherwise it runs forwards alone."""
+        """Whether it is a training step; otherwise it runs only forwards."""
         return self.stage.trains
 
     @property
@@ -113,7 +113,7 @@ class Program:
         return {first[key]: count for key, count in times.items()}
 
     def message(self, instruction: Instruction) -> Message:
-        """The message of a communicating instruction, resolved once for all that differ in their micro-batch alone."""
+        """Message of a communicating instruction, resolved once for all that differ only in micro-batch."""
         key = _alike(instruction)
         found = self._messages.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""The search for the best split of blocks into virtual stages, and the FLOPs of blocks whose kernels nobody knows.
+"""The search for the best split of blocks into virtual stages, and the FLOPs of blocks without known kernels.
 
 Costs are the seconds of a block's passes where a model is known (terrace.simulate.step). Blocks that only declare
 parameters are weighed by products per token and forward:
@@ -63,6 +63,7 @@ def share(costs: Sequence[int], num_parts: int, sizes: Sequence[int] = (), room:
                 size = starts[stop] - starts[start]
                 if size > limit or held[stop] - held[start] > room:
                     break
+                # Floats: only the comparison matters, and exact integers of this size are slow.
                 found = best[start] + float(size) ** 2
                 if found < ends[stop]:
                     ends[stop], before[stop] = found, start
@@ -101,6 +102,7 @@ def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: 
 
 def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> Cost:
     block = blocks[index]
+    # Each element of a matrix is one multiplication per token.
     products = sum(param.numel for param in block.params if _is_product(param, index, len(blocks)))
     # A tied head multiplies by the borrowed table.
     for lender in block.borrows:

@@ -1,4 +1,4 @@
-"""From a plan to the stages of its pipeline: which blocks each holds, and the orders of its schedule as groups."""
+"""From a plan to the stages of its pipeline: the blocks of each, and the orders of its schedule as groups."""
 
 import math
 from collections.abc import Sequence

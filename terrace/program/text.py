@@ -12,6 +12,7 @@ def program_text(program: Program, *, max_lines: int | None = None) -> str:
     """One line per instruction: position, instruction, block name, tiers crossed and wire formats."""
     lines = list(_lines(program))
     if max_lines is not None and len(lines) > max_lines:
+        # The beginning and the end of a step differ most; its middle repeats.
         head, tail = lines[: max_lines // 2], lines[len(lines) - max_lines // 2 :]
         lines = [*head, f"  ...  {len(lines) - len(head) - len(tail)} more instructions", *tail]
     return "\n".join(lines)

@@ -25,6 +25,7 @@ def apply_axes(
     Raises `ModelError` for blocks that an axis cannot be applied to.
     """
     axes: list[InBlockAxis] = []
+    # Neither axis has more than one rank.
     if INSIDE not in comm.lanes:
         return axes, blocks, objective
     in_block = InBlockComm(comm.lanes[INSIDE], clock, weights)

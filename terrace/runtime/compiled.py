@@ -41,6 +41,7 @@ def check_compiles(programs: Sequence[Program]) -> None:
 def check_compiler(device: torch.device) -> None:
     """Compile a small function; raises `ConfigError` with the reason where this machine cannot."""
     try:
+        # A trial now: a missing compiler would otherwise show in the first step, on every rank.
         torch.compile(_trial)(torch.ones(8, device=device))
     except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
         reason = str(error).strip().splitlines()
@@ -58,6 +59,7 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
     """
     for owner, name in ((attention.PerMicroBatch, "get"), (attention, "attend_in_pieces")):
         function = getattr(owner, name)
+        # Patched once per process; a second engine finds it done.
         if not hasattr(function, "_torchdynamo_disable"):
             setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
     for module in modules:

@@ -24,6 +24,7 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
         params: list[ParamSpec] = []
         borrows: list[int] = []
         for param_name, param in block.named_parameters():
+            # The first block in which a parameter appears owns it.
             owner = owners.setdefault(id(param), index)
             if owner == index:
                 shape = tuple(param.shape)
@@ -58,5 +59,6 @@ def replace_parameters(blocks: Sequence[nn.Module], replacements: Mapping[int, n
     """Swap parameters in place, by the identity of the old one, wherever in `blocks` it appears."""
     for block in blocks:
         for module in block.modules():
+            # Duplicates included: a tied parameter is replaced under each of its names.
             for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(module, name, replacements[id(old)])

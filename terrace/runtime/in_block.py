@@ -1,4 +1,4 @@
-"""A mesh axis whose messages are sent inside blocks: the protocol of the tensor and the context axis."""
+"""A mesh axis with messages inside blocks: the protocol of the tensor and the context axis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol

@@ -45,6 +45,7 @@ class InBlockComm:
 
     def wait(self, flight: InFlight, ranks: tuple[int, ...]) -> None:
         """Wait for messages from `ranks`; the seconds are the clock's `wait tensor` or `wait context`."""
+        # Computing up to here belongs to the pass around the message.
         self.clock.mark(self.clock.doing)
         self.waiting_on(ranks)
         flight.ticket.wait()
@@ -61,5 +62,6 @@ class InBlockComm:
     def compute_weight_gradients(self) -> None:
         """Compute the weight gradients that are held back, while a message travels."""
         self.computes(Kind.WEIGHT_GRADIENTS)
+        # Outside a step no queue exists.
         if self.weights.current is not None:
             self.weights.current.run()

@@ -44,6 +44,7 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.newton_schulz_steps = {self.newton_schulz_steps} must be at least 1")
         if self.adamw_lr is not None and not self.lr:
             raise ConfigError(f"optimizer.adamw_lr = {self.adamw_lr}: the schedule is of optimizer.lr, which is 0")
+        # An option without effect is refused rather than ignored.
         for item in fields(self):
             if item.name in _WITHOUT_EFFECT[self.name] and getattr(self, item.name) != item.default:
                 raise ConfigError(

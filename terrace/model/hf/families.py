@@ -157,7 +157,7 @@ class MistralTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Table:
-    """The implemented keys of `Qwen2Config`, with its defaults. A window is that of all layers or of none."""
+    """The implemented keys of `Qwen2Config`, with its defaults. A window applies to all layers or to none."""
 
     vocab_size: int
     hidden_size: int

@@ -1,4 +1,4 @@
-"""Where each parameter of a decoder lies in the weight files of its family. Pure: names and shapes alone.
+"""Location of each parameter of a decoder in the weight files of its family. Pure: only names and shapes.
 
 A parameter is a whole tensor there, or a part of one:
 

@@ -60,6 +60,7 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
     alone. Raises `ModelError` for a pattern that matches none.
     """
     names = {f"{block}.{param.name}": (block, param.name) for block, param in _linear_weights(blocks)}
+    # A pattern that matches nothing is most likely a typing error.
     for pattern in lora.targets:
         if not fnmatch.filter(names, pattern):
             raise ModelError(
@@ -100,6 +101,7 @@ def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) ->
         yield replace(param, trainable=False)
         if param.name in weights:
             (out_size, in_size), (down, up) = param.shape, adapter_names(param.name)
+            # A rank beyond the smaller side adds parameters but no expressiveness.
             if rank > min(out_size, in_size):
                 raise ModelError(
                     f"lora.rank = {rank} is more than {param.name}, of {out_size} x {in_size}, can have: use at most "

@@ -53,6 +53,7 @@ def block_program(
     """
     block = blocks[index]
     forward, backward = attention = attention_of(context, block)
+    # Attention's steps stand inside the tensor axis' steps.
     if tensor.degree > 1:
         forward, backward = tensor_steps(tensor, blocks, block, attention, recomputed)
     return BlockProgram(forward, backward, recomputed)

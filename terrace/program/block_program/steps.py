@@ -77,6 +77,7 @@ class BlockProgram:
             return ()
         if op is Op.FORWARD:
             return self.forward
+        # Weight gradients inside a block are computed while its messages travel, so the first half has all steps.
         return self.forward + self.backward if self.recomputed else self.backward
 
     def moments(self, op: Op) -> "tuple[Moment, ...]":
@@ -119,6 +120,7 @@ def moments_of(steps: Steps) -> tuple[Moment, ...]:
     times: Counter[tuple[MessageClass, Compute | None, frozenset[tuple[InBlockMessage, int]]]] = Counter()
     order: dict[object, tuple[tuple[InBlockMessage, int], ...]] = {}
     for (message_class, behind), counts in beside.items():
+        # Later rounds take equally long, so they share a number.
         alike = behind if behind is None else Compute(behind.kind, min(behind.ring_step, 1))
         key = message_class, alike, frozenset(counts.items())
         order.setdefault(key, tuple(counts.items()))

@@ -1,4 +1,4 @@
-"""Counts from the order of a stage's tasks alone: activations it keeps, micro-batches in flight."""
+"""Counts from the order of a stage's tasks: activations it keeps, micro-batches in flight."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -21,6 +21,7 @@ def peak_activation_bytes(
     kept = forward_bytes if weight_bytes is None else weight_bytes
     peaks = []
     for row, tasks in zip(orders.placement, orders.tasks, strict=True):
+        # Bytes that each task adds (+) or frees (-), by chunk.
         change = {
             Kind.FORWARD: [forward_bytes[virtual] for virtual in row],
             Kind.BACKWARD: [-forward_bytes[virtual] for virtual in row],
@@ -42,6 +43,7 @@ def most_waiting(orders: Orders) -> Waiting:
             if kind == forward:
                 now[chunk] += 1
                 total += 1
+                # Only the first moment with the most is kept.
                 if total > peak:
                     most, peak = tuple(now), total
             # A micro-batch leaves when its whole backward or its weight half ends.

@@ -34,6 +34,7 @@ def from_csv(text: str, schedule: str = "csv") -> Orders:
     for line in csv.reader(io.StringIO(text)):
         cells = [cell.strip() for cell in line]
         rows.append([_parse(len(rows), cell) for cell in cells if cell])
+    # The file names virtual stages only; chunk numbers follow from their order.
     placement = tuple(tuple(sorted({virtual for virtual, _, _ in row})) for row in rows)
     if not placement or not placement[0]:
         raise ProgramError("a schedule without tasks: write one row a stage, with cells such as 0F0")
@@ -49,6 +50,7 @@ def from_csv(text: str, schedule: str = "csv") -> Orders:
             for stage, row in enumerate(rows)
         ),
     )
+    # A file may hold anything.
     verify_orders(orders)
     return orders
 

@@ -27,8 +27,10 @@ def interleaved(num_stages: int, num_chunks: int, num_micros: int) -> Orders:
             f"num_micros = {num_micros}: interleaved 1F1B passes micro-batches in groups of num_stages = "
             f"{num_stages}; write num_micros = {nearest_multiple(num_micros, num_stages)}, or use '1f1b'"
         )
+    # All stages run the same order; they differ only in their warm-up.
     forwards = _in_groups(Kind.FORWARD, num_stages, list(range(num_chunks)), num_micros)
     backwards = _in_groups(Kind.BACKWARD, num_stages, list(reversed(range(num_chunks))), num_micros)
+    # With several chunks an activation comes back round the ring, so each stage needs two more forwards than the next.
     hops = 1 if num_chunks == 1 else 2
     warmups = [hops * (num_stages - 1 - stage) + (num_chunks - 1) * num_stages for stage in range(num_stages)]
     rows = [alternate(forwards, backwards, num_warmup) for num_warmup in warmups]

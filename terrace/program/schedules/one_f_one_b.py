@@ -9,10 +9,10 @@ from terrace.program.schedules.registry import schedule
 
 @schedule("1f1b")
 def one_f_one_b(num_stages: int, num_micros: int) -> Orders:
-    """As many F as there are stages behind, then F and B in turn, then the remaining B.
+    """One F per later stage, then F and B in turn, then the remaining B.
 
     Invariants: stage r keeps the activations of at most min(num_micros, num_stages - r) micro-batches; with equal
-    stages and free messages the makespan is that of GPipe.
+    stages and free messages the makespan equals GPipe's.
     """
     positive(num_stages=num_stages, num_micros=num_micros)
     forwards, backwards = tasks_of(Kind.FORWARD, 0, num_micros), tasks_of(Kind.BACKWARD, 0, num_micros)
@@ -24,6 +24,7 @@ def alternate(forwards: Sequence[Task], backwards: Sequence[Task], num_warmup: i
     """`num_warmup` forwards (or all), then one forward and one backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     row = list(forwards[:num_warmup])
+    # Ends with the last forward: fewer forwards than backwards are left.
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
         row += (forward, backward)
     return row + list(backwards[len(forwards) - num_warmup :])

@@ -48,7 +48,7 @@ class Orders:
 
     @property
     def num_virtual(self) -> int:
-        """How many pieces the model is cut into."""
+        """Number of pieces of the model."""
         return self.num_stages * self.num_chunks
 
     def holders(self) -> list[tuple[int, int]]:
@@ -107,6 +107,7 @@ def verify_orders(orders: Orders) -> None:
     and backward once, whole or in two halves, in this order. Circular waits between stages show when the orders are
     played (terrace.simulate.timeline).
     """
+    # A virtual stage with two holders, or none, would break the chain of activations.
     placed = sorted(virtual for row in orders.placement for virtual in row)
     if placed != list(range(orders.num_virtual)) or any(len(row) != orders.num_chunks for row in orders.placement):
         raise ProgramError(
@@ -141,6 +142,7 @@ def _verify_stage(orders: Orders, stage: int, tasks: Sequence[Task]) -> None:
         seen.add(task)
     for chunk in range(orders.num_chunks):
         for micro in range(orders.num_micros):
+            # Presence is checked last: order and repetition were checked task by task.
             whole = Task(Kind.BACKWARD, chunk, micro) in seen
             if not whole and Task(Kind.BACKWARD_WEIGHT, chunk, micro) not in seen:
                 raise ProgramError(f"stage {stage}: micro-batch {micro} of chunk {chunk} has no complete backward")

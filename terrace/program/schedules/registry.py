@@ -33,6 +33,7 @@ def schedule(name: str) -> Callable[[_Builder], _Builder]:
 @cache
 def _schedules() -> dict[str, Callable[..., Orders]]:
     folder = import_module(__package__)
+    # Importing a module registers its schedules.
     for module in pkgutil.iter_modules(folder.__path__, f"{__package__}."):
         import_module(module.name)
     return dict(sorted(_found.items()))
@@ -67,6 +68,7 @@ def orders_for(name: str, **numbers: Any) -> Orders:
     takes(name)
     builder = _schedules()[name]
     known = inspect.signature(builder).parameters
+    # One chunk is what every schedule has, so it may be said.
     if "num_chunks" not in known and numbers.get("num_chunks") == 1:
         del numbers["num_chunks"]
     for number, value in numbers.items():

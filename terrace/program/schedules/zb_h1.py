@@ -31,7 +31,9 @@ def _row(
     num_warmup, done = min(num_stages - 1 - stage, num_micros), 0
     row = list(forwards[:num_warmup])
     for micro in range(num_micros):
+        # Without forwards left, W fills the gaps between the I.
         steady = num_warmup + micro < num_micros
+        # The slice is empty once all forwards have run.
         row += [*forwards[num_warmup + micro : num_warmup + micro + 1], inputs[micro]]
         if not steady or micro + 1 - done > stage:
             row.append(weights[done])

@@ -32,6 +32,7 @@ def _row(
     row = list(forwards[:num_warmup])
     for micro in range(num_micros):
         row.append(inputs[micro])
+        # Later stages hold back more W: their gaps come later.
         if micro + 1 - done > 2 * stage:
             row.append(weights[done])
             done += 1

@@ -29,9 +29,11 @@ def zbv(num_stages: int, num_micros: int, num_chunks: int = 2) -> Orders:
 
 
 def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
+    # Shorter steps run the pattern of the shortest full one, with the missing micro-batches left out.
     planned = max(num_micros, 2 * num_stages - 1)
     behind = num_stages - stage  # stages from here to the fold, this one counted
     started = num_stages + behind - 1  # forwards of chunk 0 when the steady phase begins
+    # Warm-up down the V, up the V, steady phase, and the two halves of the drain.
     pattern = [
         *[_F0] * (2 * behind - 1),
         *[_F1, _F0] * stage,
@@ -43,6 +45,7 @@ def _row(num_stages: int, num_micros: int, stage: int) -> list[Task]:
         *[_W1] * stage,
         *[_W0] * stage,
     ]
+    # Micro-batches pass every (kind, chunk) first in, first out.
     passed: dict[tuple[Kind, int], int] = {}
     row = []
     for kind, chunk in pattern:

@@ -1,4 +1,4 @@
-"""Attention of a micro-batch whose tokens are spread over ranks: carries out a `TokenLayout`, forward and backward.
+"""Attention of a micro-batch with tokens on several ranks: carries out a `TokenLayout`, forward and backward.
 
 Between the exchanges `into` and `back` there are rounds s = 0 ... R-1, on keys K_s and values V_s from exchange s:
 

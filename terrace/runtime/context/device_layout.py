@@ -70,6 +70,7 @@ class DeviceLayout:
     def pairs(self, step: int, dtype: torch.dtype) -> Sequence[DensePair]:
         """Pairs of query and key runs of a round, for queries of `dtype`."""
         if (step, dtype) not in self._pairs:
+            # Masks made in inference mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
                 self._pairs[step, dtype] = [self._dense(pair, dtype) for pair in self.ring_steps[step].pairs]
         return self._pairs[step, dtype]
@@ -80,6 +81,7 @@ class DeviceLayout:
         assert pair.mask is not None, "a pair of this kind has one"
         sizes = num_rows((pair.queries,)), num_rows((pair.keys,))
         key = (*sizes, pair.mask, dtype)
+        # Pairs of one shape share a mask, across rounds too.
         if key not in self._masks:
             mask = pair.mask
             self._masks[key] = dense_mask(*sizes, mask.shift, mask.begins, mask.window, dtype, self._device)

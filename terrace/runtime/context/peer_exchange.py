@@ -86,6 +86,7 @@ class PeerExchange:
             {peer: Rows(runs, device) for peer, runs in side if num_rows(runs)}
             for side in (exchange.sends, exchange.receives)
         )
+        # Rows for the rank itself are not sent.
         out, back = sends.pop(member, None), receives.pop(member, None)
         assert (out is None) == (back is None), "rows that stay are received as well"
         own = None if out is None or back is None else (out, back)
@@ -133,6 +134,7 @@ class PendingRecv:
         self._heads, self._size, self._like = heads, like.shape[3], like.new_empty(0)
         if exchange.is_silent:
             return
+        # Receive buffers must exist before the lane starts the exchange.
         for member, rows in exchange.receives:
             self._messages.append((member, like.new_empty(rows.num * sum(heads) * self._size)))
         # The lane reads the given tensors, and fills the messages, until the wait.

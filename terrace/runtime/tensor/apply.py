@@ -91,12 +91,14 @@ class _Cutter:
     def layer(self, block: int, module: nn.Module) -> nn.Module:
         """Replace the linear layers and norms inside a layer, in place."""
         regions = set()
+        # A list: replacing modules while walking them would skip some.
         for name, child in list(module.named_modules()):
             parent = module.get_submodule(name.rpartition(".")[0])
             if isinstance(child, LoraLinear):
                 raise ModelError("adapters have no form under a tensor axis: give the tier to the data axis")
             if isinstance(child, nn.Linear):
                 stand_in = self._linear(block, name, child)
+                # The parent of a RowLinear is a region: its input comes from the residual stream.
                 if isinstance(stand_in, RowLinear):
                     regions.add(parent)
                 setattr(parent, name.rpartition(".")[2], stand_in)
@@ -105,6 +107,7 @@ class _Cutter:
                 norm = self._head_norm(block, name, child) if of_heads else self._norm(block, name, child)
                 setattr(parent, name.rpartition(".")[2], norm)
         for region in regions:
+            # A hook gathers the input once for all products of the region.
             region.register_forward_pre_hook(lambda _, inputs: (self._axis.enter(inputs[0]), *inputs[1:]))
         return module
 
@@ -122,6 +125,7 @@ class _Cutter:
         if name != "kv_heads" or not spec.is_replicated_over("rows"):
             return None
         size = spec.shape[0] // units
+        # Consecutive rows share a key-value head, as their query heads do.
         head = self._mesh.part(self._rank, "rows") * units // self._mesh.total("rows")
         return slice(head * size, (head + 1) * size)
 
@@ -147,6 +151,7 @@ def slice_value(value: Tensor, spec: ParamSpec, program: Program, rank: int) -> 
     local = value[parts]
     if tuple(local.shape) == spec.shape:
         return local
+    # Padding with zeros adds nothing to any product.
     padded = value.new_zeros(spec.shape)
     padded[tuple(slice(0, size) for size in local.shape)] = local
     return padded

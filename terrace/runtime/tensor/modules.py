@@ -47,7 +47,7 @@ class TensorAxis(InBlockAxis):
 
     @property
     def num_same(self) -> int:
-        """How many ranks of a line of rows compute the same on the residual stream."""
+        """Number of ranks of a line of rows that compute the same on the residual stream."""
         return 1 if self.splits_tokens else self.rows.degree
 
     def enter(self, x: Tensor) -> Tensor:
