@@ -75,7 +75,8 @@ class Checkpoint:
 
         Raises `CheckpointError` naming the first problem.
         """
-        with ThreadPoolExecutor(_NUM_READERS) as readers:  # reading and checksums let go of the interpreter lock
+        # Reading and checksums let go of the interpreter lock.
+        with ThreadPoolExecutor(_NUM_READERS) as readers:
             for _ in readers.map(self._verify_file, self.files):
                 pass
         for block, layout in self.layout.items():

@@ -73,7 +73,8 @@ class Saver:
         self.staging_bytes = self._snapshot.num_bytes
         self._number, self._thread = 0, threading.Thread()
         self._folder, self._stalled_s = run_folder, 0.0
-        self._outcome: str | None = None  # of the save under way, once it has ended
+        # Outcome of the save under way, once it has ended.
+        self._outcome: str | None = None
         self._error: BaseException | None = None
         self._finished = deque[Saved]()  # appended by the thread
         self._life = self._agree_on_life()
@@ -160,7 +161,8 @@ class Saver:
             self._outcome = outcome
         except BaseException as error:
             self._error = error
-            with suppress(RuntimeError):  # a store that is gone: then nobody waits for it
+            # If the store is gone, nobody waits for it.
+            with suppress(RuntimeError):
                 self._give_up(number, f"rank {self._world.rank}: {type(error).__name__}: {error}")
 
     def _give_up(self, number: int, problem: str) -> None:

@@ -37,13 +37,15 @@ class Snapshot:
 
     def __init__(self, flats: Iterable[FlatParam], slices: Slices) -> None:
         self.pieces: dict[str, dict[str, list[str]]] = {}  # block -> parameter -> boxes
-        self.num_updates = 0  # that the optimizers had made when the copy was taken; 0 where all is frozen
+        # Updates made by the optimizers when the copy was taken; 0 if all parameters are frozen.
+        self.num_updates = 0
         self._flats, live = list(flats), list[tuple[str, Tensor]]()
         for block, part in parts_of(self._flats, slices, first=True):
             self.pieces.setdefault(block, {}).setdefault(part.parameter, []).append(to_text(part.box))
             for kind, values in part.values.items():
                 live.append((tensor_name(block, part.parameter, part.box, kind), values.detach()))
-        live.sort(key=lambda named: -named[1].element_size())  # so that each is aligned to its own size
+        # Widest elements first, so that each tensor is aligned to its own size.
+        live.sort(key=lambda named: -named[1].element_size())
         self._live = [values for _, values in live]
         self._header = _header(live)
         self.num_bytes = sum(values.nbytes for values in self._live)

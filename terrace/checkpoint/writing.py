@@ -125,7 +125,8 @@ def clear_leftovers(checkpoints: Path) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
     for left in checkpoints.glob(f".step-*{_REPLACED}"):
         whole = left.with_name(left.name.removeprefix(".").removesuffix(_REPLACED))
-        if not whole.exists():  # interrupted between the two renames of `commit`
+        # Interrupted between the two renames of `commit`.
+        if not whole.exists():
             left.rename(whole)
     for left in checkpoints.glob(".step-*"):
         shutil.rmtree(left)

@@ -105,7 +105,8 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
             return f"{_slow_words(slow)}; terrace doctor with the same options says whether another plan is faster"
         better = better_plan(task, slow.step_s, _FEW)
     except PlanError:
-        return None  # the planner cannot price this plan, so there is no warning to give
+        # The planner cannot price this plan, so there is no warning to give.
+        return None
     if better is None:
         return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
     return f"{_slow_words(slow)}; {_better_words(task, better)} (terrace doctor with the same options searches further)"

@@ -63,5 +63,6 @@ def _micro_batch(run: RunConfig) -> int:
     # The largest size up to the plan's that divides a data rank's share of the batch.
     share, rest = divmod(run.train.batch, Layout.of(run.cluster, run.plan).data_degree)
     if rest:
-        return run.plan.micro_batch  # no size fits: the check of the plan says so
+        # No size fits: the check of the plan says so.
+        return run.plan.micro_batch
     return max(size for size in range(1, run.plan.micro_batch + 1) if share % size == 0)

@@ -55,7 +55,8 @@ def sigterm_raises() -> Iterator[None]:
         return
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the way out must not be interrupted
+        # Once: the way out must not be interrupted.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, end)

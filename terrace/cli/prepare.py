@@ -47,7 +47,8 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
     if going_on and folder is not None and complete(folder / "checkpoints"):
         resume = folder
     if resume is not None:
-        with folder_lock(resume):  # fails if another run writes there: its rank 0 holds the lock to the end
+        # Fails if another run writes there: its rank 0 holds the lock to the end.
+        with folder_lock(resume):
             pass
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)

@@ -52,7 +52,7 @@ class ProgressLine:
         bar = captured.get().replace("\n", "")
         return bar + " " * (
             _BAR + 1 - len(Text.from_ansi(bar).plain)
-        )  # without colours what is left to do is not drawn
+        )  # without colours the rest of the bar is not drawn
 
 
 def step_words(record: StepRecord, num_steps: int, seconds_left: float) -> str:

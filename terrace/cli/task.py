@@ -47,7 +47,8 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
             raise ConfigError(
                 f"{', '.join(absent)} must be given, or --plan FILE with the [task] table of terrace plan"
             )
-        planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})  # of which nothing is used
+        # All of it is replaced by options.
+        planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})
     overrides = parse_overrides(rest)
     for section in overrides:
         if section != "cluster":

@@ -79,5 +79,6 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
             table[name] = section(name, getattr(options, name))
     plan = overrides.get("plan")
     if isinstance(plan, dict) and "preset" in plan:
-        table["plan"] = {}  # the run's file holds every key of its plan, which would hide those of a preset
+        # The run's file has every key of its plan, and these would override the preset.
+        table["plan"] = {}
     return merge(table, overrides)

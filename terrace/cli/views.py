@@ -52,7 +52,7 @@ class StepView:
 
     run: RunConfig
     programs: Sequence[Program]
-    stage: int = 0  # whose program is printed
+    stage: int = 0  # the one with its program printed
     lines: int | None = None  # of it, at most
 
     @staticmethod

@@ -77,7 +77,8 @@ class Collectives:
         self._ledger = ledger
         self._pacer = pacer
         self._master = DTYPES[plan.master]
-        meter.add("buffers", 0)  # a category of every report, as in the formula
+        # A category of every report, as in the formula.
+        meter.add("buffers", 0)
         self._arenas = {lane: Arena(device, meter) for lane in {INSIDE, *groups.lanes}}
         self.errors = ErrorLog(lossy_messages(layout, plan), device)
 
@@ -220,7 +221,8 @@ class Collectives:
         else:
             codecs.encode(values, hop.wire, out, name)
             sums = codecs.error_sums(values[0, part], hop.wire, name)
-        if out.is_cuda:  # where nothing is raised, the scale of a block with inf or nan is nan
+        # Where nothing is raised, the scale of a block with inf or nan is nan.
+        if out.is_cuda:
             scales = out[:, : SCALE_BYTES * -(-hop.numel // hop.wire.block)].view(torch.bfloat16)
             sums = sums + 0 * scales.sum(dtype=torch.float32)
         self.errors.add(key, sums)

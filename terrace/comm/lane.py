@@ -85,7 +85,8 @@ class ThreadLane(Lane):
 
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:
-            work, ticket.work = ticket.work, None  # the tensors it holds are free once it has run
+            # Cleared, so that its tensors are free once it has run.
+            work, ticket.work = ticket.work, None
             try:
                 # Members of a group stay in step: after an error, no later collective may run.
                 if self._error is not None:

@@ -33,7 +33,8 @@ class Origin:
         self._device = device
         self._meter = meter
         self._residuals: dict[tuple[MessageClass, int, str], Tensor] = {}
-        meter.add("feedback", 0)  # a category of every report, as in the formula
+        # A category of every report, as in the formula.
+        meter.add("feedback", 0)
 
     def residual(self, message: MessageClass, tier: int, leg: str, rows: int, numel: int) -> Tensor:
         """Residual [rows, numel], fp32, of one hop; zero at first."""

@@ -62,7 +62,8 @@ class StageP2P:
         pacer, begin_s = self._pacer, 0.0 if self._pacer is None else self._pacer.begin()
 
         def blocking() -> None:
-            if pacer is not None:  # a message is held back before it leaves: the receiver only waits
+            # Held back before it leaves: the receiver only waits.
+            if pacer is not None:
                 pacer.sent(tier, values.nbytes, 1, begin_s)
             dist.send(values, peer, group=group)
 

@@ -116,7 +116,8 @@ class ProcessPool:
         deaths: list[str] = []
         for rank, member in enumerate(members):
             job = Job(self._num_jobs, rank, world_size, num_threads, limit_s, backend, payload)
-            with suppress(OSError):  # a process that died while idle is reported below
+            # A process that died while idle is reported below.
+            with suppress(OSError):
                 member.link.send(job)
         reports, late = self._collect(members, time.monotonic() + timeout_s if timeout_s else None, deaths)
         done = {report.rank: report for report in reports if report.kind == "done"}

@@ -187,7 +187,8 @@ def _place() -> _Place | None:
         if rank is None or world_size is None:
             continue
         if launcher != "torchrun" and world_size == "1":
-            continue  # srun and mpirun set these for a single process, too
+            # The launchers srun and mpirun set these for a single process, too.
+            continue
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise ConfigError(
@@ -212,7 +213,8 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
         return "gloo", None, "this torch was built without nccl"
     num_devices = torch.cuda.device_count()
     if launcher == "srun" and num_devices == 1:
-        local_rank = 0  # --gpus-per-task=1 shows every rank its own device only
+        # --gpus-per-task=1 shows every rank its own device only.
+        local_rank = 0
     if local_rank >= num_devices:
         raise ConfigError(
             f"local rank {local_rank} has no device, this machine has {num_devices}: start at most "

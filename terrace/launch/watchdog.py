@@ -28,7 +28,7 @@ from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
-EXIT_STOPPED = 128 + signal.SIGTERM  # what a shell reports for SIGTERM
+EXIT_STOPPED = 128 + signal.SIGTERM  # the shell's code for SIGTERM
 
 # One store serves all ranks; here it took some 10^5 small calls a second on one core, so this leaves it
 # nearly idle. Other machines: a guess.
@@ -79,7 +79,8 @@ class Watchdog:
         self._seen: _Place = self._place
         self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
         self._group: tuple[tuple[int, ...], str] = ((), "")
-        self._state: State | None = None  # how the rank is leaving, once it is
+        # Set once the rank is leaving.
+        self._state: State | None = None
         self._reason, self._host = "", f"host {socket.gethostname()}, pid {os.getpid()}"
         self._told_to_stop = self._closing = False
         self._published, self._answered, self._answer = threading.Event(), threading.Event(), ""
@@ -187,7 +188,8 @@ class Watchdog:
         self._seen, self._tick_s = place, now_s
         self._number += 1
         leaving = self._state
-        with suppress(RuntimeError):  # a store that is gone is reported once it matters, in `_agree`
+        # A store that is gone is reported once it matters, in `_agree`.
+        with suppress(RuntimeError):
             self._heartbeats.publish(self._describe(place, leaving))
         if leaving is not None:
             self._published.set()

@@ -73,7 +73,8 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
     lock = threading.Lock()
 
     def send(report: Report) -> None:
-        with lock:  # the watchdog's thread reports, too
+        # The watchdog's thread reports, too.
+        with lock:
             link.send(report)
 
     while isinstance(job := inbox.get(), Job):
@@ -84,7 +85,8 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        inbox.get()  # the parent says when every rank is done: only then may connections close
+        # The parent says when every rank is done: only then may connections close.
+        inbox.get()
         dist.destroy_process_group()
 
 

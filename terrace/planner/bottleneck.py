@@ -1,4 +1,4 @@
-"""Detects a plan whose step is mostly waiting on one tier, and searches for a faster plan.
+"""Detects a plan that mostly waits on one tier, and searches for a faster plan.
 
 Both plans are predicted as `terrace plan` does, on the same cluster, so their ratio is meaningful.
 """

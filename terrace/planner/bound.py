@@ -57,7 +57,7 @@ class Bounds:
         self._block_works: dict[tuple[Mesh, bool, int, int, bool], list[Work]] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
-        self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by what its orders depend on
+        self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
 
     def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
         """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.

@@ -1,4 +1,4 @@
-"""A partial candidate of the search: a choice whose placement and unit are still open, with its lower bounds."""
+"""A partial candidate of the search: a choice without placement and unit, with its lower bounds."""
 
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class PartialCandidate(NamedTuple):
     span_s: float
     stages: tuple[tuple[int, int], ...]
     played: bool
-    unit: int = 0  # of a schedule that passes chunks in units, whose order depends on it; `stages` then count it
+    unit: int = 0  # if the schedule passes chunks in units: its order depends on it, and `stages` count it
 
     @property
     def bound_s(self) -> float:

@@ -260,7 +260,8 @@ class Estimator:
         if key not in self._kept:
             work = self.work(mesh, 1, recompute if kind == LAYER else 0)
             self._kept[key] = block_activation_bytes(work, STATE_KINDS[kind], self.task.backend).kept_bytes
-        return micro_batch * self._kept[key]  # every tensor that is kept has a row for each sequence
+        # Every tensor that is kept has a row for each sequence.
+        return micro_batch * self._kept[key]
 
     def numels(self, mesh: Mesh) -> tuple[int, int, int]:
         """Parameters of an embedding, a layer and a head on a tensor rank."""

@@ -23,7 +23,7 @@ class Verdict:
     what: str
     estimate: Estimate | None = None  # also of a plan that does not fit
     reason: str = ""  # empty for a plan that fits
-    note: str = ""  # effects beside the seconds
+    note: str = ""  # effects other than on seconds
 
 
 def placement_of(task: Task, plan: Plan) -> Placement:

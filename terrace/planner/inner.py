@@ -17,7 +17,7 @@ from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.states import kind_blocks
 from terrace.simulate.work import Work
 
-PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and what recomputation adds to that
+PassSeconds = tuple[float, float, float]  # seconds of a forward, of a backward, and of the recomputation before it
 Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a backward that recomputes
 
 _NOTHING: PassSeconds = (0.0, 0.0, 0.0)

@@ -74,7 +74,8 @@ def traits() -> dict[str, Trait]:
         accepted: list[Orders] = []
         numbers = {"num_stages": 2, "num_micros": 8} | ({"unit": 4} if takes_unit(name) else {})
         for chunks in range(1, MOST_CHUNKS + 1):
-            try:  # a schedule of one chunk accepts the number 1
+            # A schedule of one chunk accepts the number 1.
+            try:
                 accepted.append(orders_for(name, num_chunks=chunks, **numbers))
             except PlanError:
                 continue

@@ -15,7 +15,7 @@ from terrace.plan.mesh import Mesh
 from terrace.simulate.block_tape import Backend
 
 EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model
-_MOST = 10**9  # whose divisors are found in no time
+_MOST = 10**9  # so that divisors are found at once
 # The largest batches that language models were trained with are below (65,536: You et al. 1904.00962).
 MOST_SEQUENCES = 100_000
 Wire = Mapping[str, Mapping[str, str]]  # message class -> tier -> format, as in a plan

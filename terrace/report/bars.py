@@ -105,7 +105,7 @@ def _bars(row: int, pieces: Sequence[Piece], least_s: float, words: Callable[[in
 
 
 def _words(recording: Recording, span: Span) -> str:
-    # A wait names its messages, the first of which is on the wire.
+    # A wait names its messages; the first one is on the wire.
     words = str(recording.program.instructions[span.position])
     if not span.category.startswith("wait "):
         return words

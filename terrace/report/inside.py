@@ -98,7 +98,7 @@ def _add_moments(
 ) -> None:
     name, op = pass_
     # Messages behind the same round of the ring travel together, so they share a row.
-    moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # what is waited for goes by its own name
+    moments: dict[Compute | ContextLeg, list[tuple[str, str]]] = {}  # exposed messages go by their own name
     for send in (step for step in steps if isinstance(step, Send)):
         for message in send.messages:
             assert isinstance(message, ContextMessage), f"{message} in attention"

@@ -80,7 +80,7 @@ def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Seq
 def meter(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
     """Bar of parts, each (colour property, size); `whole` is the full width."""
     bars = "".join(
-        # In percent of the cell, whose width only the browser knows.
+        # In percent of the cell: only the browser knows its width.
         f'<i style="width:{100 * size / whole:.2f}%;background:var({colour})"></i>'
         for colour, size in parts
         if size

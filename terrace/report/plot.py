@@ -70,6 +70,7 @@ def round_ticks(low: float, high: float) -> list[float]:
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= span / 5)
     tick, ticks = -(-low // step) * step, []
     while tick <= high:
-        ticks.append(round(tick, 10) + 0.0)  # -0.0 becomes 0.0, or an axis would say -0
+        # -0.0 becomes 0.0, or an axis would say -0.
+        ticks.append(round(tick, 10) + 0.0)
         tick += step
     return ticks

@@ -202,7 +202,7 @@ def _exposed_rows(
     rows = []
     for axis in AXES:
         here = [exposed_s.get((axis, tier), 0.0) for tier in tiers]
-        # An axis whose messages are all hidden has no row.
+        # An axis without exposed messages has no row.
         if any(here):
             cells = [f"{seconds(each)}, {100 * each / step_s:.1f} %" if each else "-" for each in here]
             rows.append([axis, *cells, f"{100 * sum(here) / step_s:.1f} %"])

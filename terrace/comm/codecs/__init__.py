@@ -125,7 +125,8 @@ def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: 
     if not values.numel():
         return
     if values.device.type == "cpu":
-        cpu.encode(values, wire, out, name, residual)  # the only one that raises, so the only one that takes a name
+        # The CPU implementation alone raises, so it alone takes the name.
+        cpu.encode(values, wire, out, name, residual)
     else:
         _implementation(values.device).encode(values, wire, out, residual)
 

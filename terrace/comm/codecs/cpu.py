@@ -108,7 +108,8 @@ def _scratch(shape: torch.Size) -> _Scratch:
     if scratch is None or scratch.shape != shape:
         # Per thread, since each lane encodes on its own.
         if not hasattr(_local, "buffers"):
-            with torch.inference_mode(False):  # a tensor born in inference mode could not be written outside it
+            # A tensor born in inference mode could not be written outside it.
+            with torch.inference_mode(False):
                 _local.buffers = [torch.empty(CHUNK, dtype=torch.float32) for _ in range(2)]
         first, second = _local.buffers
         numel = shape.numel()
@@ -163,7 +164,8 @@ def _block_scales(x: Tensor, scratch: _Scratch, wire: WireFormat, name: str) -> 
 def _round(scaled: Tensor, wire: WireFormat, codes: Tensor, largest: float) -> None:
     # In place, [rows, blocks, width].
     if wire.codec == "fp8":
-        codes.view(torch.float8_e4m3fn).copy_(scaled)  # a capped scale leaves at most 453, which rounds to 448
+        # A capped scale leaves at most 453, which rounds to 448.
+        codes.view(torch.float8_e4m3fn).copy_(scaled)
         return
     scaled.round_()
     if largest >= _SATURATING:  # else the scale was rounded up, and no code can lie outside the grid
