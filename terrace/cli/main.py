@@ -50,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_CLOSED
     except TerraceError as error:
         print(f"terrace: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        # Scripts can tell a failed run from bad input, which would fail again.
         return EXIT_FAILED if isinstance(error, (HangError, ProbeError, TrainingError)) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("terrace: interrupted; saved checkpoints are complete", file=sys.stderr)

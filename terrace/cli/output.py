@@ -35,6 +35,7 @@ class Terminal(Console):
 def drop_stdout() -> None:
     """Redirect standard output to the null device, so that flushing at exit does not fail."""
     with suppress(OSError, ValueError):
+        # The descriptor itself, since the interpreter flushes to it at exit.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)

@@ -100,6 +100,7 @@ def _show(probed: Probed, path: Path) -> None:
         table.add_row(row.name, before, _words(row, row.now), row.mark, error)
     Terminal().print(table)
     for row in probed.rows:
+        # A rate fitted to these times would be infinite.
         if row.is_bound:
             print(
                 f"{row.name}: at least this, since larger messages took no longer than small ones; probe again while "

@@ -19,6 +19,7 @@ def checked_programs(config: RunConfig) -> list[Program]:
     step = step_of(config)
     programs = build_stages(step.cluster, step.plan, step.blocks, step.num_micros, step.sequence)
     verify_stages(programs)
+    # A pipeline keeps several micro-batches in flight, and the schedule decides how many.
     if len(programs) > 1:
         for program in programs:
             _check_activations(config, program)

@@ -47,6 +47,7 @@ class ProgressLine:
         return "\r\x1b[K" if self._live else ""
 
     def _bar(self, step: int) -> str:
+        # Rich ends each print with a line break, which would leave the line.
         with self._console.capture() as captured:
             self._console.print(ProgressBar(total=self._num_steps, completed=step, width=_BAR))
         bar = captured.get().replace("\n", "")

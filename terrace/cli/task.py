@@ -61,6 +61,7 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
     peaks = cluster.device.peak_flops_per_s
+    # The faster dtype of the device, as a user would choose.
     compute: Any = options.compute or max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
     return Task(
         model=parse_model(planned.model) if options.model is None else load_model(options.model),
@@ -94,6 +95,7 @@ def task_words(task: Task) -> str:
 def check_output(path: Path, options: argparse.Namespace) -> None:
     """Raise `ConfigError` unless `path` can be written: checked before any work, so that no result is lost."""
     check_writable("--output", path)
+    # With --force an output could otherwise overwrite the command's own input.
     check_not_read("--output", path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
     if path.exists() and not options.force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another --output")

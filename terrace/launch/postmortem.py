@@ -129,6 +129,7 @@ def _silent(culprit: Heartbeat, silent: list[Heartbeat], after: Sequence[Heartbe
     fate = f"no heartbeat for {window_s:.1f} s: the process is gone or frozen{_at(culprit)}"
     awaiting = [beat for beat in after if beat.rank != culprit.rank and culprit.rank in expand(beat.group)]
     first = min(awaiting, key=lambda beat: beat.position, default=culprit)
+    # The waiting rank's position is exact, while the silent rank's last heartbeat may be an interval old.
     if first.position > culprit.position:
         where = f"at or before {first.where()}"
         fate += f"; last heard at {culprit.where()}"
@@ -151,6 +152,7 @@ def _all_waiting(after: Sequence[Heartbeat]) -> Verdict:
     for beat in sorted(after, key=lambda beat: (beat.position, beat.rank)):
         rows.setdefault(beat.where(), []).append(beat)
     first = next(iter(rows.values()))
+    # All wait, so the cause is not visible; the rank furthest behind is the best hint.
     if first[0].state == "waiting" and first[0].position < max(beat.position for beat in after):
         head = f"rank {first[0].rank} is furthest behind, at {first[0].where()}, itself waiting for "
         head += in_words(expand(first[0].group) - {first[0].rank})

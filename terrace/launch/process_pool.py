@@ -83,6 +83,7 @@ class ProcessPool:
         for member in filter(None, self._members):
             with suppress(OSError):
                 member.link.send("quit")
+        # They end on their own after "quit"; signals are for those that do not.
         self._stop(range(len(self._members)), self._grace_s)
 
     def call(
@@ -100,6 +101,7 @@ class ProcessPool:
         """
         if not 1 <= world_size <= len(self._members):
             raise ValueError(f"a world of {world_size} needs 1 to {len(self._members)} processes")
+        # Before anything is sent, so that an argument that cannot be pickled leaves the pool intact.
         payload = pickle.dumps((function, arguments))
         try:
             return self._call(world_size, payload, timeout_s, backend)
@@ -125,6 +127,7 @@ class ProcessPool:
             for member in members:
                 member.link.send("end")
             return [pickle.loads(done[rank].payload) for rank in range(world_size)]
+        # No rank failed and time is up: only stacks can tell where they wait.
         if late:
             for rank in late:
                 # The stacks of the late ranks are the only trace of a stall without a watchdog.

@@ -64,6 +64,7 @@ class StopSignal:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
             self.name, self._since_s = signal.Signals(number).name, time.monotonic()
+        # Launchers often send a signal to a group and its members, so one request may arrive twice.
         elif time.monotonic() - self._since_s > _SAME_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

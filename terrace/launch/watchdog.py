@@ -142,6 +142,7 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Leaving is published, or the others would take a finished rank for a dead one.
         if self._state is None:
             self._leave("failed" if error else "left", error)
         self._closing = True

@@ -71,6 +71,7 @@ class Part:
     def chunk_kinds(self) -> list[list[int]]:
         """Kind of each block per chunk, if the chunks are in model order."""
         found = [[LAYER] * count for count in self.layers]
+        # In model order the embedding is in the first chunk and the head in the last.
         found[0] = [EMBEDDING] * self.embedding + found[0]
         found[-1] = found[-1] + [HEAD] * self.head
         return found
@@ -169,6 +170,7 @@ class Estimator:
     def _compute(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> BlockSeconds:
         # Only attention sees sequences; an embedding and a head see tokens.
         work, device = self.work(mesh, micro_batch), self.task.cluster.device
+        # The key has only what kernels depend on, so that many meshes share an entry.
         size = (mesh.total("ulysses"), mesh.total("context"), micro_batch) if kind == LAYER else (work.tokens,)
         key = (kind, mesh.total("tensor"), mesh.total("columns"), accumulate, *size)
         found = self._kernels.get(key)
@@ -243,7 +245,9 @@ class Estimator:
         layout, plan = self.layout(degrees, placement)
         master = FORMATS[self.task.master].element_bytes
         copies = self.item / layout.span(layout.params)
+        # The secondary copy is sharded over fewer ranks than the parameters, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0
+        # Two moments of AdamW, and the master weights if they are kept apart from the parameters.
         moments = master * (3 if keeps_master(plan, layout) else 2)
         return copies + master / layout.span(layout.grads) + moments / layout.span(layout.optimizer)
 
@@ -311,6 +315,7 @@ class Estimator:
         return [sum(islice(sizes, len(kinds))) for kinds in part.chunk_kinds]
 
     def _whole_chunks(self, choice: Choice, part: Part) -> tuple[int, int] | None:
+        # Only then is more than one block whole at a time.
         if not takes_unit(choice.schedule):
             return None
         mesh, plan = choice.mesh, self._plan(choice)

@@ -173,6 +173,7 @@ class Evaluator:
         time_s = dict(lines[slowest])
         # The bubble is the rest of the step, so that the categories of the busiest stage sum to it.
         time_s[BUBBLE] = max(0.0, stretch * pipeline.span_s + tail_s - totals[slowest])
+        # Of like stages only the fullest is priced: the others cannot need more.
         memories = [self.estimator.memory_bytes(choice, part, waiting, micros) for part, waiting in pipeline.neediest]
         return self._estimate(choice, time_s, max(memories, key=lambda memory: sum(memory.values())))
 
@@ -223,6 +224,7 @@ class Evaluator:
     def _play(self, part: Part, choice: Choice, lengths: tuple[int, ...]) -> _Played:
         steps = [step_seconds(*self.program(part, choice, units * choice.unit)) for units in lengths]
         names = dict.fromkeys(name for step in steps for name in step)
+        # The difference of the two lengths is one more unit, category by category.
         further = {name: steps[-1].get(name, 0.0) - steps[0].get(name, 0.0) for name in names}
         return _Played(steps[0], further, lengths[0])
 

@@ -100,6 +100,7 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
     for placement in placements(free, mesh):
         states = ("params", "grads", "optimizer", "backward")
         moved = [state for state in states if getattr(placement, state) != getattr(choice.placement, state)]
+        # Neighbours differ in one placement only, so that a verdict has one cause.
         if len(moved) == 1:
             name = "params_backward" if moved[0] == "backward" else moved[0]
             place = getattr(placement, moved[0])
@@ -109,6 +110,7 @@ def _neighbours(space: Space, choice: Choice) -> list[tuple[str, Choice]]:
     at = sizes.index(choice.micro_batch)
     for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]):
         micros = task.batch // (mesh.total("data") * size)
+        # Another micro-batch has another number of them; the unit must still divide it.
         unit = max(unit for unit in divisors(micros) if unit <= choice.unit)
         found.append((f"micro_batch = {size}", choice._replace(micro_batch=size, unit=unit)))
     word = "none" if choice.recompute else "layers.*"

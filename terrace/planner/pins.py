@@ -45,6 +45,7 @@ def parse_pins(texts: Iterable[str], cluster: Cluster, schedules: Sequence[str])
             raise PlanError(f"pin {text!r} names {name!r}{did_you_mean(name, _NAMES)}")
         if sign != "=" and name in (*WORDS, "schedule", "params_backward"):
             raise PlanError(f"pin {text!r}: {name} has no order; write {name}={word}")
+        # A name, not a number, so it has no range.
         if name == "schedule":
             if word not in schedules:
                 raise PlanError(f"pin {text!r}: no schedule {word!r}{did_you_mean(word, schedules)}")
@@ -71,6 +72,7 @@ def _value(text: str, name: str, word: str, cluster: Cluster) -> int:
         known = [none, *(tier.name for tier in cluster.tiers)]
         if word not in known:
             raise PlanError(f"pin {text!r}: no tier {word!r} in cluster {cluster.name!r}{did_you_mean(word, known)}")
+        # `device` is -1, and tiers count from 0.
         return known.index(word) - 1
     if not word.isdecimal() or len(word) > 9 or int(word) < 1:
         raise PlanError(f"pin {text!r}: {word!r} is not a whole number from 1 to 999999999")

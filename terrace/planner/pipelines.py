@@ -79,6 +79,7 @@ class Pipeline:
     @cached_property
     def critical(self) -> Chain:
         path, placement = self.timeline.critical_path(), self.orders.placement
+        # Counts suffice: seconds of a task depend on its kind and virtual stage only.
         tasks = Counter((step.task.kind, placement[step.stage][step.task.chunk]) for step in path)
         return Chain(tuple(tasks.items()), sum(one.stage != two.stage for one, two in pairwise(path)))
 
@@ -163,6 +164,7 @@ def block_work(
 ) -> Work:
     """Seconds of a block on a micro-batch, the minimum over `forms`; only layers are recomputed."""
     block = estimator.least_block(kind, forms, micro_batch, accumulate)
+    # `recompute` in a plan names layers only.
     again_s = block.again_s if recompute and kind == LAYER else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s
 

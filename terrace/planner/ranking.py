@@ -38,6 +38,7 @@ def window(estimates: Sequence[Estimate], count: int) -> Window:
     left = count
     for group in _groups(estimates):
         if left <= len(group):
+            # The last place is within this group: anything simpler than its holder may still displace it.
             worst = sorted(each.simplicity for each in group)[left - 1]
             return Window(group[0].step_s, _end_s(group[0]), worst[:2])
         left -= len(group)

@@ -308,6 +308,7 @@ def find(space: Space, count: int = 5, limit: int = 400) -> tuple[Found, Evaluat
     evaluator = Evaluator(Bounds(Estimator(space.task)))
     with _no_collection():
         found = Search(space, evaluator, space.task.cluster.device.memory_bytes).run(count, limit)
+        # The programs may order nearly equal plans differently, so they are sorted again.
         best = ranked(evaluator.played(each.choice) for each in found.best)
     return replace(found, best=tuple(best)), evaluator
 

@@ -118,6 +118,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
                 if context == 1:
                     if all(pins.allows(form, 1) for form in CONTEXT_AXES):
                         yield OpenMesh(mesh)
+                # Without any form the context ranks cannot divide heads and sequence.
                 elif forms_of(space, mesh):
                     yield OpenMesh(mesh, is_open=True)
             return
@@ -228,6 +229,7 @@ def _placements(degrees: tuple[int, ...], ranges: tuple[tuple[str, tuple[int, in
 
 def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) -> tuple[int, ...]:
     """Numbers of micro-batches that may pass a block together; divisors of `num_micros`."""
+    # Only sharded parameters are gathered, and only sharded gradients reduced, once per unit.
     repeats = placement.params > DEVICE or placement.grads > DEVICE
     # A longer unit saves nothing unless a gather or a reduction is repeated per unit.
     if repeats and not pipelined:

@@ -75,6 +75,7 @@ def run_page(view: RunView) -> str:
         _details("Settings", view.settings),
         _details("The model continues the prompt", view.sample),
     ]
+    # Curves have data of their own; a chart is a timeline.
     charts = [] if view.picture is None else [view.picture.data]
     data = {"gutter": GUTTER, "plot": PLOT, "charts": charts, "curves": [curve_data(curve) for curve in drawn]}
     return document(view.title, "\n".join(sections), data)

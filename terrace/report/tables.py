@@ -57,6 +57,7 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
     """(headings, rows) of a plan's table."""
     layout = Layout.of(cluster, plan)
     mesh = Mesh.of(cluster, plan)
+    # Axes of degree 1 would be columns of ones.
     axes = [axis for axis in AXES if axis == "data" or mesh.total(axis) > 1]
     # The secondary copy has a row only in plans that keep one.
     placed = {state: getattr(layout, state) for state in STATES if state != "params_backward" or layout.has_secondary}
