@@ -66,7 +66,7 @@ def held(flat: FlatParam) -> list[Held]:
 def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False) -> Iterator[tuple[str, Part]]:
     """(block, part) for every box of whole parameters that a rank holds in `flats`.
 
-    With `first`, only boxes of which this rank is the first holder, so that all ranks together write each element once.
+    With `first`, only boxes that no earlier rank holds, so that all ranks together write each element once.
     """
     for flat in flats:
         for own in held(flat):

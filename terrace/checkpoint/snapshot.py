@@ -29,7 +29,7 @@ _ALIGNED = 8  # where the tensors begin in a file
 
 
 class Snapshot:
-    """Pieces of which this rank is the first holder, as the content of one file.
+    """Pieces that no earlier rank holds, as the content of one file.
 
     `slices` gives the rank's slice of each parameter. The tensors of `flats` must keep their storage: every `take`
     copies from them.

@@ -18,9 +18,7 @@ _BAR, _LEAST_WIDTH = 24, 60  # characters
 
 
 class ProgressLine:
-    """Progress of steps: on a terminal a line in place, and permanent lines now and then; elsewhere permanent lines
-    only.
-    """
+    """Progress of steps: a line in place on a terminal, and permanent lines now and then, also elsewhere."""
 
     def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
         self._console, self._num_steps, self._log_every = console, num_steps, log_every

@@ -273,7 +273,7 @@ class Estimator:
         return whole.embedding, whole.layer, whole.head
 
     def own_numels(self, mesh: Mesh) -> tuple[int, int, int]:
-        """As `numels`, without parameters replicated over tensor ranks, whose states are sharded over these too; for
+        """As `numels`, without parameters shared by tensor ranks, since their states are sharded over tensor ranks; for
         bounds.
         """
         key = (mesh.total("tensor"), mesh.total("columns"))

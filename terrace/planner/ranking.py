@@ -24,8 +24,10 @@ def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
 
 
 class Window(NamedTuple):
-    """Limits of the `count` best: no estimate slower than `end_s`, and none slower than `leader_s` that recomputes more
-    than `worst`, or as much with more memory.
+    """Limits of the `count` best.
+
+    No estimate is slower than `end_s`, and none slower than `leader_s` recomputes more than `worst`, or as much with
+    more memory.
     """
 
     leader_s: float = math.inf
