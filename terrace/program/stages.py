@@ -66,7 +66,7 @@ def plan_orders(
     memory_bytes: float = math.inf,
 ) -> Orders:
     """The orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
-    name, number = parse_schedule(plan.schedule or DEFAULT_SCHEDULE)
+    name, number = plan_schedule(plan)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
     if "num_chunks" in wanted:
@@ -98,9 +98,14 @@ def parse_schedule(text: str) -> tuple[str, str | None]:
     return name, number if colon else None
 
 
+def plan_schedule(plan: Plan) -> tuple[str, str | None]:
+    """Name and number of a plan's schedule, or of the default; an empty name is unknown, not the default."""
+    return parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
+
+
 def num_virtual(plan: Plan, num_stages: int) -> int:
     """Virtual stages of a plan's schedule on `num_stages`; raises `PlanError` for a schedule that does not exist."""
-    name, number = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
+    name, number = plan_schedule(plan)
     return num_stages * (_chunks(plan, number) if "num_chunks" in takes(name) else _own_chunks(name))
 
 
@@ -114,7 +119,7 @@ def period(plan: Plan, num_stages: int) -> int:
     """Micro-batches after which a plan repeats its order and its reductions."""
     if num_stages == 1:
         return plan.unit
-    name, _ = parse_schedule(DEFAULT_SCHEDULE if plan.schedule is None else plan.schedule)
+    name, _ = plan_schedule(plan)
     wanted = takes(name)
     # Interleaved orders repeat every `num_stages` micro-batches, so the period must hold whole rounds.
     return math.lcm(plan.unit, num_stages) if "num_chunks" in wanted and "unit" not in wanted else plan.unit

@@ -16,7 +16,7 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.wire import PLACEABLE, MessageClass
 from terrace.program import Program
 from terrace.program.schedules import schedule_names, takes
-from terrace.program.stages import DEFAULT_SCHEDULE, num_virtual, parse_schedule
+from terrace.program.stages import num_virtual, plan_schedule
 from terrace.simulate.step import Step, predict_step
 
 Fits = Callable[[Program], bool]
@@ -106,7 +106,7 @@ def _schedule_changes(step: Step) -> Iterator[Change]:
             if plan.stages and num_virtual(other, num_stages) != len(plan.stages):
                 # The named split is for another number of virtual stages: share the blocks anew.
                 other = replace(other, stages=())
-            if name != parse_schedule(plan.schedule or DEFAULT_SCHEDULE)[0]:
+            if name != plan_schedule(plan)[0]:
                 yield Change(words=f'schedule = "{name}"', kind="plan", note="", cluster=cluster, plan=other)
 
 

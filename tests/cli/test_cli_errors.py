@@ -192,7 +192,9 @@ def test_a_disk_that_fills_up_is_refused(here: Here) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False).returncode:
         pytest.skip("this machine does not let root mount a small disk")
     try:
-        said = here.train_refused("--data", "stdlib", "--data.cache", disk / "cache")
+        text = here.folder / "text.txt"  # more than the disk holds, and tokenised at once: no line of progress
+        text.write_text("some words " * 20_000)
+        said = here.train_refused("--data.path", text, "--data.cache", disk / "cache")
         assert "No space left on device; stopped after" in said
         assert not list((disk / "cache").iterdir())
         assert " free, but a checkpoint takes " in here.train_refused("--folder", disk / "run")
