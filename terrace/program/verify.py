@@ -69,7 +69,6 @@ class _Walker:
 
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
-        # Fields first: later checks rely on unused ones keeping their defaults.
         self._fields(instruction)
         if not self.program.trains and (instruction.op not in FORWARD_OPS or instruction.backward):
             self._fail("the program runs forwards alone")
@@ -104,7 +103,6 @@ class _Walker:
         if self.resident:
             self._fail_end(f"block {min(self.resident)} is still gathered at the end: FREE it")
         passes = [(block, micro) for block in program.stage.own for micro in range(program.num_micros)]
-        # Every check above is about instructions that exist; these must exist.
         wanted = [Instruction(Op.FORWARD, *each) for each in passes]
         if program.trains:
             wanted += [Instruction(self._backward_of(*each), *each) for each in passes]
@@ -122,7 +120,6 @@ class _Walker:
             self._fail_end(
                 f"the message of block {min(unused)[1]}, which is on another stage, is received and never read"
             )
-        # The peer would wait forever.
         unsent = {(backward, block, micro) for backward, block, micro, _ in self._outgoing} - self.sent
         if unsent:
             backward, block, micro = min(unsent)
@@ -233,7 +230,6 @@ class _Walker:
     def _free(self, now: Instruction) -> None:
         if now.block not in self.resident:
             self._fail("the block is not gathered")
-        # A gather without a reader wastes a message.
         if now.block in self.unused:
             self._fail("the block is gathered for nothing: no instruction read it")
         self.resident.remove(now.block)
@@ -313,15 +309,12 @@ class _Walker:
         self._holds()
         self._trains()
         self.reductions[now.block] += 1
-        # The last unit may hold fewer micro-batches.
         left = self.program.num_micros - (self.reductions[now.block] - 1) * self.program.plan.unit
         needed = min(self.program.plan.unit, left)
         if self.finished[now.block] < needed:
             self._fail(f"it needs {needed} more complete backwards of its block, there are {self.finished[now.block]}")
-        # `micro` tells the executor which backwards the reduction covers.
         if now.micro != self.newest[now.block]:
             self._fail(f"the newest micro-batch whose gradient is complete is {self.newest[now.block]}: say so")
-        # Backwards beyond the unit stay counted for the next reduction.
         self.finished[now.block] -= needed
         self.stale.discard(now.block)
 
