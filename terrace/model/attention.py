@@ -155,6 +155,7 @@ def document_begins(positions: Tensor) -> Tensor:
 def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
     """The mask (B, 1, S, S) of rows in which documents begin where `begins` (B, S) is true."""
     places = torch.arange(begins.shape[1], device=begins.device)
+    # The newest document begin at or before each token.
     first = torch.where(begins, places, 0).cummax(1).values  # (B, S)
     return additive_mask(first, places, places, window, dtype).unsqueeze(1)
 

@@ -216,6 +216,7 @@ def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequen
         return 0
     if block_index == config.num_blocks - 1:
         return 2 * tokens * config.hidden_size * config.vocab_size
+    # Each element of a matrix is one multiplication and one addition per token.
     matrices = sum(param.numel for param in _layer_params(config) if len(param.shape) == 2)
     attention = 4 * tokens * sequence * config.num_heads * config.head_dim
     return 2 * tokens * matrices + attention
@@ -228,6 +229,7 @@ def _layer_params(config: ModelConfig) -> list[ParamSpec]:
     entering = [("query", heads, hidden), ("key", kv_heads, hidden), ("value", kv_heads, hidden)]
     bias, size = config.attention_bias, config.head_dim
     mlp = [("up", inner, hidden), ("down", hidden, inner)]
+    # The order of `named_parameters` in the module.
     if config.gated_mlp:
         mlp.insert(0, ("gate", inner, hidden))
     return [

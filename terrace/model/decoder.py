@@ -96,6 +96,7 @@ def build_blocks(
     rotary = None if config.learned_positions else Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling)
     # Built on meta first, so that no layer draws from the global random generator.
     embedding = Embedding(config, **meta).to_empty(device=device)
+    # One object, so that all layers share a micro-batch's mask plan.
     plans = AttentionPlans(config.sliding_window)
     layers = [DecoderLayer(config, rotary, plans, **meta).to_empty(device=device) for _ in range(config.num_layers)]
     head = Head(config, None, **meta)

@@ -166,6 +166,7 @@ def _cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if mask is not None:
+        # The kernel would compute -inf - -inf for queries that see no key.
         lse = without_infinity(lse)
     grads: tuple[Tensor, Tensor, Tensor]
     grads = flash(grad_out, query, key, value, out, lse, 0.0, kind == "causal", attn_mask=mask)

@@ -50,7 +50,6 @@ def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, o
     hops: list[Hop] = []
     for tier in range(outer, inner, -1):
         degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
-        # Nothing to cross.
         if degree == 1 or not numel:
             continue
         # Same block format as the tier outside: forward its coded pieces instead of rounding again.
@@ -154,6 +153,7 @@ def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
     """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
     for message in GRADIENTS:
         reduction, gathering = block_hops(layout, plan, message, numel)
+        # A rank's own part is not rounded and leaves no residual.
         yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)
         # Only the hop that codes makes an error; forwarded pieces (`pieces > 1`) make none.
         yield from (hop.numel for hop in gathering if hop.wire.feedback and hop.pieces == 1)

@@ -99,6 +99,7 @@ class Layout:
         # Control messages join all ranks, so they may cross every tier.
         if message is MessageClass.CONTROL:
             return range(self.outermost + 1)
+        # Classes inside blocks and between stages have no route over the tiers of a state.
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
             return range(0)

@@ -91,6 +91,7 @@ def model_state_bytes(
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
     tensor = Tensor.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
+    # Messages inside blocks have a lane and memory of their own.
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
     total["buffers"] += _peak_directions(flats, stage.held) * compute
     tied = chain(*(flats[index] for index, _ in stage.ties))  # one flat buffer after the other
@@ -114,6 +115,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
     if layout.has_secondary:
         found["secondary"] = padded // layout.span(layout.params_backward) * compute
     if flat.trainable:
+        # Accumulated in the master dtype, since many micro-batches are summed.
         found["grads"] = padded // layout.span(layout.grads) * master
         # Two moments, and the master copy where it is apart.
         kept = 3 if keeps_master(plan, layout) else 2

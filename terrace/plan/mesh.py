@@ -118,6 +118,7 @@ class Mesh:
             columns, rows, ulysses, ring, data, pipeline = degrees
             forms = {"ulysses": ulysses, "ring": ring}
             row: dict[str, int | dict[str, int]] = {}
+            # Axes of degree 1 are left out, as a person would write it.
             if data > 1:
                 row["data"] = data
             if rows * columns > 1:

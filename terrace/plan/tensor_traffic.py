@@ -183,6 +183,7 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     def all_reduce(axes: tuple[str, ...], numel: int) -> list[TensorMessage]:
         return [TensorMessage(Leg.REDUCE, axes, numel), TensorMessage(Leg.GATHER, axes, numel)]
 
+    # The kind of block follows from declared dims, not from its name.
     inner = [param for param in block.params if is_inner(param)]
     if not inner and not forward_norms:  # the embedding
         forward += [TensorMessage(Leg.REDUCE, columns, whole), TensorMessage(Leg.REDUCE, rows, cut)]

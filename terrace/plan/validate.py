@@ -170,6 +170,7 @@ def _check_crosses(plan: Plan, layout: Layout, message: MessageClass, tier: str)
         if layout.mesh is not None and layout.mesh.group(*TENSOR)[index] > 1:
             return
         raise PlanError(f"wire.tensor.{tier} has no effect: the tensor axis has no ranks on {tier!r}; leave it out")
+    # Naming the classes that do cross the tier points at the likely slip.
     crossing = [other.value for other in PLACEABLE if index in layout.route(other)]
     raise PlanError(
         f"wire.{message.value}.{tier} has no effect: under params = {plan.params!r}, grads = {plan.grads!r}, "

@@ -172,6 +172,7 @@ def _gradients(
         sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout)) * item
         for parts in flats
     ]
+    # All gradients accumulate in place.
     if not any(sizes):
         return
     opened: dict[int, int] = {}

@@ -163,6 +163,7 @@ class Program:
             if instruction.op is Op.TIE:
                 return stage_message(message_class, tier, tie_bytes(self.flats[instruction.block], self.plan.master))
             return stage_message(message_class, tier, self.edge_bytes, received=instruction.op is Op.RECV)
+        # Control numbers are summed over all stages, not over the ranks of a block.
         if message_class is MessageClass.CONTROL:
             return control_message(self.everyone, self.world, self.plan)
         # The secondary copy starts a gather from its own, inner tier.

@@ -66,6 +66,7 @@ def plan_orders(
     memory_bytes: float = math.inf,
 ) -> Orders:
     """The orders of a plan's schedule; raises `PlanError` for numbers that it cannot honour."""
+    # The number after the colon means chunks or a memory limit, as the schedule takes it.
     name, number = plan_schedule(plan)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}

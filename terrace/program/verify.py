@@ -70,6 +70,7 @@ class _Walker:
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
         self._fields(instruction)
+        # Evaluation has forwards only.
         if not self.program.trains and (instruction.op not in FORWARD_OPS or instruction.backward):
             self._fail("the program runs forwards alone")
         if instruction.op is not Op.CLIP and not 0 <= instruction.block < len(self.program.blocks):
@@ -256,6 +257,7 @@ class _Walker:
         # The last block starts from the loss and needs no gradient.
         is_last = now.block == len(self.program.blocks) - 1
         if not is_last and not self._takes(True, now.block + 1):
+            # Either form of the backward makes the input gradient.
             whole, half = (Instruction(op, now.block + 1, now.micro) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
             self._comes_here(now.block + 1)
             if whole not in self.done and half not in self.done:

@@ -48,6 +48,7 @@ class Activations:
 
     def take(self, key: Key) -> Tensor:
         """Hand over the values of `key`; a message that brings them must be over."""
+        # Made on this stage.
         if key not in self._arriving:
             return self._made.pop(key)
         _, values = self._arriving.pop(key)
@@ -61,6 +62,7 @@ class Activations:
     def receive(self, now: Instruction, counter: int) -> None:
         """Post the receive of a RECV."""
         size, dtype = self._program.edge.numel, DTYPES[self._program.plan.compute]
+        # Allocated when the receive is posted, one task ahead of its use.
         values = torch.empty(size, dtype=dtype, device=self._device)
         pending = Pending(self._stages.receive(values, now.peer), counter, now)
         self._arriving[now.backward, now.block, now.micro] = pending, values

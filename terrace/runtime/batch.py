@@ -34,6 +34,7 @@ class Batch:
     def document_begins(self) -> tuple[int, ...]:
         """Indices of the tokens that documents begin with, row after row; every row begins one."""
         num, sequence = self.labels.shape
+        # Without positions every row is one document.
         if self.positions is None:
             return tuple(range(0, num * sequence, sequence))
         return tuple(torch.nonzero(document_begins(self.positions).flatten()).flatten().tolist())
@@ -42,6 +43,7 @@ class Batch:
         """A rank's part of a whole micro-batch, (1, T), padded at the end with tokens that do not count."""
         positions = self.positions
         if positions is None:
+            # A part of a row still needs its tokens' places in the row.
             positions = torch.arange(self.labels.shape[1], device=self.labels.device).expand(self.labels.shape)
 
         def part(x: Tensor, padding: int) -> Tensor:
@@ -67,6 +69,7 @@ def check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> N
             )
     for module in modules:
         try:
+            # Two arguments: hidden states and positions.
             inspect.signature(module.forward).bind(None, None)
         except TypeError:
             raise ModelError(

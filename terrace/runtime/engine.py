@@ -176,6 +176,7 @@ class Engine:
             batches = axis.take(batches)
         check_positions(batches, self.state.modules.values())
         sums = self.runner.run(batches, lr, program)
+        # Evaluations do not count: reports are means over training steps.
         self._num_steps += program.trains
         # One transfer to the host for all numbers of the step.
         figures = torch.stack([sums.loss, sums.grad_norm, sums.num_tokens])
@@ -224,6 +225,7 @@ class Engine:
     def report(self, time_s: dict[str, float]) -> StepReport:
         """The measured report of a step with these times; bytes are the mean of all training steps so far."""
         steps, total = max(1, self._num_steps), self.comm.ledger.total()
+        # Bytes of evaluations are taken out, so that they do not inflate a step.
         sent = {key: (num_bytes - self._evaluated[key]) // steps for key, num_bytes in total.items()}
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self.comm.meter.peak())
 
@@ -262,6 +264,7 @@ def _checked(
     expected = (cluster, plan, slice_blocks(specs, mesh), num_micros, stage)
     if (program.cluster, program.plan, program.blocks, program.num_micros, program.stage.index) != expected:
         raise ProgramError("the program was built for another cluster, plan, model, number of micro-batches or stage")
+    # Without activations in messages the length changes nothing.
     if program.sequence != sequence and (program.tensor.degree > 1 or program.stage.num_stages > 1):
         raise ProgramError(
             f"the program was built for sequences of {program.sequence} tokens, the engine is asked for {sequence}: "

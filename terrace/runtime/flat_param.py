@@ -106,6 +106,7 @@ class FlatParam:
 
     def part_within(self, tier: int, base: int) -> slice:
         """The same slice, relative to the slice of an inner tier `base`."""
+        # A slice on an outer tier lies inside the slice on an inner one.
         inner, outer = self.part(base), self.part(tier)
         return slice(outer.start - inner.start, outer.stop - inner.start)
 
@@ -203,6 +204,7 @@ class FlatParam:
             return
         self.owned.mul_(scale.to(self.owned.dtype))
         optimizer.prepare()
+        # A slice that is the whole buffer needs no gather.
         if self.layout.span(self.layout.optimizer) > 1:
             self._muon_momentum = torch.empty_like(self.full, memory_format=torch.contiguous_format)
             self._meter.add("buffers", self._muon_momentum.nbytes)
@@ -227,6 +229,7 @@ class FlatParam:
         if not self.spec.num_orthogonal:
             self.owned.mul_(scale.to(self.owned.dtype))
         self.optimizer.update(lr, self._muon_momentum)
+        # The gathered momentum is scratch memory of this update only.
         if self._muon_momentum is not None:
             self._meter.add("buffers", -self._muon_momentum.nbytes)
             self._muon_momentum = None

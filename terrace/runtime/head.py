@@ -108,6 +108,7 @@ def add_weight_gradient(
     for gradient, hidden in products:
         # A single chunk, or a full-precision weight, needs no wider sum.
         exact = wide == weight.dtype and total is None
+        # The product goes straight into the gradient buffer.
         if not needed or (exact and record_product(weight, gradient, hidden, at_once or num_chunks > 1)):
             continue
         if total is None:

@@ -60,6 +60,7 @@ class _Record:
             assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
             self._run_weight(self.inputs, *sinks[self.weight].gradient_of(self.weight))
         if self.bias is not None:
+            # The first gradient is written, not added: the buffer is uninitialised.
             gradient, first = sinks[self.bias].gradient_of(self.bias)
             if first:
                 torch.sum(self.output_gradient, 0, out=gradient)

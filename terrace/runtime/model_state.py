@@ -62,7 +62,9 @@ class ModelState:
             )
             old, own, block = dict(blocks[index].named_parameters()), values[index], program.blocks[index].name
 
+            # Defaults bind the loop's values now; a closure would see the last block's.
             def value(spec: ParamSpec, own: Mapping[str, nn.Parameter] = own, block: str = block) -> Tensor:
+                # The whole value is made and then cut, so that it does not depend on the plan.
                 if initial is not None:
                     whole = initial(block, spec.name, spec.whole or spec.shape)
                 else:

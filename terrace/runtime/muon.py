@@ -96,6 +96,7 @@ class ShardedMuon:
         """One step; `muon_momentum` is the gathered flat buffer, None where the slice is the whole buffer."""
         config = self._config
         source, first = (self._gradient, self._start) if muon_momentum is None else (muon_momentum, 0)
+        # Decoupled weight decay, as in AdamW.
         self.master[: self._num_matrix].mul_(1 - lr * config.weight_decay)
         for spec, start, stop in self._extents:
             matrix = source[start - first : stop - first].to(self._compute).view(spec.shape)

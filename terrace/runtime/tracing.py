@@ -78,6 +78,7 @@ class Tracer:
         start, mark, submit, self._progress = clock.start, clock.mark, runner._submit, runner._progress
         progress, awaited = self._progress, [-1]
 
+        # Each wrapper calls the hidden method and then stamps; the step itself runs unchanged.
         def started() -> None:
             start()
             step.origin = self._stamp()
@@ -88,6 +89,7 @@ class Tracer:
             awaited[0] = -1
 
         def recorded(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+            # A wait's mark follows its progress call, which names the awaited message.
             awaited[0] = counter if waiting_on else -1
             progress(counter, instruction, waiting_on)
 
@@ -110,6 +112,7 @@ class Tracer:
             (runner, "_submit", submitted),
         ]
         for owner, name, function in hidden:
+            # Set on the instance, so that classes and other engines stay as they are.
             vars(owner)[name] = function
         runner._progress = recorded
         self._engine.comm.stages.around = around
@@ -140,6 +143,7 @@ class Tracer:
         spans: list[Span] = []
         first = 0
         known: dict[int, list[int]] = {}  # position of a message in the program -> the numbers of its spans
+        # The step before comes first, so that its spans precede `first`.
         for each in (before, step):
             if each is None:
                 continue

@@ -231,12 +231,14 @@ def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[
     held = 0
     for name, parts in tensors.items():
         size = item * math.prod(parts[0][2].shape)
+        # A tensor is never split, so one larger than the limit has a shard of its own.
         if shards[-1] and held + size > shard_bytes:
             shards.append({})
             held = 0
         # Parts of a fused tensor (query, key, value) are joined in their stored order.
         shards[-1][name] = sorted(parts, key=lambda each: each[2].part)
         held += size
+    # One file has the name that transformers looks for, and no index.
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}

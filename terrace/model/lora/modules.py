@@ -45,6 +45,7 @@ def add_adapters(blocks: Sequence[nn.Module], config: ModelConfig, lora: LoraCon
         parent = modules[block_name].get_submodule(path.rpartition(".")[0])
         base = modules[block_name].get_submodule(path)
         assert isinstance(base, nn.Linear), f"{block_name}.{path} is no linear layer"
+        # The layer is replaced under its name; the block's code does not change.
         setattr(parent, path.rpartition(".")[2], LoraLinear(base, lora))
 
 
@@ -84,6 +85,7 @@ def merged_parameters(
         del held[block]
 
     for block, param, value in parameters:
+        # A new block begins, so the one before is complete.
         if held and block not in held:
             yield from finished(next(iter(held)))
         held[block][param] = value

@@ -110,7 +110,7 @@ def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment
         kind = Kind.ROUND_GRADIENTS if backward else Kind.ROUND
         # Held-back weight gradients hide the last message of the ring.
         if tiers:
-            # The first round differs: no gradients travel beside it yet.
+            # The first round differs: no gradients travel during it yet.
             moments.append(_moment(Compute(kind, 0), [(ContextLeg.KEYS, tiers[0])], 1, backward))
         for (keys, returned), times in rounds.items():
             legs = [(ContextLeg.GRADIENTS, returned), (ContextLeg.KEYS, keys)]

@@ -68,7 +68,7 @@ def orders_for(name: str, **numbers: Any) -> Orders:
     takes(name)
     builder = _schedules()[name]
     known = inspect.signature(builder).parameters
-    # One chunk is what every schedule has, so it may be said.
+    # Every schedule has at least one chunk, so giving 1 is harmless.
     if "num_chunks" not in known and numbers.get("num_chunks") == 1:
         del numbers["num_chunks"]
     for number, value in numbers.items():

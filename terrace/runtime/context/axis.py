@@ -90,6 +90,7 @@ class ContextAxis(InBlockAxis):
     def _localised(self, batch: Batch) -> Batch:
         plan, shape = self._program.plan, tuple(batch.labels.shape)
         if batch.token_layout is not None:
+            # Cut batches have one row of local tokens, padding included.
             expected = (1, local_tokens(plan, self._program.mesh, self._program.sequence))
         else:
             expected = (plan.micro_batch, self._program.sequence)

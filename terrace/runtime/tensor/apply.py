@@ -60,6 +60,7 @@ def parallelise(
     embedding = cut.embedding(first)
     middle = [cut.layer(index, block) for index, block in enumerate(blocks) if 0 < index < len(blocks) - 1]
     head = cut.head(last, embedding.weight if last.weight is first.weight else None)
+    # A tied output matrix belongs to the embedding's block.
     part = cut.part(0 if last.weight is first.weight else len(blocks) - 1, "weight")[0]
 
     def loss(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -115,6 +116,7 @@ class _Cutter:
         weight = self._parameter(block, f"{name}.weight")
         bias = None if module.bias is None else self._parameter(block, f"{name}.bias")
         spec = self._specs[block][f"{name}.weight"]
+        # The output dim tells the direction: back into the residual stream, or out of it.
         if spec.dims[0][0] == "hidden":
             return RowLinear(weight, bias, self._axis)
         return ColumnLinear(weight, bias, self._used(spec), self._axis)

@@ -128,6 +128,7 @@ class AxisComm:
 
     def _transfer(self, leg: Leg, numel: int) -> Transfer:
         found = self._transfers.get((leg, numel))
+        # Sizes repeat every layer and micro-batch, so each transfer is resolved once.
         if found is None:
             plan = self._collectives.plan
             if leg is Leg.NUMBERS:

@@ -51,6 +51,7 @@ class _Loss(Function):
         # log Z: sums of all ranks, rescaled to the common maximum.
         scale = peak + (sums * (peaks - peak).exp()).sum(0).log()
         counted = labels != IGNORE_INDEX
+        # A single chunk is small enough to keep; more are computed again.
         ctx.kept = hidden, logits if len(chunks) == 1 else None, local, here, scale, counted, valid
         ctx.weight = weight
         loss: Tensor = (scale - found.sum(0)).masked_fill(~counted, 0.0).sum()
@@ -98,6 +99,7 @@ def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, fac
         if valid:
             x.scatter_add_(-1, local[rows].unsqueeze(-1), -here[rows].to(scale.dtype).unsqueeze(-1))
         logits[rows, :valid] = x.mul_(factor[rows].unsqueeze(-1))
+    # Padding rows of the matrix must get no gradient.
     logits[:, valid:] = 0.0
 
 

@@ -157,6 +157,7 @@ class Norm(nn.Module):
         """Normalise x: by its mean square without a bias, by mean and variance with one."""
         weight = share(self.weight, self._axis.num_same)
         bias = None if self.bias is None else share(self.bias, self._axis.num_same)
+        # A rank has all features: torch's fused norm does.
         if self._axis.columns.degree == 1:
             if bias is None:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -224,6 +225,7 @@ class Embedding(nn.Module):
         assert self.positions is not None, "asked only where positions are learned"
         if not self._axis.splits_tokens:
             found = self.positions[:sequence] if positions is None else F.embedding(positions, self.positions)
+            # All rows add the same positions and find the same gradient: each contributes its share.
             return share(found, self._axis.rows.degree)
         # With sequence parallelism a rank holds a run of the flattened tokens.
         first = self._axis.rows.place * x.shape[0]

@@ -65,6 +65,7 @@ class _ProductScatter(Function):
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.comm, ctx.held = weight, comm, held
         values, tokens = weight.detach(), x.shape[0] // comm.degree
+        # A part takes the same tokens of every rank, so that its reduction is a whole message.
         by_rank = x.view(comm.degree, tokens, -1)
         part = x.new_empty((tokens, weight.shape[0]))
         under_way = []
@@ -90,6 +91,7 @@ class _ProductScatter(Function):
             under_way.append((comm.start_gather(whole, gradient[start:stop]), whole))
         # After the gathers of the gradient, which are needed first.
         held.refill(comm)
+        # The gathered gradient is kept whole for the weight gradient.
         rows = gradient.new_empty((comm.degree, *gradient.shape))
         inputs = torch.empty_like(x).view(comm.degree, gradient.shape[0], -1)
         for (start, stop), (flight, whole) in zip(bounds, under_way, strict=True):

@@ -75,6 +75,7 @@ class RegatheredInput:
         """(start, stop, values of all ranks) in order of arrival; they are in the whole input then."""
         for start, stop, part, flight in self._arriving:
             self._comm.wait(flight)
+            # Later products and the backward read the whole input.
             self._whole[:, start:stop] = part.view(self._comm.degree, stop - start, *part.shape[1:])
             yield start, stop, part
         self._arriving = []
@@ -97,6 +98,7 @@ class RegatheredInput:
     def refill(self, comm: AxisComm) -> None:
         """Begin to gather it again."""
         if self._drops:
+            # The same storage grows again, so views saved by autograd see the values.
             self._storage.resize_(self._num_bytes)
             self._refill = comm.start_gather(self._again, self._part)
 
