@@ -6,7 +6,7 @@ n_i - 1 peers:
 
     bytes(i) = (n_i - 1) * pieces * message_bytes(numel)        pieces * numel = P / span(i)
 
-A reduction codes every part anew after each sum. A gather whose neighbouring tiers use the same block
+A reduction codes every part anew after each sum. A gather with neighbouring tiers in the same block
 format codes once, on the outermost of them, and the tiers inside forward the messages as they came: one
 rounding, however many tiers. There `pieces` messages of `numel` elements travel together.
 

@@ -14,7 +14,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
                 per lane its largest message: converted parts, received parts and sums, over all hops;
                 and the largest gradient shard that comes in from the other stage of a block that two stages hold
 
-P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are those of its layout.
+P counts every flat buffer of a block apart (terrace.plan.flats), padded for itself; spans are its layout's.
 The categories need not peak together, so their sum is a bound that a step may stay below. Activations are not model
 state and are not counted here, nor is scratch memory of kernels. NCCL receives sums, so there a message in
 flight takes less than the formula's.

@@ -2,7 +2,7 @@
 
 The model is cut into consecutive *chunks* of blocks. A stage holds one or more of them; in a *group* several
 micro-batches pass a chunk one after the other in the same direction, and one gather of its parameters serves them all.
-Without a pipeline there is one stage, each of whose chunks is one block.
+Without a pipeline there is one stage with one chunk per block.
 
 Groups are made of the orders of a schedule (terrace.program). A rank's messages, gathers and memory follow from them.
 """

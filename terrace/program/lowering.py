@@ -10,7 +10,7 @@ Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the o
     SYNC        right after the last REDUCE of a block, so that the outer tiers work while other blocks still compute
     SEND        the result, if another stage reads it
 
-A plan without a pipeline is one stage, each of whose chunks is a block: every unit of micro-batches goes forward
+A plan without a pipeline is one stage with one chunk per block: every unit of micro-batches goes forward
 through the blocks, then backward through them in reverse. After all passes come TIE and SYNC of the blocks that two
 stages hold: the last stage would otherwise wait for the first in the middle of the step. Then the global norm, and
 block by block, in forward order, update (under Muon with an ORTHOGONALISE one layer ahead) and refresh: the next step

@@ -1,7 +1,7 @@
 """Messages: everything a communicating instruction sends, resolved once from the plan and read by all.
 
 A `Message` names its class, its lane, the ranks it is among, and its transfers. A `Transfer` is one run of collectives:
-over the tiers of its reduction from the innermost outward, then over those of its gather from the outermost inward,
+over the tiers of its reduction from the innermost outward, then over the tiers of its gather from the outermost inward,
 with wire format and bytes of every hop (terrace.plan.hops). A message of a block has a transfer for each flat buffer it
 carries (terrace.plan.flats), one after the other on one lane; a message inside a block has at most one.
 

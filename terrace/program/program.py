@@ -213,6 +213,7 @@ class Program:
             messages = () if self.edge.gathers is None else (self.edge.gathers,)
         elif op not in PASSES:
             return ()
+        # Every micro-batch sends the same, so a pass of a block is resolved once.
         found = self._inside.get((op, block))
         if found is None:
             if op in PASSES:

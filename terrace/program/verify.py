@@ -206,6 +206,7 @@ class _Walker:
     def _needs_parameters(self, block: int) -> None:
         if self.program.layout.params == DEVICE:
             return
+        # A borrowed block's parameters are read too, as a tied head reads the embedding.
         for needed in (block, *self.program.blocks[block].borrows):
             if needed not in self.resident:
                 self._fail(f"the parameters of block {needed} are not gathered")

@@ -10,7 +10,7 @@ logits; the memory is one chunk's, whatever the vocabulary. (Keeping a log-sum p
 computing the logits again in the backward, as Wijmans et al. do, arXiv 2411.09009, would be a fourth product; taking
 the weight gradient in the forward would need its buffer there.)
 
-The weight gradient of a chunk is added at once, also in a backward whose other weight gradients are held back, since
+The weight gradient of a chunk is added at once, also in a backward that holds back its other weight gradients, since
 holding it would keep the gradient of the logits. A bf16 gradient would round once per chunk, so it is first summed in
 fp32.
 
@@ -78,6 +78,7 @@ def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> 
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
     chunks = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
+    # fp64, so that the sum does not depend on how tokens are chunked.
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     gradient = torch.empty_like(hidden)
     # One buffer for all chunks: the last may use a part of it.

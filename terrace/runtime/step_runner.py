@@ -191,6 +191,7 @@ class StepRunner:
                 self._wait(self._refreshes.pop(needed), "wait refresh")
 
     def _gather(self, now: Instruction) -> None:
+        # The gather reads the shard that the refresh writes, hence the order on the lane.
         gather = self._each(now, lambda flat, transfer: flat.gather(self._collectives, transfer, now.secondary))
         self._gathers[now.block] = self._submit(gather, after=self._refreshes.pop(now.block, None))
 

@@ -151,6 +151,7 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
 
 def _read_rope(table: Mapping[str, Any], family: Family) -> tuple[float, float]:
     found: dict[str, dict[str, Any]] = {"theta": {}, "factor": {}}
+    # Newer files keep RoPE in a table, older ones at the top level; both may be present.
     for where, inner in _rope_tables(table).items():
         found["theta"][f"{where}.rope_theta"] = inner.get("rope_theta")
         found["factor"][f"{where}.partial_rotary_factor"] = inner.get("partial_rotary_factor")
@@ -209,6 +210,7 @@ def _rope_tables(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _read_window(loaded: Any, family: Family) -> int:
     window = 0 if loaded.sliding_window is None else int(loaded.sliding_window)
     num_layers, kinds = loaded.num_hidden_layers, loaded.layer_types
+    # Qwen2 has a switch and a number of layers without a window.
     if family.switched_window:
         without = loaded.max_window_layers if kinds is None else 0
         if not loaded.use_sliding_window or without >= num_layers:

@@ -1,6 +1,6 @@
 """The Hugging Face `config.json` of each model family, and the meaning of its keys in Terrace.
 
-A family is data: a table class whose fields are the keys Terrace implements with the defaults of `transformers`, the
+A family is data: a table class with the keys Terrace implements as fields, with the defaults of `transformers`, the
 names of these keys in `ModelConfig`, and the values fixed by the family. Every other key is either harmless
 (`HARMLESS`), or accepted only with the value Terrace implements (`ONLY`), or refused: no key is ignored by accident.
 

@@ -1,7 +1,7 @@
 """The files of a Hugging Face folder besides its config.json. Pure: needs no torch.
 
 weights     model.safetensors, or model.safetensors.index.json and the files it names
-tokenizer   tokenizer.json, and the files beside it that say how to use it
+tokenizer   tokenizer.json, and the files next to it that say how to use it
 generation  generation_config.json
 """
 

@@ -11,7 +11,7 @@
 Held-back weight gradients run while `into` and `return_gradients` of a backward travel, unless they ran before. Under a
 tensor axis they did, so none of their seconds are counted as hiding these messages.
 
-A step of the ring goes over the outermost tier whose turn it is (terrace.sequence.segments).
+A step of the ring goes over the outermost tier that is due (terrace.sequence.segments).
 """
 
 from collections import Counter

@@ -11,7 +11,7 @@ A region is attention or the MLP: products from the residual stream to an inner 
     columns                        forward    all-reduce after each product into the region
                                    backward   all-reduce before the product out of it, behind gradients of weights
 
-With `tensor_chunks` the messages of a region travel in parts, each beside the products of its neighbours: of a gather
+With `tensor_chunks` the messages of a region travel in parts, each during the products of its neighbours: of a gather
 the first part is waited for, of a reduction the last. A recomputed block does not gather its input again.
 """
 

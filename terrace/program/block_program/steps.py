@@ -4,7 +4,7 @@
     Send(messages, behind)    put on the lane of messages inside blocks, one after the other
     Await(send)               computing stops until the messages of `send` are there
 
-Between a `Send` and its `Await` the device computes. `Send.behind` names the piece whose seconds hide the messages;
+Between a `Send` and its `Await` the device computes. `Send.behind` names the computing that hides the messages;
 None counts all of them as waited for. A piece hides no more than it takes, so its messages share its seconds.
 
 The runtime issues these steps (tests compare a recording of it, step by step), and the simulator prices them.

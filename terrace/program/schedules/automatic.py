@@ -198,6 +198,7 @@ def _may_skip(problem: _Problem, stages: Sequence[_Stage], index: int) -> bool:
     if index + 1 == problem.num_stages:
         return False
     seconds, stage, behind = problem.seconds, stages[index], stages[index + 1]
+    # The next stage keeps at least one forward in hand.
     if len(stage.forwards_s) < len(behind.forwards_s) + 2:
         return False
     # Earliest I here: the next stage still runs one F and one I, then sends the gradient.

@@ -7,10 +7,10 @@ done, so that activations of little more than one unit are kept.
 Weight gradients may run any time later; where they stand here is our choice, from counting idle slots with
 T_F = T_B = T_W. With at least as many micro-batches a unit as stages, stage r of P idles 2(P - 1 - r) slots between
 the forward and the backward of a unit, and 2r between that and the forward of the next. So it puts off as many W as
-fit the first gap, and fills it with those of the unit before. The rest run right after the I of their own chunk,
+fit the first gap, and fills it with W of the unit before. The rest run right after the I of their own chunk,
 while its parameters are there:
 
-    F(0) .. F(V-1)   W put off from the last unit   I(V-1) W(V-1) .. I(0) W(0), but for those put off
+    F(0) .. F(V-1)   W put off from the last unit   I(V-1) W(V-1) .. I(0) W(0), except W put off
 
 When a unit is so short that one chunk has not W enough for the gap, the last chunks run all their I first. A unit of
 fewer micro-batches than stages leaves every stage idle between its chunks: it saves activations, not time.

@@ -5,8 +5,8 @@
     backward   while a part of the gathered gradient is multiplied, the next one is under way;
                the message of the input gradient travels while the weight gradients are computed (AxisComm)
 
-A part holds the same tokens of every rank's slice, so each is gathered or summed by itself and the results are those
-of the whole message. Shape legend: T tokens, R rows, m = T/R tokens of a rank, n inner features, H hidden.
+A part holds the same tokens of every rank's slice, so each is gathered or summed by itself with the same results as the
+whole message. Shape legend: T tokens, R rows, m = T/R tokens of a rank, n inner features, H hidden.
 """
 
 from collections.abc import Sequence
