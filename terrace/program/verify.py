@@ -70,7 +70,6 @@ class _Walker:
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
         self._fields(instruction)
-        # Evaluation has forwards only.
         if not self.program.trains and (instruction.op not in FORWARD_OPS or instruction.backward):
             self._fail("the program runs forwards alone")
         if instruction.op is not Op.CLIP and not 0 <= instruction.block < len(self.program.blocks):
@@ -161,7 +160,6 @@ class _Walker:
     def _first_borrower(self) -> dict[int, int]:
         """The first block here that borrows each copy: its complete backwards count as the copy's."""
         stage, blocks = self.program.stage, self.program.blocks
-        # Reversed, so that the first borrower wins.
         found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
         return {copy: found[copy] for copy in stage.copies}
 
@@ -258,7 +256,6 @@ class _Walker:
         # The last block starts from the loss and needs no gradient.
         is_last = now.block == len(self.program.blocks) - 1
         if not is_last and not self._takes(True, now.block + 1):
-            # Either form of the backward makes the input gradient.
             whole, half = (Instruction(op, now.block + 1, now.micro) for op in (Op.BACKWARD, Op.BACKWARD_INPUT))
             self._comes_here(now.block + 1)
             if whole not in self.done and half not in self.done:

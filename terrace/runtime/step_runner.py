@@ -120,7 +120,6 @@ class StepRunner:
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
         }
-        # A program with an unknown op must fail before the step, not in the middle of it.
         missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
         assert not missing, f"the step runner has no handler for {sorted(missing)}"
         self._gathers: dict[int, Pending] = {}
@@ -170,7 +169,6 @@ class StepRunner:
     def _submit(self, work: Callable[[], None], after: Pending | None = None) -> Pending:
 
         def when_ready() -> None:
-            # The wait happens on the lane, so the compute thread goes on.
             if after is not None:
                 after.ticket.wait()
             work()
@@ -217,7 +215,6 @@ class StepRunner:
             return
         # Dropout must draw the same masks when the forward runs again.
         state = random_state(inputs.device) if trains and now.block in self._recomputed else None
-        # A recomputed block keeps no graph.
         with torch.set_grad_enabled(trains and state is None):
             output = self._run_block(now.block, inputs, now.micro)
         if trains:
@@ -324,7 +321,6 @@ class StepRunner:
                 flat.reduce(self._collectives, transfer, buffer)
 
         if gradients:
-            # SYNC of this block waits for this message on its lane.
             pending = self._reduced[now.block] = self._submit(reduce)
             self._reductions.append((pending, [(flat, buffer) for flat, _, buffer in gradients]))
 
@@ -367,7 +363,6 @@ class StepRunner:
         count = count.clamp(min=1.0)
         norm = squared.sqrt() / count
         self._sums = StepSums(loss / count, norm, count, rounding)
-        # As in torch's clip_grad_norm_, the small term avoids a division by zero.
         clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else 1.0
         self._scale = clip / count
         self._clock.mark("clip")
