@@ -2,7 +2,7 @@
 
 One tier is one link of this rank, and a collective on it takes at least
 
-num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
+    num_messages * latency_s / scale + num_bytes / (bandwidth_bytes_per_s * scale)
 
 from its begin, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that is
 slower by itself stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share. Sleeps

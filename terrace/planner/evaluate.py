@@ -10,7 +10,7 @@ T_r(M) = M u_r + tail_r      for stage r, with u_r its seconds per unit, exposed
 Orders are played with the computing of the stages only, c_r per unit. Waiting for messages is assumed to be spread
 evenly, so the stage that waits most stretches the whole played span; work done once per step comes after it:
 
-step = max_r(u_r / c_r) span + max_r tail_r
+    step = max_r(u_r / c_r) span + max_r tail_r
 
 Where the schedule passes chunks in units of micro-batches (ZeroPP, 2402.03791), the program of a stage has chunks as
 blocks: a chunk is gathered for a whole unit, the next one during the unit's pass, and gradients are reduced once per

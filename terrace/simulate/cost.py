@@ -4,7 +4,7 @@ Compute is either priced kernel by kernel from a `Work` (`terrace.simulate.layer
 larger of FLOPs over the peak of the compute dtype and bytes over the memory bandwidth. A collective on a tier with n
 members that makes a rank send B bytes, of a message of n/(n - 1) B, takes
 
-(n - 1) * latency + B / rate
+    (n - 1) * latency + B / rate
 
 with the rate that messages of this size reach (`terrace.simulate.links`). A collective over several tiers takes the sum
 over them, since each hop waits for the one before. Coding and decoding block formats is bound by memory: bytes read and

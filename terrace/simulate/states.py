@@ -4,7 +4,7 @@ With W elements on a rank after the tensor axis and the pipeline have cut the mo
 and of the master dtype, and S_* the ranks that a state is sharded over (the data and context ranks of its tier and of
 all tiers inside):
 
-params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
+    params W c / S_p      grads W m / S_g      optimizer W (2 or 3) m / S_o      secondary W c / S_b
 
 A window of blocks is whole for a while: the parameters of a visit and of the `prefetch` next ones, the gradients of two
 neighbours, and with either the matrix that a tied head borrows. `terrace.plan.memory` counts the same by walking
