@@ -144,10 +144,11 @@ class Bounds:
 
     def cores(self, root: PartialCandidate, schedules: Sequence[tuple[str, int]]) -> Iterator[PartialCandidate]:
         """Bounds of a root with each schedule; schedules with equal traits share one."""
-        known: dict[tuple[bool, bool, int], PartialCandidate | None] = {}
+        known: dict[tuple[bool, bool, bool, int], PartialCandidate | None] = {}
         for schedule, chunks in schedules:
             trait = None if schedule == SERIAL else traits()[schedule]
-            key = (trait is not None and trait.split, trait is None or trait.looped, chunks)
+            split, folded = (False, False) if trait is None else (trait.split, trait.folded)
+            key = (split, trait is None or trait.looped, folded, chunks)
             if key not in known:
                 known[key] = self.core(root, schedule, chunks)
             core = known[key]
