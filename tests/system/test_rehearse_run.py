@@ -161,7 +161,8 @@ def test_torch_runs_as_it_is_and_its_bytes_are_the_payload(cluster_file: Path, t
     for rank, total in ((1, 4.0), (2, 2.0), (3, 4.0)):
         assert f"[rank {rank}] sum {total}" in done.stderr
     sent = json.loads(counters.read_text())["tiers"]["system"]["sent_bytes_by_rank"]
-    assert sent == pytest.approx([2_000_000] * NUM_RANKS, rel=0.03)
+    # Headers, acknowledgements and keys of the store come on top: 1 to 3 %, more on a busy machine.
+    assert all(2_000_000 <= each <= 2_120_000 for each in sent), sent
 
 
 def test_every_rank_has_its_own_network_and_a_launchers_variables(cluster_file: Path) -> None:
