@@ -48,7 +48,7 @@ from bench.common import (
 )
 from terrace.model.config import num_params
 from terrace.model.decoder import token_loss
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 

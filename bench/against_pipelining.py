@@ -59,7 +59,7 @@ from bench.torch_pipelining import Pipeline, Train, Trainer
 from terrace.model.config import ModelConfig, block_specs, num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 

@@ -48,7 +48,7 @@ from bench.common import (
 from bench.torch_tensor import counted_bytes, parallelised, training_step
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import token_loss
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 

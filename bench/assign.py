@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 
 from bench.common import print_table
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.sequence.assign import assign
 from terrace.sequence.balanced import ring_rank_capacity
 from terrace.sequence.bound import makespan_bound_s

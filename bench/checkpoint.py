@@ -39,7 +39,7 @@ from terrace.checkpoint.writing import snapshot_of
 from terrace.launch.world import World
 from terrace.model.config import ModelConfig, num_params
 from terrace.model.decoder import token_loss
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 

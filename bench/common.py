@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrace.cluster import Cluster, Device, Tier
+from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks
 from terrace.model.init import initialise

@@ -28,14 +28,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.common import alternate, decoder, local_cluster, micro_batches, print_table, ratio, spread
-from terrace.cluster import Cluster
-from terrace.comm import GroupP2P, Pacer, make_lane
+from terrace.cluster.cluster import Cluster
+from terrace.comm.group_p2p import GroupP2P
+from terrace.comm.lane import make_lane
+from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
-from terrace.plan import preset
 from terrace.plan.context import ContextGroup
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import HostClock
 from terrace.runtime.context.attention import attend

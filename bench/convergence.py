@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.common import block_names, decoder, local_cluster, print_table
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import load_tokenizer
@@ -28,7 +28,8 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.config import num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
-from terrace.plan import Plan, preset
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig

@@ -26,7 +26,8 @@ from bench.gpu_codecs import codec_rows
 from terrace.model.config import ModelConfig, forward_flops, num_params
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
-from terrace.plan import Plan, preset
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine, StepResult
 

@@ -33,7 +33,7 @@ from bench.common import (
 )
 from terrace.model.config import ModelConfig, num_params
 from terrace.model.decoder import token_loss
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 

@@ -10,9 +10,11 @@ import multiprocessing
 import sys
 import time
 
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
-from terrace.planner import Found, Space, Task, find
+from terrace.planner.search import Found, find
+from terrace.planner.space import Space
+from terrace.planner.task import Task
 
 TARGET_S = 1.0
 BATCH, SEQUENCE, NODES = 1536, 2048, 2048

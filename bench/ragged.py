@@ -40,17 +40,18 @@ from bench.common import (
     real_blocks,
 )
 from bench.common import spread as quartiles
-from terrace.cluster import Cluster, Device, Tier
-from terrace.comm import Pacer
+from terrace.cluster.cluster import Cluster, Device, Tier
+from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches, Source
 from terrace.data.token_file import TokenFile
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import token_loss
-from terrace.plan import Plan, preset
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
 from terrace.sequence.distributions import bimodal, sample
 from terrace.train.attention_cost import work_cost

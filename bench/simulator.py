@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, forward_flops, parse_model
-from terrace.plan import preset
-from terrace.program import build
-from terrace.simulate import record, simulate, step_costs
+from terrace.plan.presets import preset
+from terrace.program.lowering import build
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
+from terrace.simulate.recording import record
 
 TARGET = 1e6  # events a second
 SEQUENCE = 2048

@@ -17,16 +17,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
-from terrace.planner import Estimate, Space, Task, find, parse_pins
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Evaluator
+from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.pins import parse_pins
 from terrace.planner.ranking import ranked
+from terrace.planner.search import find
+from terrace.planner.space import Space
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import Choice, schedule_text
-from terrace.program.schedules import schedule_names
+from terrace.planner.task import Choice, Task, schedule_text
+from terrace.program.schedules.registry import schedule_names
 from terrace.simulate.step import WAITS_ON_STAGES
 
 AXES = ("data", "tensor", "pipeline")

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cluster import Cluster, Device, Tier
-from terrace.cluster.cluster import Kernels
+from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.data.config import DataConfig
 from terrace.model.lora.config import LoraConfig
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 from tests.support.tiny_runs import environment, terrace

@@ -12,8 +12,7 @@ from bench.lab.contest import Batch, Contestant, Result, Setting
 from bench.lab.job import ADAMW, WIRE
 from terrace.base.errors import PlanError
 from terrace.model.decoder import token_loss
-from terrace.plan import parse_plan
-from terrace.plan.presets import PRESETS
+from terrace.plan.presets import PRESETS, parse_plan
 from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 

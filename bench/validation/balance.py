@@ -4,7 +4,8 @@ import statistics
 from dataclasses import replace
 
 from bench.validation.rows import Row, Table, markdown_table
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.sequence.balanced import ring_rank_capacity
 from terrace.sequence.distributions import batches, sample

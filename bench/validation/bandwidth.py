@@ -3,7 +3,8 @@
 import math
 
 from bench.validation.rows import Row, Table, read_rows
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.simulate.links import gather_s, rate_bytes_per_s
 
 _NUM_NODES = 64

@@ -8,7 +8,8 @@ The parameter counts show GPT blocks with biases, learned positions and tied emb
 from dataclasses import dataclass, replace
 
 from bench.validation.rows import Row, Table, gpt, read_rows
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, num_params
 from terrace.simulate.layers import block_seconds, model_flops, optimizer_s
 from terrace.simulate.links import gather_s

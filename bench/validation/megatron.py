@@ -8,13 +8,13 @@ a node from inside, and pipeline stages are nodes.
 """
 
 from bench.validation.rows import Row, Table, gpt, read_rows
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.plan.mesh import Mesh
-from terrace.planner import Choice, Evaluator, Placement, Task
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import MEGATRON
+from terrace.planner.task import MEGATRON, Choice, Placement, Task
 from terrace.simulate.layers import hardware_flops
 from terrace.simulate.work import Work
 

@@ -1,7 +1,7 @@
 """Qi et al. 2401.10241: profiled forward, input-gradient and weight-gradient passes of a pipeline stage."""
 
 from bench.validation.rows import Row, Table, gpt, read_rows
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.work import Work
 

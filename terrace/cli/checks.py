@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.cli.programs import checked_programs
-from terrace.cluster import Cluster
-from terrace.planner import Task
+from terrace.cluster.cluster import Cluster
 from terrace.planner.bottleneck import Better, Bottleneck, better_plan, bottleneck
+from terrace.planner.task import Task
 from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words

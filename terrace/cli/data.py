@@ -11,7 +11,7 @@ from terrace.base.schema import check_text, merge
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import parse_overrides, take_word
 from terrace.cli.output import Terminal
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table

@@ -12,8 +12,8 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
-from terrace.cluster import Cluster
-from terrace.plan import Layout
+from terrace.cluster.cluster import Cluster
+from terrace.plan.layout import Layout
 from terrace.train.config import RunConfig, parse_run, parse_sections
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import check_text, merge, parse_override
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
-from terrace.plan import PRESETS
+from terrace.plan.presets import PRESETS
 from terrace.train.config import RunConfig, parse_run, resolve_table
 from terrace.train.planned import TASK, read_planned
 

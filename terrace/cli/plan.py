@@ -15,26 +15,16 @@ from terrace.base.schema import dump
 from terrace.cli.files import write_file
 from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
-from terrace.plan import AXES, Layout
-from terrace.planner import (
-    Estimate,
-    Found,
-    Pins,
-    Space,
-    Task,
-    find,
-    parse_axes,
-    parse_pins,
-    plan_of,
-    preset_verdicts,
-    reasons,
-    runs_today,
-)
-from terrace.planner.explain import lack
+from terrace.plan.layout import Layout
+from terrace.plan.plan import AXES
+from terrace.planner.evaluate import Estimate
+from terrace.planner.explain import lack, preset_verdicts, reasons
+from terrace.planner.pins import Pins, parse_axes, parse_pins
 from terrace.planner.ranking import TIE
-from terrace.planner.space import divisors
-from terrace.planner.task import MOST_SEQUENCES
-from terrace.program.schedules import schedule_names
+from terrace.planner.search import Found, find, runs_today
+from terrace.planner.space import Space, divisors
+from terrace.planner.task import MOST_SEQUENCES, Task, plan_of
+from terrace.program.schedules.registry import schedule_names
 from terrace.report.plans import (
     figures_words,
     plan_words,

@@ -1,7 +1,9 @@
 """Validated programs of a run: the first step of every command that trains or simulates."""
 
 from terrace.base.errors import PlanError
-from terrace.program import Program, build_stages, verify_stages
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
+from terrace.program.verify_ranks import verify_stages
 from terrace.report.tables import quantity
 from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of

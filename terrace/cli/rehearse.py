@@ -24,7 +24,7 @@ from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal, Terminated, sigterm_raises
 from terrace.cli.rehearse_screen import counts_table, figures_table, lost_delays
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.rehearse import Wiring, wire
 from terrace.rehearse.launch import run_paced, run_ranks
 from terrace.rehearse.measure import experiments, figures

@@ -15,23 +15,15 @@ from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cli.progress import ProgressLine, utilisation_words
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import pace
-from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
-from terrace.program import StepReport
-from terrace.report import (
-    ASSIGNED,
-    bytes_table,
-    comparison_tables,
-    loss_svg,
-    memory_table,
-    plan_table,
-    stage_band_words,
-    wire_words,
-)
+from terrace.plan.traffic import step_bytes
+from terrace.program.report import StepReport
+from terrace.report.inside import ASSIGNED
+from terrace.report.plot import loss_svg
 from terrace.report.stage_tables import (
     parts_words,
     stage_bytes_tables,
@@ -39,7 +31,16 @@ from terrace.report.stage_tables import (
     stage_memory_table,
     stages_table,
 )
-from terrace.report.tables import quantity, seconds
+from terrace.report.tables import (
+    bytes_table,
+    comparison_tables,
+    memory_table,
+    plan_table,
+    quantity,
+    seconds,
+    stage_band_words,
+    wire_words,
+)
 from terrace.train.folder import start_words
 from terrace.train.loop import Job, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics

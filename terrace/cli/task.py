@@ -10,10 +10,10 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import merge
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.options import parse_overrides
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster
 from terrace.model.config import load_model, parse_model
-from terrace.planner import Task
+from terrace.planner.task import Task
 from terrace.report.tables import quantity
 from terrace.train.planned import Planned
 

@@ -12,11 +12,13 @@ from terrace.cli.output import Terminal
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.model.config import num_params
 from terrace.plan.context import is_context_parallel
-from terrace.program import Program, program_text
-from terrace.program.schedules import Orders, to_csv
+from terrace.program.program import Program
+from terrace.program.schedules.csv_form import to_csv
+from terrace.program.schedules.orders import Orders
 from terrace.program.stages import plan_orders
-from terrace.report import ASSIGNED, attention_table, bytes_table, inside_table, memory_table, plan_table, time_table
+from terrace.program.text import program_text
 from terrace.report.advice import advice_words, timeline_text
+from terrace.report.inside import ASSIGNED, attention_table, inside_table
 from terrace.report.page import page_html
 from terrace.report.stage_tables import (
     order_text,
@@ -27,16 +29,11 @@ from terrace.report.stage_tables import (
     stages_table,
 )
 from terrace.report.stages import exposed_table, path_sentence, played_words, stages_page
-from terrace.report.tables import quantity, seconds, wire_words
-from terrace.simulate import (
-    Change,
-    Prediction,
-    RecordedStep,
-    changes,
-    critical_words,
-    predict_step,
-    record_step,
-)
+from terrace.report.tables import bytes_table, memory_table, plan_table, quantity, seconds, time_table, wire_words
+from terrace.simulate.changes import Change, changes
+from terrace.simulate.critical import critical_words
+from terrace.simulate.recorded import RecordedStep, record_step
+from terrace.simulate.step import Prediction, predict_step
 from terrace.simulate.timeline_picture import memory_picture, passes_picture
 from terrace.simulate.trace import stages_trace_json, trace_json
 from terrace.train.config import RunConfig

@@ -17,7 +17,7 @@ from terrace.base.errors import CheckpointError, ConfigError, DataError, Terrace
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable, sigterm_raises
 from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Source
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import load_tokenizer

@@ -36,11 +36,11 @@ from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import Pacer
 from terrace.comm.rounding import ErrorLog, Origin
-from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.hops import Hop, encodings, lossy_messages
-from terrace.plan.layout import INSIDE
+from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.memory import sends_copies
-from terrace.plan.wire import SCALE_BYTES
+from terrace.plan.plan import Plan
+from terrace.plan.wire import SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

@@ -15,8 +15,8 @@ from torch import Tensor
 from terrace.comm.groups import TierGroups
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
-from terrace.plan import MessageClass
 from terrace.plan.context import ContextGroup
+from terrace.plan.wire import MessageClass
 
 Messages = Sequence[tuple[int, Tensor]]  # (member of the group, contiguous values)
 

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from terrace.plan import Layout
-from terrace.plan.layout import INSIDE
+from terrace.plan.layout import INSIDE, Layout
 from terrace.program.message import Transfer
 
 Meeting = tuple[Hashable, tuple[int, ...]]  # (a key, the same on all ranks that meet at once; the ranks that meet)

@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 
-from terrace.plan import MessageClass
+from terrace.plan.wire import MessageClass
 
 
 class Ledger:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from terrace.base.errors import ConfigError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 
 
 class Pacer:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from terrace.comm.ledger import Meter
-from terrace.plan import MessageClass
+from terrace.plan.wire import MessageClass
 
 _SAMPLE_NUMEL = 4096
 

@@ -15,8 +15,8 @@ from terrace.comm.groups import TierGroups
 from terrace.comm.lane import ThreadLane, Ticket
 from terrace.comm.ledger import Ledger
 from terrace.comm.pace import Pacer
-from terrace.plan import MessageClass
 from terrace.plan.mesh import Mesh
+from terrace.plan.wire import MessageClass
 
 
 class _WorkTicket(Ticket):

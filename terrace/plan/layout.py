@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import HOLDERS, ORDER, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import ROUTES, MessageClass

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 
 ORDER = ("columns", "rows", "ulysses", "ring", "data", "pipeline")

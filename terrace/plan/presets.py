@@ -11,7 +11,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 
 Preset = Callable[[Cluster], Plan]

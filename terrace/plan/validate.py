@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from terrace.base.errors import ClusterError, PlanError, did_you_mean
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.flats import is_layer

@@ -5,12 +5,14 @@ Both plans are predicted as `terrace plan` does, on the same cluster, so their r
 
 from dataclasses import dataclass
 
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.planner.evaluate import Estimate, step_of
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
-from terrace.simulate import exposed_by_tier, predict_step, record_stages
+from terrace.simulate.critical import exposed_by_tier
+from terrace.simulate.stages import record_stages
+from terrace.simulate.step import predict_step
 
 MOST = 0.5  # share of the step from which on a tier is a bottleneck
 LEAST_GAIN = 1.1  # times as fast a plan must be to be worth naming; predictions are off by some percents

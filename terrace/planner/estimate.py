@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, Plan
-from terrace.plan.layout import DEVICE
+from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.memory import accumulates_in_place, keeps_master
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, InnerSeconds
 from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of
-from terrace.program.schedules import takes_unit
+from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,

@@ -22,19 +22,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import AXES, Layout, MessageClass, Plan, num_micro_batches
+from terrace.plan.layout import Layout
+from terrace.plan.plan import AXES, Plan
+from terrace.plan.validate import num_micro_batches
+from terrace.plan.wire import MessageClass
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, layers_of, parts_of
 from terrace.planner.stages import SERIAL, pipeline
 from terrace.planner.task import KINDS, Choice, Software, Task, Wire, num_micros, plan_of
-from terrace.program import Program, build
-from terrace.program.schedules import takes_unit
-from terrace.simulate import Costs, Prediction, Step, predict_step
-from terrace.simulate.cost import update_seconds
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.program.schedules.registry import takes_unit
+from terrace.simulate.cost import Costs, update_seconds
 from terrace.simulate.events import step_seconds
 from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import core_rounds
+from terrace.simulate.step import Prediction, Step, predict_step
 
 BUBBLE = "wait pipeline"
 SYNC = f"wait {MessageClass.SYNC.value}"

@@ -6,14 +6,17 @@ A verdict is a predicted step or an objection: a broken rule of plans, or missin
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ClusterError, PlanError
-from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, preset, validate
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, preset
+from terrace.plan.validate import num_micro_batches, validate
 from terrace.planner.evaluate import Cost, Estimate, Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, Placement, Task, num_micros
-from terrace.program.schedules import takes_unit
+from terrace.program.schedules.registry import takes_unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ steps are cached by degrees and tokens, prices by mapping.
 
 from typing import NamedTuple
 
-from terrace.plan import MessageClass, Plan
 from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import Tensor
+from terrace.plan.wire import MessageClass
 from terrace.planner.task import LAYER, Task
 from terrace.program.block_program import Moment, attention_moments, moments_of
 from terrace.program.block_program.regions import tensor_steps

@@ -10,8 +10,9 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.stage import whole_stage
 from terrace.planner.estimate import Estimator, data_cluster
 from terrace.planner.task import Placement
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+from terrace.simulate.cost import Costs
 
 Numels = tuple[int, int, int]  # elements of an embedding, a layer and a head on a rank
 

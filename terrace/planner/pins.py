@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from terrace.base.errors import PlanError, did_you_mean
-from terrace.cluster import Cluster
-from terrace.plan import AXES
-from terrace.plan.plan import CONTEXT_AXES
+from terrace.cluster.cluster import Cluster
+from terrace.plan.plan import AXES, CONTEXT_AXES
 
 NUMBERS = (*AXES, *CONTEXT_AXES, "columns", "micro_batch", "unit", "chunks")
 STATES = ("params", "grads", "optimizer")

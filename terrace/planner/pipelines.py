@@ -9,10 +9,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from terrace.plan.mesh import Mesh
+from terrace.plan.stage import Kind
 from terrace.planner.estimate import Estimator, Part
 from terrace.planner.stages import pipeline, share_layers
 from terrace.planner.task import EMBEDDING, HEAD, LAYER
-from terrace.program.schedules import Kind, Orders, Placement, TaskSeconds, Waiting
+from terrace.program.schedules.counts import Waiting
+from terrace.program.schedules.orders import Orders, Placement
+from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import Timeline, play
 
 Work = tuple[float, float, float]  # seconds of a forward, of a backward, and of the part of it that can be put off

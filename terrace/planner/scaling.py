@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from terrace.base.errors import TerraceError
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.planner.evaluate import Cost, step_of
 from terrace.planner.explain import lack
 from terrace.planner.task import Task
-from terrace.simulate import predict_step
 from terrace.simulate.advice import Job, fullest_stage
+from terrace.simulate.step import predict_step
 
 Scaling = Literal["strong", "weak"]
 

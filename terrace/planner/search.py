@@ -24,8 +24,8 @@ from enum import IntEnum
 from functools import partial
 
 from terrace.base.errors import PlanError
-from terrace.plan import validate
 from terrace.plan.layout import DEVICE
+from terrace.plan.validate import validate
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import PartialCandidate
 from terrace.planner.estimate import Estimator
@@ -44,7 +44,7 @@ from terrace.planner.space import (
 )
 from terrace.planner.stages import ONLY_PINNED, SERIAL, traits
 from terrace.planner.task import Choice, Placement, Task, plan_of
-from terrace.program.schedules import takes_unit
+from terrace.program.schedules.registry import takes_unit
 
 
 @dataclass(frozen=True, kw_only=True)

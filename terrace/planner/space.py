@@ -21,11 +21,10 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from terrace.plan import AXES
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import CONTEXT_AXES
+from terrace.plan.plan import AXES, CONTEXT_AXES
 from terrace.plan.validate import LONGEST_ROUNDED_UNIT
 from terrace.planner.pins import MOST, Pins
 from terrace.planner.task import Placement, Task

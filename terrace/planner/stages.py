@@ -8,18 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.program.schedules import (
-    Kind,
-    Orders,
-    Placement,
-    Waiting,
-    looped,
-    most_waiting,
-    orders_for,
-    schedule_names,
-    takes_unit,
-    v_shaped,
-)
+from terrace.plan.stage import Kind
+from terrace.program.schedules.counts import Waiting, most_waiting
+from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
+from terrace.program.schedules.registry import orders_for, schedule_names, takes_unit
 
 SERIAL = "serial"  # the name of having no pipeline
 SIMPLEST = "1f1b"

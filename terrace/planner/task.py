@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from terrace.base.errors import ModelError, PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan
 from terrace.plan.context import Heads, attention_heads
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.simulate.block_tape import Backend
 
 EMBEDDING, LAYER, HEAD = KINDS = range(3)  # the kinds of blocks of a model

@@ -7,8 +7,7 @@ optimizer.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from terrace.cluster import Cluster, Device, Kernels, Tier
-from terrace.cluster.cluster import Mark
+from terrace.cluster.cluster import Cluster, Device, Kernels, Mark, Tier
 from terrace.probe.fit import (
     fit_attention,
     fit_fresh,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProbeError
-from terrace.cluster import Device, Kernels
+from terrace.cluster.cluster import Device, Kernels
 from terrace.simulate.kernels import attention_s, fresh_s, gemm_s, memory_s
 from terrace.simulate.layers import block_seconds, optimizer_s
 from terrace.simulate.work import Work

@@ -11,9 +11,16 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from terrace.cluster import Cluster
-from terrace.comm import Collectives, Ledger, Meter, Origin, Pacer, TierGroups, make_lane
-from terrace.plan import Layout, MessageClass, Plan
+from terrace.cluster.cluster import Cluster
+from terrace.comm.collectives import Collectives
+from terrace.comm.groups import TierGroups
+from terrace.comm.lane import make_lane
+from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.pace import Pacer
+from terrace.comm.rounding import Origin
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass
 from terrace.probe.fit import LinkSample
 from terrace.probe.grid import message_sizes
 from terrace.probe.samples import Overlap, TierSamples

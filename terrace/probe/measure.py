@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError
-from terrace.cluster import Cluster
-from terrace.comm import Pacer
+from terrace.cluster.cluster import Cluster
+from terrace.comm.pace import Pacer
 from terrace.launch.start import pace
 from terrace.launch.watchdog import watch as watchdog
 from terrace.launch.world import World

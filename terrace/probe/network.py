@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from terrace.cluster import Cluster
-from terrace.comm import Pacer
+from terrace.cluster.cluster import Cluster
+from terrace.comm.pace import Pacer
 from terrace.launch.start import pace
 from terrace.launch.world import World
 from terrace.probe.links import TierLinks

@@ -25,20 +25,21 @@ from dataclasses import replace
 from itertools import pairwise
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan, validate
 from terrace.plan.context import is_context_parallel
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Group, Kind, Stage, forward_stage, reduction_points, whole_stage
+from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
-from terrace.program.schedules import Orders
+from terrace.program.schedules.orders import Orders
 from terrace.program.stages import make_stages
 
 _LARGEST_STEP = 2_000_000  # a program is a list, which one process builds in seconds

@@ -5,17 +5,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan import Layout, MessageClass, Plan
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of, tie_bytes
 from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
 from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
-from terrace.plan.wire import FORMATS, ROUTES
+from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op

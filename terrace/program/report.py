@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from terrace.plan import MessageClass
+from terrace.plan.wire import MessageClass
 
 
 @dataclass(frozen=True, kw_only=True)

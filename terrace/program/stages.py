@@ -7,9 +7,11 @@ from functools import cache
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Kind, Stage
-from terrace.program.schedules import Orders, TaskSeconds, orders_for, schedule_names, takes
+from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.registry import orders_for, schedule_names, takes
+from terrace.program.schedules.seconds import TaskSeconds
 from terrace.program.shares import block_costs, share, virtual_costs
 
 DEFAULT_SCHEDULE = "1f1b"

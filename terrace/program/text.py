@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from terrace.plan import MessageClass
 from terrace.plan.residency import recomputed
+from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 

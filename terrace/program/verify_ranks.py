@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import ProgramError
-from terrace.plan import Layout
+from terrace.plan.layout import Layout
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify import verify

@@ -1,8 +1,8 @@
 """Totals of a program, bytes sent and memory held, against the closed formulas of its plan."""
 
 from terrace.base.errors import ProgramError
-from terrace.plan import step_bytes
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.traffic import step_bytes
 from terrace.program.program import Program
 
 

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from terrace.base.errors import ClusterError, ConfigError
-from terrace.cluster import Cluster, Tier
+from terrace.cluster.cluster import Cluster, Tier
 
 # A software network of one machine moves 1 to 2 GB/s per stream; a limit above that would only cost time.
 FASTEST_BYTES_PER_S = 1.5e9

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.plan.stage import units
-from terrace.program import Op
+from terrace.program.instruction import Op
 from terrace.simulate.recording import Recording, Span
 
 MAX_BARS = 1000  # per timeline; two timelines keep a page under 200 kB

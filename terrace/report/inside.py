@@ -7,8 +7,9 @@ from rich.table import Table
 
 from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage
 from terrace.plan.tensor_traffic import TensorMessage
-from terrace.program import Op, Program
 from terrace.program.block_program import Compute, Send, Steps, attention_steps, moments_of
+from terrace.program.instruction import Op
+from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds
 from terrace.simulate.inside import InBlockPrices
 

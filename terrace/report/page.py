@@ -7,8 +7,8 @@ blocks and clusters are escaped, in the markup and in the script's data.
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from terrace.plan import MessageClass
-from terrace.program import StepReport
+from terrace.plan.wire import MessageClass
+from terrace.program.report import StepReport
 from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
 from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, tools
 from terrace.report.palette import MESSAGES, STREAM, colour_key

@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from terrace.plan import AXES
-from terrace.planner import Choice, Estimate, Point, Task, Verdict, plan_of
+from terrace.plan.plan import AXES
+from terrace.planner.evaluate import Estimate
+from terrace.planner.explain import Verdict
 from terrace.planner.figures import hfu, mfu, tokens_per_s
+from terrace.planner.scaling import Point
 from terrace.planner.stages import SERIAL
+from terrace.planner.task import Choice, Task, plan_of
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
 

@@ -15,14 +15,15 @@ from typing import Any
 
 from terrace.base.errors import TerraceError
 from terrace.base.schema import read_table
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
 from terrace.report.run_curves import Curve
 from terrace.report.run_page import RunView
 from terrace.report.run_timeline import StepPicture, step_picture
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
-from terrace.simulate import play_whole, record
+from terrace.simulate.recording import record
+from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
 from terrace.train.config import RunConfig, parse_run
 from terrace.train.metrics import StepRecord, read_metrics

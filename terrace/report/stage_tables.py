@@ -6,9 +6,11 @@ from rich.table import Table
 from rich.text import Text
 
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass
-from terrace.program import Program, StepReport
-from terrace.program.schedules import Orders, to_csv
+from terrace.plan.wire import MessageClass
+from terrace.program.program import Program
+from terrace.program.report import StepReport
+from terrace.program.schedules.csv_form import to_csv
+from terrace.program.schedules.orders import Orders
 from terrace.report.tables import equal_bytes, new_table, quantity, seconds
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 

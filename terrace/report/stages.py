@@ -5,7 +5,7 @@ from html import escape
 
 from rich.table import Table
 
-from terrace.plan import AXES
+from terrace.plan.plan import AXES
 from terrace.report.bars import Bar, Window
 from terrace.report.markup import Markup, changes_table, document, html_table, legend, meter, prose, sent_html, tools
 from terrace.report.palette import PIPELINE, colour_key

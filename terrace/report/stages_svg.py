@@ -6,8 +6,8 @@ They share the time axis and the script of the other page (terrace.report.svg).
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from terrace.program import Op
-from terrace.program.schedules import Kind
+from terrace.plan.stage import Kind
+from terrace.program.instruction import Op
 from terrace.report.bars import Bar, Piece, Window, join_bars
 from terrace.report.palette import colour_key
 from terrace.report.svg import (

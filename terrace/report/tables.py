@@ -7,11 +7,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from terrace.cluster import Cluster
-from terrace.plan import AXES, Layout, MessageClass, Plan
+from terrace.cluster.cluster import Cluster
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
-from terrace.plan.plan import CONTEXT_AXES
-from terrace.program import StepReport
+from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
+from terrace.plan.wire import MessageClass
+from terrace.program.report import StepReport
 
 STATES = ("params", "params_backward", "grads", "optimizer")
 _CATEGORY_ORDER = ("forward", "backward", "clip", "update")

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terrace.comm import StageP2P, Ticket
 from terrace.comm.collectives import DTYPES
-from terrace.plan import MessageClass
-from terrace.program import Instruction, Program
+from terrace.comm.lane import Ticket
+from terrace.comm.stage_p2p import StageP2P
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction
+from terrace.program.program import Program
 from terrace.runtime.in_block import EdgeComm
 
 Key = tuple[bool, int, int]  # (whether a gradient, block that made it, micro-batch)

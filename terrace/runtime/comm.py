@@ -7,13 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrace.comm import Collectives, GroupP2P, Lane, Ledger, Meter, Pacer, StageP2P, TierGroups, make_lane
-from terrace.comm.groups import Meeting
-from terrace.plan import Layout
+from terrace.comm.collectives import Collectives
+from terrace.comm.group_p2p import GroupP2P
+from terrace.comm.groups import Meeting, TierGroups
+from terrace.comm.lane import Lane, make_lane
+from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.pace import Pacer
+from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
 from terrace.plan.edges import rounds_of
-from terrace.plan.layout import INSIDE
-from terrace.program import Instruction, Program
+from terrace.plan.layout import INSIDE, Layout
+from terrace.program.instruction import Instruction
+from terrace.program.program import Program
 
 # Ranks meet in an exchange after slow writes.
 _EXCHANGE_TIMEOUTS = 5

@@ -14,7 +14,8 @@ from torch import nn
 from terrace.base.errors import ConfigError, PlanError
 from terrace.model import attention
 from terrace.plan.context import is_context_parallel
-from terrace.program import Op, Program
+from terrace.program.instruction import Op
+from terrace.program.program import Program
 
 
 def check_compiles(programs: Sequence[Program]) -> None:

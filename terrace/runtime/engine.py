@@ -10,20 +10,26 @@ import torch
 from torch import nn
 
 from terrace.base.errors import ProgramError, TrainingError
-from terrace.cluster import Cluster
-from terrace.comm import Pacer, relative_errors
+from terrace.cluster.cluster import Cluster
+from terrace.comm.pace import Pacer
+from terrace.comm.rounding import relative_errors
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass, Plan
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
-from terrace.program import Program, StepReport, build_stages, forward_programs, verify, verify_stages
+from terrace.plan.wire import MessageClass
+from terrace.program.lowering import build_stages, forward_programs
+from terrace.program.program import Program
+from terrace.program.report import StepReport
+from terrace.program.verify import verify
+from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch, check_positions
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import check_compiles, compile_blocks
-from terrace.runtime.context import check_declared
+from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import return_large_buffers
@@ -31,7 +37,7 @@ from terrace.runtime.model_state import InitialValue, ModelState, check_settings
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
-from terrace.runtime.tensor import Objective
+from terrace.runtime.tensor.apply import Objective
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from terrace.comm import Collectives, Meter, Origin, StageP2P
-from terrace.comm.collectives import DTYPES
+from terrace.comm.collectives import DTYPES, Collectives
+from terrace.comm.ledger import Meter
+from terrace.comm.rounding import Origin
+from terrace.comm.stage_p2p import StageP2P
 from terrace.model.spec import ParamSpec
-from terrace.plan import MessageClass, Plan
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place, keeps_master
+from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews
 from terrace.runtime.muon import ShardedMuon

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from terrace.plan import MessageClass
+from terrace.plan.wire import MessageClass
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block_comm import InBlockComm
 

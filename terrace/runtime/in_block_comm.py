@@ -8,7 +8,7 @@ simulator plays; a recording of a step is compared with it in tests.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from terrace.comm import Lane, Ticket
+from terrace.comm.lane import Lane, Ticket
 from terrace.program.block_program import Await, Compute, InBlockMessage, Kind, Send, Step
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import PlanError
-from terrace.comm import Collectives, Meter
+from terrace.comm.collectives import Collectives
+from terrace.comm.ledger import Meter
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Plan
-from terrace.program import Instruction, Op, Program
+from terrace.plan.plan import Plan
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.tensor import slice_value
+from terrace.runtime.tensor.apply import slice_value
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 

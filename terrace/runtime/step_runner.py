@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
-from terrace.program import Instruction, Op, Program
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
+from terrace.program.program import Program
 from terrace.runtime.activations import Activations, Key, Pending
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
@@ -40,7 +41,7 @@ from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import squared_norm
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
-from terrace.runtime.tensor import Objective
+from terrace.runtime.tensor.apply import Objective
 
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from terrace.program import COLLECTIVES, StepReport
+from terrace.program.instruction import COLLECTIVES
+from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine
 from terrace.simulate.recording import COMPUTE, Recording, Span
 

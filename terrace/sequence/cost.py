@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from terrace.base.errors import ClusterError, did_you_mean
-from terrace.cluster import Cluster, Tier
+from terrace.cluster.cluster import Cluster, Tier
 from terrace.plan.context import Heads
 from terrace.plan.wire import FORMATS
 

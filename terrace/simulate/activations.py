@@ -28,7 +28,7 @@ from typing import Literal, get_args
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.simulate.block_tape import Backend, BlockTape
 from terrace.simulate.masks import copied_bytes

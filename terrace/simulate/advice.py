@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.wire import MessageClass
-from terrace.program.schedules import most_waiting
+from terrace.program.schedules.counts import most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.footprint import footprint, work_of

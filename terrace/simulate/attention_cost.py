@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.sequence.cost import WorkCost
 from terrace.simulate.kernels import peak_flops_per_s

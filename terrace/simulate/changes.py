@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster, Tier
-from terrace.plan import Layout, Plan
-from terrace.plan.layout import DEVICE
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.plan.layout import DEVICE, Layout
+from terrace.plan.plan import Plan
 from terrace.plan.wire import PLACEABLE, MessageClass
-from terrace.program import Program
-from terrace.program.schedules import schedule_names, takes
+from terrace.program.program import Program
+from terrace.program.schedules.registry import schedule_names, takes
 from terrace.program.stages import num_virtual, plan_schedule
 from terrace.simulate.step import Step, predict_step
 

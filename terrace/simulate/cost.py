@@ -23,14 +23,14 @@ from functools import cached_property
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.memory import keeps_master
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
-from terrace.plan.wire import FORMATS
-from terrace.program import Instruction, Op, Program
+from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s

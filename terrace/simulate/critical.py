@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.plan import MessageClass
-from terrace.program import Instruction, Program
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction
+from terrace.program.program import Program
 from terrace.simulate.inside import WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
 from terrace.simulate.recording import COMPUTE, Recording, Span
 

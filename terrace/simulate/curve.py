@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.program import Op, Program
 from terrace.program.buffers import Span
+from terrace.program.instruction import Op
+from terrace.program.program import Program
 from terrace.simulate.recording import Recording
 
 _VARYING = ("gathered", "grads_full", "activations")

@@ -28,7 +28,9 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.residency import recomputed
-from terrace.program import PASSES, Instruction, Op, Program, StepReport
+from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.program import Program
+from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import Literal
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.plan.context_traffic import AttentionBytes
 from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.program import Instruction, Program
 from terrace.program.block_program import Compute, InBlockMessage, Kind, Moment
+from terrace.program.instruction import Instruction
+from terrace.program.program import Program
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 

@@ -15,7 +15,7 @@ import math
 from functools import lru_cache
 
 from terrace.base.errors import ClusterError, did_you_mean
-from terrace.cluster import Device
+from terrace.cluster.cluster import Device
 from terrace.plan.wire import FORMATS
 
 KEPT_BYTES = 2 << 20  # smaller freed buffers are reused, as `terrace.runtime.heap` tells the C library

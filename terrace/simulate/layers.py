@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from terrace.cluster import Device
+from terrace.cluster.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.model.loss_chunks import chunk_rows
 from terrace.plan.wire import FORMATS

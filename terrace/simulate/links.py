@@ -17,7 +17,7 @@ data-parallel groups of different tensor ranks, therefore do not slow each other
 from collections.abc import Iterable, Sequence
 
 from terrace.base.errors import ClusterError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 
 Group = Sequence[int]
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from terrace.program import Instruction, Program, StepReport
+from terrace.program.instruction import Instruction
+from terrace.program.program import Program
+from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
 

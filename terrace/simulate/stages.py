@@ -14,8 +14,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from terrace.base.errors import ProgramError
-from terrace.plan import MessageClass
-from terrace.program import PASSES, Instruction, Op, Program, StepReport
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.program import Program
+from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Rank, price, report
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Literal
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels

@@ -18,14 +18,19 @@ from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass, Plan, validate
 from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import whole_stage
-from terrace.program import Instruction, Op, Program, StepReport, build_stages
+from terrace.plan.validate import validate
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
+from terrace.program.report import StepReport
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
 from terrace.simulate.cost import Costs, step_costs, update_seconds

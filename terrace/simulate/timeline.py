@@ -16,7 +16,10 @@ from functools import cached_property
 from math import inf
 
 from terrace.base.errors import ProgramError
-from terrace.program.schedules import Kind, Orders, Task, TaskSeconds, check_seconds, peak_activation_bytes
+from terrace.plan.stage import Kind
+from terrace.program.schedules.counts import peak_activation_bytes
+from terrace.program.schedules.orders import Orders, Task
+from terrace.program.schedules.seconds import TaskSeconds, check_seconds
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = map(int, Kind)
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from terrace.plan.stage import Stage
-from terrace.program import Op
-from terrace.program.schedules import Kind, Task
+from terrace.plan.stage import Kind, Stage
+from terrace.program.instruction import Op
+from terrace.program.schedules.orders import Task
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.stages import Passed
 

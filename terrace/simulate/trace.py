@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from terrace.program import COLLECTIVES, Op, Program
+from terrace.program.instruction import COLLECTIVES, Op
+from terrace.program.program import Program
 from terrace.simulate.curve import MemoryCurve
 from terrace.simulate.recording import COMPUTE, Recording, Span
 from terrace.simulate.stages import Passed

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrace.base.schema import dump, load
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs, to_table
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed

@@ -16,17 +16,21 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from terrace.cluster import Cluster, Kernels, Tier
-from terrace.comm import Ledger, Pacer, StageP2P, TierGroup, codecs
+from terrace.cluster.cluster import Cluster, Kernels, Tier
+from terrace.comm import codecs
 from terrace.comm.collectives import DTYPES
 from terrace.comm.exchange import all_gather
+from terrace.comm.groups import TierGroup
+from terrace.comm.ledger import Ledger
+from terrace.comm.pace import Pacer
+from terrace.comm.stage_p2p import StageP2P
 from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
-from terrace.plan import MessageClass
 from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.hops import lossy_messages
 from terrace.plan.mesh import Mesh
+from terrace.plan.wire import MessageClass
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine
 from terrace.train.config import RunConfig

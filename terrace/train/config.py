@@ -18,7 +18,7 @@ import tomli_w
 
 from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge, read_table
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, parse_cluster, preset_names
 from terrace.data.config import PATHS, DataConfig
 from terrace.data.sources import (
@@ -27,9 +27,12 @@ from terrace.data.sources import (
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, validate
 from terrace.plan.hops import lossy_messages
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR, Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, parse_plan
+from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder
 from terrace.train.planned import TASK, read_planned

@@ -18,12 +18,13 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Arrays, Batches
 from terrace.data.samples import IGNORED, Parts
-from terrace.plan import Layout, Plan
 from terrace.plan.context import CHUNKS_PER_RING_RANK, ContextGroup, chunk_tokens, local_tokens
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import WorkCost

@@ -18,11 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from terrace.base.errors import ModelError, TrainingError
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import Head
-from terrace.program import StepReport, build_stages
+from terrace.program.lowering import build_stages
+from terrace.program.report import StepReport
 from terrace.program.stages import blocks_by_stage
 from terrace.runtime.engine import Engine
 from terrace.runtime.random_state import random_state, restored
-from terrace.simulate import Step, predict_step
+from terrace.simulate.step import Step, predict_step
 from terrace.train.calibrate import measure
 
 Loss = Callable[[Tensor, Tensor], Tensor]

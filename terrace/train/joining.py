@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from terrace.base.errors import ConfigError
-from terrace.cluster import Cluster, load_cluster
-from terrace.cluster.presets import parse_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
-from terrace.plan import Plan, parse_plan
+from terrace.plan.plan import Plan
+from terrace.plan.presets import parse_plan
 from terrace.train.config import section
 
 FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it

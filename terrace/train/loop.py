@@ -21,9 +21,9 @@ from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.saved import Saved
 from terrace.checkpoint.saving import Saver
-from terrace.cluster import Cluster
-from terrace.comm import Pacer
+from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
+from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches, Source
 from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
@@ -39,7 +39,7 @@ from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
 from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
-from terrace.program import StepReport
+from terrace.program.report import StepReport
 from terrace.runtime.engine import Engine, StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of

@@ -9,8 +9,8 @@ from typing import Protocol
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.checkpoint.saved import Saved
-from terrace.cluster import Cluster
-from terrace.program import StepReport
+from terrace.cluster.cluster import Cluster
+from terrace.program.report import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)

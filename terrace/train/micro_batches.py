@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from terrace.data.batches import Batches
-from terrace.program import Program
+from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.train.context_batches import ContextBatches
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.schema import dump, read_table
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import cluster_table, preset_names
 from terrace.model.config import ModelConfig, to_table
 

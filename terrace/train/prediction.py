@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import forward_flops
-from terrace.simulate import Prediction, Step, predict_step, resolved
 from terrace.simulate.footprint import work_of
+from terrace.simulate.step import Prediction, Step, predict_step, resolved
 from terrace.train.config import RunConfig
 from terrace.train.utilisation import Utilisation, utilisation
 

@@ -18,8 +18,8 @@ from typing import Any
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.schema import dump
-from terrace.cluster import Cluster
-from terrace.program import StepReport
+from terrace.cluster.cluster import Cluster
+from terrace.program.report import StepReport
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.metrics import Observer, Outcome, StepRecord
 from terrace.train.trackers import Tracker, open_trackers, values_of

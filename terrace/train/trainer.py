@@ -22,13 +22,14 @@ from terrace.base.schema import load
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.writing import save
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
 from terrace.model.decoder import token_loss
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan, validate
 from terrace.plan.context import is_context_parallel
-from terrace.program import StepReport
+from terrace.plan.plan import Plan
+from terrace.plan.validate import validate
+from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine, StepResult

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from terrace.program import StepReport
+from terrace.program.report import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,10 @@ Every token of the batch counts, trained on or not. Documents packed into one se
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 
 

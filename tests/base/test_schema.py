@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import dump, load, merge, parse_override, read_table
-from terrace.cluster import Cluster, Kernels, load_cluster, preset_names
-from terrace.cluster.presets import cluster_table
+from terrace.cluster.cluster import Cluster, Kernels
+from terrace.cluster.presets import cluster_table, load_cluster, preset_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

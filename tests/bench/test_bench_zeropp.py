@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from bench.zeropp import HEADER, PARTS_HEADER, clusters, contest, gpt, parts, parts_rows, percent, plan_words, row
 from bench.zeropp import summary as summary_of
-from terrace.planner import Pins, Search, Space, Task, parse_pins
 from terrace.planner.explain import reasons
-from terrace.planner.search import cores_of, exhaustive, units_of
-from terrace.planner.space import OpenMesh, meshes, placements
+from terrace.planner.pins import Pins, parse_pins
+from terrace.planner.search import Search, cores_of, exhaustive, units_of
+from terrace.planner.space import OpenMesh, Space, meshes, placements
 from terrace.planner.stages import traits
-from terrace.planner.task import Choice, Placement, num_micros
-from terrace.program import Op
-from terrace.program.schedules import schedule_names, takes_unit
+from terrace.planner.task import Choice, Placement, Task, num_micros
+from terrace.program.instruction import Op
+from terrace.program.schedules.registry import schedule_names, takes_unit
 from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, sized, small_task
 from tests.support.planner_cases import gpt as small_gpt
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from bench.validation import fsdp
 from bench.validation.__main__ import PAGE, page, tables
 from bench.validation.rows import Row, Table, gpt, read_rows
-from terrace.cluster import load_cluster, preset_names
+from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import num_params
-from terrace.simulate import Work
+from terrace.simulate.work import Work
 
 TITLES = [
     "Megatron-LM, Table 1",

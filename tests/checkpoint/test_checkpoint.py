@@ -20,7 +20,7 @@ from terrace.checkpoint.layout import decode, encode, latest
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig

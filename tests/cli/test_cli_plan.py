@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from terrace.cli.main import main
-from terrace.cluster import load_cluster
-from terrace.plan import PRESETS, Layout, Plan
+from terrace.cluster.presets import load_cluster
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS
 from terrace.planner.explain import size_words
-from terrace.program import build
+from terrace.program.lowering import build
 from terrace.report.plot import round_ticks
 from terrace.report.tables import plan_rows, quantity, seconds
-from terrace.simulate import simulate, step_costs
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.train.config import resolve
 

@@ -9,7 +9,7 @@ import pytest
 
 from terrace.cli import probing
 from terrace.cli.main import main
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from tests.support.tiny_runs import environment, one_line, terrace
 
 

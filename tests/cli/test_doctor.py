@@ -16,10 +16,11 @@ from terrace.cli.checks import check_run, slow_warning, task_of
 from terrace.cli.main import main
 from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
-from terrace.planner import Evaluator, runs_today
 from terrace.planner.bottleneck import better_plan, bottleneck
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.search import runs_today
 from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import NEEDED, PACKAGES, Gpu, Machine, look

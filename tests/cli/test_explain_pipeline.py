@@ -14,12 +14,20 @@ from rich.table import Table
 
 from terrace.cli.main import main
 from terrace.cli.programs import checked_programs, kept_activations
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass, Plan
-from terrace.program import Op, Program, StepReport, build_stages
-from terrace.program.schedules import Orders, even_seconds, from_csv, orders_for, schedule_names, takes, to_csv
+from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Op
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
+from terrace.program.report import StepReport
+from terrace.program.schedules.csv_form import from_csv, to_csv
+from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.registry import orders_for, schedule_names, takes
+from terrace.program.schedules.seconds import even_seconds
 from terrace.program.stages import plan_orders
 from terrace.report.stage_tables import (
     block_words,
@@ -30,9 +38,9 @@ from terrace.report.stage_tables import (
     stage_comparison_table,
 )
 from terrace.report.tables import quantity, seconds, stage_band_words
-from terrace.simulate import simulate_stages, step_costs
+from terrace.simulate.cost import step_costs
 from terrace.simulate.footprint import work_of
-from terrace.simulate.stages import StagesStep
+from terrace.simulate.stages import StagesStep, simulate_stages
 from terrace.simulate.step import bubble, idle_s
 from terrace.simulate.timeline import play
 from terrace.simulate.timeline_picture import passes_picture, task_spans

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from terrace.cli.main import main
-from terrace.cluster import load_cluster
-from terrace.program import build
+from terrace.cluster.presets import load_cluster
+from terrace.program.lowering import build
 from terrace.report.tables import seconds
-from terrace.simulate import simulate, step_costs
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.train.config import resolve
 from tests.cli.test_cli_plan import Here, here

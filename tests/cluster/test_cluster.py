@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
-from terrace.cluster import Cluster, Device, Kernels, Tier, load_cluster, preset_names
-from terrace.cluster.presets import parse_cluster
+from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
+from terrace.cluster.presets import load_cluster, parse_cluster, preset_names
 
 DOC = Path(__file__).parents[2] / "docs" / "clusters.md"
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from terrace.base.errors import ClusterError, ConfigError
-from terrace.cluster import Cluster, Tier
+from terrace.cluster.cluster import Cluster, Tier
 from terrace.comm.pace import Pacer
 from tests.support.toys import cluster_of
 

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, Plan, num_micro_batches, parse_plan, preset, validate
 from terrace.plan.context import ContextGroup, attention_heads, local_tokens, ring_axes
 from terrace.plan.flats import everyone, world
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import ORDER, Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import parse_plan, preset
 from terrace.plan.slices import slice_blocks
+from terrace.plan.validate import num_micro_batches, validate
 from terrace.report.tables import plan_rows
 from tests.support.toys import cluster_of
 

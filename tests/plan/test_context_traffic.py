@@ -14,18 +14,24 @@ from rich.console import Console
 
 from terrace.base.errors import PlanError
 from terrace.cli.main import main
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
-from terrace.plan import MessageClass, Plan, preset, step_bytes
 from terrace.plan.context import ContextGroup, local_tokens
 from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage, ContextTraffic
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.plan.slices import slice_blocks
-from terrace.program import Op, Program, build, program_text, verify
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program import Send, Steps, attention_steps, messages_of
-from terrace.program.lowering import build_stages
-from terrace.report import ASSIGNED, attention_table
+from terrace.program.instruction import Op
+from terrace.program.lowering import build, build_stages
+from terrace.program.program import Program
+from terrace.program.text import program_text
+from terrace.program.verify import verify
+from terrace.report.inside import ASSIGNED, attention_table
 from terrace.sequence.static import static_token_layout
 from terrace.sequence.token_layout import Exchange, num_rows
 from tests.support.tiny_runs import write_run

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.model.config import block_specs, parse_model
-from terrace.plan import Plan
 from terrace.plan.edges import rounds_of
-from terrace.program import PASSES, Op, Program, build_stages
+from terrace.plan.plan import Plan
+from terrace.program.instruction import PASSES, Op
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
 from tests.support.toys import cluster_of
 
 TIED = {

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from terrace.comm import Meter
+from terrace.comm.ledger import Meter
 from terrace.launch.start import LocalPool
 from terrace.model.spec import ParamSpec
-from terrace.plan import Layout, Plan, preset
 from terrace.plan.flats import FlatParamSpec
+from terrace.plan.layout import Layout
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from tests.support.memory_probe import Held, measure, measure_wide

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, Layout, Plan, num_micro_batches, parse_plan, preset, validate
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, parse_plan, preset
 from terrace.plan.residency import recomputed
+from terrace.plan.validate import num_micro_batches, validate
 from tests.support.toys import cluster_of
 
 BLOCKS = tuple(

@@ -11,12 +11,12 @@ import pytest
 from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import read_table
 from terrace.cli.main import main
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
-from terrace.plan import parse_plan, step_bytes
+from terrace.plan.presets import parse_plan
 from terrace.plan.residency import residencies
 from terrace.plan.stage import whole_stage
-from terrace.plan.traffic import gather_counts
+from terrace.plan.traffic import gather_counts, step_bytes
 
 LLAMA = {
     "model_type": "llama",

@@ -10,15 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import MessageClass, Plan, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import ORDER, Mesh, position
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.plan.slices import rank_slices, slice_blocks
 from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
-from terrace.program import build
+from terrace.plan.traffic import step_bytes
+from terrace.plan.validate import validate
+from terrace.plan.wire import MessageClass
+from terrace.program.lowering import build
 from tests.support.toys import cluster_of
 
 SEQUENCE, HIDDEN, HEADS, VOCAB = 24, 48, 12, 60

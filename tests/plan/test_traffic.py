@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, MessageClass, preset, step_bytes
-from terrace.program import Op, build
+from terrace.plan.presets import PRESETS, preset
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Op
+from terrace.program.lowering import build
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of
 

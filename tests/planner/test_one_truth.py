@@ -8,17 +8,21 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import TerraceError
 from terrace.cli.views import StepView
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
-from terrace.plan import Plan, validate
-from terrace.planner import Task
+from terrace.plan.plan import Plan
+from terrace.plan.validate import validate
 from terrace.planner.evaluate import step_of as task_step
 from terrace.planner.scaling import evaluate_plan
-from terrace.program import build_stages, verify_stages
-from terrace.program.schedules import schedule_names
-from terrace.simulate import predict_step, simulate_stages, step_costs
-from terrace.simulate import simulate as play_one
+from terrace.planner.task import Task
+from terrace.program.lowering import build_stages
+from terrace.program.schedules.registry import schedule_names
+from terrace.program.verify_ranks import verify_stages
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate as play_one
 from terrace.simulate.footprint import work_of
+from terrace.simulate.stages import simulate_stages
+from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig, TrainConfig
 from terrace.train.prediction import predict, resolved_run
 from tests.support.planner_cases import CLUSTERS, gpt

@@ -11,14 +11,14 @@ import pytest
 
 from bench.validation import megatron
 from bench.validation.rows import read_rows
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.plan import preset
-from terrace.planner import Evaluator, Task, curve
+from terrace.plan.presets import preset
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
-from terrace.planner.scaling import evaluate_plan
-from terrace.planner.task import MEGATRON, Software, num_micros
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.scaling import curve, evaluate_plan
+from terrace.planner.task import MEGATRON, Software, Task, num_micros
 from tests.support.planner_cases import gpt
 
 # GB/s per GCD of a pair, of 4 such pairs, and across nodes with 8 groups on the adapters: Singh et al. 2502.08145, the

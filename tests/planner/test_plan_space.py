@@ -9,21 +9,15 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.cluster.presets import load_cluster
-from terrace.plan import AXES, validate
 from terrace.plan.mesh import ORDER, Mesh
-from terrace.planner import (
-    Space,
-    Task,
-    find,
-    parse_axes,
-    parse_pins,
-    plan_of,
-    runs_today,
-)
-from terrace.planner.space import meshes, placements
+from terrace.plan.plan import AXES
+from terrace.plan.validate import validate
+from terrace.planner.pins import parse_axes, parse_pins
+from terrace.planner.search import find, runs_today
+from terrace.planner.space import Space, meshes, placements
 from terrace.planner.stages import SERIAL, share_layers, traits
-from terrace.planner.task import Choice, Placement
-from terrace.program.schedules import schedule_names
+from terrace.planner.task import Choice, Placement, Task, plan_of
+from terrace.program.schedules.registry import schedule_names
 from tests.support.planner_cases import CLUSTERS, SMALL, gpt, mesh_of, sized, small_task
 
 

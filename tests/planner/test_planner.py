@@ -12,34 +12,28 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
-from terrace.plan import AXES, PRESETS, Layout, preset
+from terrace.plan.layout import Layout
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
-from terrace.planner import (
-    Estimate,
-    Pins,
-    Search,
-    Space,
-    Task,
-    find,
-    plan_of,
-    preset_verdicts,
-    reasons,
-)
+from terrace.plan.plan import AXES
+from terrace.plan.presets import PRESETS, preset
 from terrace.planner.estimate import Estimator, Part, data_cluster
-from terrace.planner.evaluate import step_of
-from terrace.planner.explain import placement_of
+from terrace.planner.evaluate import Estimate, step_of
+from terrace.planner.explain import placement_of, preset_verdicts, reasons
 from terrace.planner.figures import hfu, mfu
+from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
-from terrace.planner.search import cores_of, exhaustive
-from terrace.planner.space import OpenMesh, closed, meshes, open_meshes, placements, units
+from terrace.planner.search import Search, cores_of, exhaustive, find
+from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
-from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, num_micros
-from terrace.program import build
-from terrace.simulate import predict_step, simulate, step_costs
+from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
+from terrace.program.lowering import build
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import block_seconds
+from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import ProbeError
 from terrace.base.schema import dump
-from terrace.cluster import Cluster, Device, Kernels, load_cluster
-from terrace.cluster.presets import parse_cluster
+from terrace.cluster.cluster import Cluster, Device, Kernels
+from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.probe.assemble import assemble

@@ -7,10 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.plan import MessageClass, preset
-from terrace.program import Instruction, Op, Program, build_stages, forward_programs, verify, verify_stages
-from terrace.simulate import simulate
+from terrace.plan.presets import preset
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build_stages, forward_programs
+from terrace.program.program import Program
+from terrace.program.verify import verify
+from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from tests.support.pipelines import ALONE, PLACEMENTS, SCHEDULES, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.plan import MessageClass, preset
 from terrace.plan.edges import tie_bytes
-from terrace.plan.wire import CONTROL_NUMBER_BYTES
-from terrace.program import Op, verify_ranks
+from terrace.plan.presets import preset
+from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
+from terrace.program.instruction import Op
+from terrace.program.verify_ranks import verify_ranks
 from terrace.runtime.engine import Engine
 from tests.support.pipelines import OUTER, Place, pipelined, programs_of
 from tests.support.toys import MODELS, SEQUENCE, cluster_of

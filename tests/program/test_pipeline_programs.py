@@ -9,10 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.plan import MessageClass, Plan, preset, step_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.plan.stage import Kind
-from terrace.program import Instruction, Op, Program, build, build_stages, verify, verify_ranks
-from terrace.program.schedules import Orders, Task, looped
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build, build_stages
+from terrace.program.program import Program
+from terrace.program.schedules.orders import Orders, Task, looped
+from terrace.program.verify import verify
+from terrace.program.verify_ranks import verify_ranks
 from tests.support.pipelines import (
     ALONE,
     OUTER,

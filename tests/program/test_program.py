@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, preset
+from terrace.plan.presets import PRESETS, preset
 from terrace.plan.residency import residencies
 from terrace.plan.stage import whole_stage
-from terrace.program import Instruction, Op, Program, build, program_text, verify, verify_ranks
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.program.text import program_text
+from terrace.program.verify import verify
+from terrace.program.verify_ranks import verify_ranks
 from tests.support.effort import lines_run
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 
 from terrace.base.errors import PlanError, ProgramError
+from terrace.plan.stage import Kind
 from terrace.program import schedules
-from terrace.program.schedules import (
-    Kind,
-    Orders,
-    Task,
-    even_seconds,
-    from_csv,
-    orders_for,
-    registry,
-    schedule_names,
-    verify_orders,
-)
+from terrace.program.schedules import registry
+from terrace.program.schedules.csv_form import from_csv
+from terrace.program.schedules.orders import Orders, Task, verify_orders
+from terrace.program.schedules.registry import orders_for, schedule_names
+from terrace.program.schedules.seconds import even_seconds
 from tests.program.test_schedules import NAMES
 
 EVEN = even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0)

@@ -8,17 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrace.program.schedules import (
-    Kind,
-    Orders,
-    TaskSeconds,
-    even_seconds,
-    from_csv,
-    orders_for,
-    peak_activation_bytes,
-    to_csv,
-    verify_orders,
-)
+from terrace.plan.stage import Kind
+from terrace.program.schedules.counts import peak_activation_bytes
+from terrace.program.schedules.csv_form import from_csv, to_csv
+from terrace.program.schedules.orders import Orders, verify_orders
+from terrace.program.schedules.registry import orders_for
+from terrace.program.schedules.seconds import TaskSeconds, even_seconds
 from terrace.simulate.timeline import play
 
 NAMES = (

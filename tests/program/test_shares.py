@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.model.config import block_specs, parse_model
-from terrace.plan import Plan
-from terrace.program import build_stages
+from terrace.plan.plan import Plan
+from terrace.program.lowering import build_stages
 from terrace.program.shares import block_costs, share
 from tests.support.toys import cluster_of
 

@@ -8,8 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
-from terrace.plan import Plan, preset
-from terrace.program import Instruction, Op, Program, build, verify, verify_ranks
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.program.verify import verify
+from terrace.program.verify_ranks import verify_ranks
 from tests.program.test_program import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of

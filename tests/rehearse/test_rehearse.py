@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError, ConfigError
-from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.rehearse import Wiring, script, wire
 from terrace.rehearse.counters import Counts, read
 from terrace.rehearse.guard import groups_left

@@ -10,26 +10,23 @@ from xml.etree import ElementTree
 
 import pytest
 
-from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, preset
-from terrace.program import Program, build
+from terrace.plan.presets import PRESETS, preset
+from terrace.program.lowering import build
+from terrace.program.program import Program
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
 from terrace.report.page import page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks, timeline_svg
-from terrace.simulate import (
-    Change,
-    Costs,
-    Recording,
-    Step,
-    changes,
-    critical_path,
-    memory_curve,
-    record,
-    step_costs,
-)
+from terrace.simulate.changes import Change, changes
+from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.critical import critical_path
+from terrace.simulate.curve import memory_curve
+from terrace.simulate.recording import Recording, record
+from terrace.simulate.step import Step
 
 LOCAL = load_cluster("local")
 BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))

@@ -8,11 +8,21 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from terrace.cluster import load_cluster
-from terrace.plan import MessageClass, preset
-from terrace.program import StepReport
-from terrace.report import band_words, bytes_table, comparison_tables, loss_svg, memory_table, plan_table
-from terrace.report.tables import equal_bytes, quantity, seconds
+from terrace.cluster.presets import load_cluster
+from terrace.plan.presets import preset
+from terrace.plan.wire import MessageClass
+from terrace.program.report import StepReport
+from terrace.report.plot import loss_svg
+from terrace.report.tables import (
+    band_words,
+    bytes_table,
+    comparison_tables,
+    equal_bytes,
+    memory_table,
+    plan_table,
+    quantity,
+    seconds,
+)
 
 LOCAL = load_cluster("local")
 

@@ -8,13 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from terrace.plan import Layout, Plan, num_micro_batches
-from terrace.program import PASSES
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.validate import num_micro_batches
+from terrace.program.instruction import PASSES
 from terrace.report.stages import path_sentence, stages_page
 from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stage_bars, stages_svg
 from terrace.report.svg import PLOT
-from terrace.simulate import Change, RecordedStep, Step, changes, record_step
+from terrace.simulate.changes import Change, changes
 from terrace.simulate.footprint import work_of
+from terrace.simulate.recorded import RecordedStep, record_step
+from terrace.simulate.step import Step
 from terrace.simulate.timeline_picture import memory_picture
 from terrace.simulate.trace import stages_trace_json
 from tests.support.planner_cases import CLUSTERS, gpt, small_task

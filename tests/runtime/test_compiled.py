@@ -11,11 +11,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from terrace.base.errors import ConfigError, PlanError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model import attention
-from terrace.program import build_stages
+from terrace.program.lowering import build_stages
 from terrace.runtime import compiled
 from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.toys import MODELS, cluster_of

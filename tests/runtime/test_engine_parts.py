@@ -8,7 +8,8 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, load_state
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
-from terrace.program import build, forward_programs, verify
+from terrace.program.lowering import build, forward_programs
+from terrace.program.verify import verify
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm

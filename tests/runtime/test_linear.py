@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terrace.comm import Meter
 from terrace.comm.collectives import DTYPES
-from terrace.plan import Layout, preset
+from terrace.comm.ledger import Meter
 from terrace.plan.flats import FlatParamSpec
-from terrace.program import Instruction, Op
+from terrace.plan.layout import Layout
+from terrace.plan.presets import preset
+from terrace.program.instruction import Instruction, Op
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, replace_parameters
 from terrace.runtime.engine import Engine

@@ -10,16 +10,22 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.launch.start import LocalPool, World
-from terrace.plan import MessageClass, Plan, step_bytes
 from terrace.plan.flats import block_flats
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.newton_schulz import iteration_flops, matrices_of_a_rank
-from terrace.program import Instruction, Op, build, build_stages, verify, verify_stages
+from terrace.plan.plan import Plan
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build, build_stages
+from terrace.program.verify import verify
+from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.muon import newton_schulz
 from terrace.runtime.settings import OptimizerConfig
-from terrace.simulate import simulate, step_costs
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from tests.support.parity import TOLERANCE, Case, Outcome, deviation, exact, flatten, num_rows, run
 from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.sequence.assign import Assignment, assign, sure_capacity
 from terrace.sequence.bound import makespan_bound_s
 from terrace.sequence.cost import Link, WorkCost, ring_tokens

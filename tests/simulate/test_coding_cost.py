@@ -4,13 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, MessageClass, Plan, preset
 from terrace.plan.hops import block_hops, hops_coding_bytes
-from terrace.plan.wire import parse_format
-from terrace.program import Instruction, Op, build
-from terrace.simulate import simulate, step_costs
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.plan.wire import MessageClass, parse_format
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from tests.support.toys import cluster_of, with_wires
 
 NUMEL = 4096

@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError
-from terrace.cluster import Cluster, Device, Tier
+from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import forward_flops
-from terrace.plan import MessageClass, step_bytes
 from terrace.plan.context_traffic import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
-from terrace.planner import Pins, Space, Task, find, plan_of
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
 from terrace.planner.estimate import Part
-from terrace.planner.space import OpenMesh, closed, open_meshes
+from terrace.planner.pins import Pins
+from terrace.planner.search import find
+from terrace.planner.space import OpenMesh, Space, closed, open_meshes
 from terrace.planner.stages import SERIAL
-from terrace.planner.task import KINDS, LAYER, Choice, Placement, num_micros
-from terrace.program import Instruction, Op, Program, build
+from terrace.planner.task import KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
 from terrace.program.block_program import (
     Compute,
     Moment,
@@ -29,14 +30,20 @@ from terrace.program.block_program import (
     attention_steps,
     moments_of,
 )
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build
+from terrace.program.program import Program
 from terrace.sequence.balanced import most_attended, ring_rank_capacity
-from terrace.simulate import critical_path, record, simulate, step_costs
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
+from terrace.simulate.cost import step_costs
+from terrace.simulate.critical import critical_path
+from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import Rounds, attention_bytes
 from terrace.simulate.layers import core_rounds
 from terrace.simulate.links import rate_bytes_per_s, send_s, tier_penalty
+from terrace.simulate.recording import record
 from terrace.simulate.work import Work
 from tests.support.attention_waits import attention_waits
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, small_task

@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from bench.validation.rows import gpt
 from terrace.base.errors import ClusterError, PlanError
-from terrace.cluster import Device, Kernels, load_cluster, preset_names
+from terrace.cluster.cluster import Device, Kernels
+from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
-from terrace.plan import preset
-from terrace.program import build
-from terrace.simulate import Work, simulate, step_costs
+from terrace.plan.presets import preset
+from terrace.program.lowering import build
+from terrace.simulate.cost import step_costs
+from terrace.simulate.events import simulate
 from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
 from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s
 from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.work import Work
 from terrace.train.calibrate import _measured
 from tests.support.effort import lines_run
 

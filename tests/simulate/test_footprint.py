@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
-from terrace.plan import PRESETS, Plan, preset
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, preset
 from terrace.plan.validate import validate
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

@@ -9,17 +9,29 @@ import pytest
 from rich.console import Console
 
 from terrace.base.errors import PlanError
-from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
-from terrace.plan import MessageClass, Plan, step_bytes
-from terrace.program import Instruction, Op, Program, build, verify
+from terrace.plan.plan import Plan
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program import Compute, Kind, moments_of
-from terrace.report import inside_table
-from terrace.simulate import Costs, Step, changes, critical_path, memory_curve, record, simulate, step_costs
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.program.verify import verify
+from terrace.report.inside import inside_table
 from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.changes import changes
+from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.critical import critical_path
+from terrace.simulate.curve import memory_curve
+from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.simulate.inside import PricedMoment, block_prices, exposed, inside_seconds, rooms_of
 from terrace.simulate.layers import block_seconds
+from terrace.simulate.recording import record
+from terrace.simulate.step import Step
 from terrace.simulate.work import Work
 from tests.support.planner_cases import gpt
 

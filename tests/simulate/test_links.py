@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from bench.validation.bandwidth import nested, ring_s
 from terrace.base.errors import ClusterError
-from terrace.cluster import Cluster, Device, Tier, load_cluster
+from terrace.cluster.cluster import Cluster, Device, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.simulate.links import (
     exchange_tiers,
     gather_s,

@@ -11,7 +11,7 @@ from terrace.model import attention
 from terrace.model.attention import AttentionPlans, Pieces
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.sequence.pairs import SHORT_PIECE
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import footprint, has_flash_attention

@@ -10,27 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
-from terrace.cluster import Cluster, Tier, load_cluster
+from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import PRESETS, Plan, preset, step_bytes, validate
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, preset
 from terrace.plan.residency import recomputed
-from terrace.program import COLLECTIVES, Instruction, Op, Program, build, verify
+from terrace.plan.traffic import step_bytes
+from terrace.plan.validate import validate
+from terrace.program.instruction import COLLECTIVES, Instruction, Op
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.program.verify import verify
 from terrace.report import bars
-from terrace.simulate import (
-    Costs,
-    Step,
-    best_change,
-    changes,
-    critical_path,
-    critical_words,
-    exposed_by_tier,
-    memory_curve,
-    record,
-    simulate,
-    step_costs,
-)
-from terrace.simulate.recording import COMPUTE
+from terrace.simulate.changes import best_change, changes
+from terrace.simulate.cost import Costs, step_costs
+from terrace.simulate.critical import critical_path, critical_words, exposed_by_tier
+from terrace.simulate.curve import memory_curve
+from terrace.simulate.events import simulate
+from terrace.simulate.recording import COMPUTE, record
+from terrace.simulate.step import Step
 from tests.support.slow_simulator import slow_time_s
 from tests.support.strategies import Setting, settings_of_a_step
 

@@ -7,18 +7,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
-from terrace.cluster import Cluster, Device, Kernels, Tier, load_cluster
+from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import MessageClass, Plan, preset, step_bytes
-from terrace.planner import Choice, Evaluator, Placement, Task
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.plan.traffic import step_bytes
+from terrace.plan.wire import MessageClass
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
 from terrace.planner.stages import traits
-from terrace.program import Op, Program, build_stages, verify_stages
-from terrace.program.schedules import Orders, TaskSeconds, orders_for
-from terrace.simulate import Costs, StagesStep, simulate_stages
-from terrace.simulate.stages import activation_bytes
+from terrace.planner.task import Choice, Placement, Task
+from terrace.program.instruction import Op
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
+from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.registry import orders_for
+from terrace.program.schedules.seconds import TaskSeconds
+from terrace.program.verify_ranks import verify_stages
+from terrace.simulate.cost import Costs
+from terrace.simulate.stages import StagesStep, activation_bytes, simulate_stages
 from terrace.simulate.timeline import play
 from tests.program.test_schedules import any_orders, seconds_of
 from tests.simulate.test_timeline import Row, rows, weight_share

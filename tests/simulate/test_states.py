@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.model.config import ModelConfig, block_specs, num_params, parse_model
-from terrace.plan import PRESETS, Plan, preset
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, preset
 from terrace.plan.slices import slice_blocks
 from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_of, state_layout

@@ -8,21 +8,16 @@ import pytest
 
 from terrace.base.errors import PlanError
 from terrace.model.config import block_specs
-from terrace.plan import Layout, Plan, num_micro_batches
-from terrace.program import PASSES
-from terrace.simulate import (
-    Recording,
-    Step,
-    critical_path,
-    exposed_by_axis,
-    play_whole,
-    predict_step,
-    record_stages,
-    resolved,
-    simulate_stages,
-    step,
-)
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.validate import num_micro_batches
+from terrace.program.instruction import PASSES
+from terrace.simulate import step
+from terrace.simulate.critical import critical_path, exposed_by_axis
 from terrace.simulate.footprint import work_of
+from terrace.simulate.recording import Recording
+from terrace.simulate.stages import record_stages, simulate_stages
+from terrace.simulate.step import Step, play_whole, predict_step, resolved
 from tests.support.planner_cases import CLUSTERS, gpt
 
 DGX = CLUSTERS["dgx 4x2"]

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.program.schedules import Kind, Orders, Task, even_seconds, from_csv, orders_for
+from terrace.plan.stage import Kind
+from terrace.program.schedules.csv_form import from_csv
+from terrace.program.schedules.orders import Orders, Task
+from terrace.program.schedules.registry import orders_for
+from terrace.program.schedules.seconds import even_seconds
 from terrace.simulate.timeline import Timeline, play
 from tests.program.test_schedules import any_orders, seconds_of
 from tests.support.effort import lines_run

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from terrace.program import COLLECTIVES, Program, build
-from terrace.simulate import Costs, memory_curve, record
+from terrace.program.instruction import COLLECTIVES
+from terrace.program.lowering import build
+from terrace.program.program import Program
+from terrace.simulate.cost import Costs
+from terrace.simulate.curve import memory_curve
+from terrace.simulate.recording import record
 from terrace.simulate.trace import trace_json
 from tests.report.test_page import recorded
 from tests.support.strategies import settings_of_a_step

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.plan.context_traffic import AttentionBytes
 from terrace.simulate.inside import Rounds
 from terrace.simulate.links import exchange_tiers, send_s, tier_penalty

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from terrace.program import Instruction, Op, Program
 from terrace.program.block_program import Await, Compute, Send, Step
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
 from terrace.runtime.engine import Engine
 
 

@@ -13,13 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from terrace.plan import Layout, MessageClass
 from terrace.plan.hops import block_hops
-from terrace.plan.layout import DEVICE
+from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+from terrace.simulate.cost import Costs
 from terrace.simulate.links import rate_bytes_per_s
 
 

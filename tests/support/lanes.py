@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from terrace.comm import Lane, ThreadLane, Ticket
+from terrace.comm.lane import Lane, ThreadLane, Ticket
 from terrace.runtime import comm as comm_module
 
 Work = Callable[[], None]

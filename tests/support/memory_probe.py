@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrace.cluster import Cluster
-from terrace.comm import Meter
+from terrace.cluster.cluster import Cluster
 from terrace.comm.codecs import cpu
+from terrace.comm.ledger import Meter
 from terrace.launch.start import World
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan
+from terrace.plan.plan import Plan
 from terrace.runtime import comm as comm_module
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ProgramError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.plan import Layout, Plan, preset
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.plan.slices import rank_slices
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
-from terrace.plan import Plan
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
 from terrace.plan.stage import Kind
-from terrace.program import Instruction, Op, Program, build_stages
-from terrace.program.schedules import Task
+from terrace.program.instruction import Instruction, Op
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
+from terrace.program.schedules.orders import Task
 from tests.support.parity import ADAMW, Case, data_rows, engine_of, exact
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
 

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.mesh import Mesh
-from terrace.planner import Evaluator, Task
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.task import Task
 
 _GPT: dict[str, Any] = {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 

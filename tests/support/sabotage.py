@@ -6,13 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from terrace.comm import Collectives, Origin
-from terrace.plan import MessageClass
-from terrace.program import Instruction, Op
+from terrace.comm.collectives import Collectives
+from terrace.comm.rounding import Origin
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
 from terrace.runtime.activations import Key
 from terrace.runtime.batch import Batch
-from terrace.runtime.context import ContextAxis
+from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.engine import Engine
 
 VICTIM = 2  # the block that a fault befalls

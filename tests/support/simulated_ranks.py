@@ -12,12 +12,13 @@ from terrace.checkpoint.layout import Files, encode, manifest_of
 from terrace.checkpoint.parts import slices_of
 from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.snapshot import Snapshot
-from terrace.comm import Meter
+from terrace.comm.ledger import Meter
 from terrace.model.spec import BlockSpec
-from terrace.plan import Plan
 from terrace.plan.mesh import STAGE
+from terrace.plan.plan import Plan
 from terrace.plan.slices import rank_slices
-from terrace.program import Program, build_stages
+from terrace.program.lowering import build_stages
+from terrace.program.program import Program
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS

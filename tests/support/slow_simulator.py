@@ -3,12 +3,13 @@
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from terrace.plan import MessageClass
 from terrace.plan.layout import DEVICE
 from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
-from terrace.program import Instruction, Op, Program
-from terrace.simulate import Costs
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Instruction, Op
+from terrace.program.program import Program
+from terrace.simulate.cost import Costs
 
 
 def slow_time_s(program: Program, costs: Costs) -> dict[str, float]:

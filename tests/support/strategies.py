@@ -5,9 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan import Layout, Plan
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, PLACEABLE, MessageClass
 from tests.support.toys import cluster_of
 

@@ -2,13 +2,13 @@
 
 import torch
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import World
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initial_value
-from terrace.plan import Plan
-from terrace.program import Instruction, Op
+from terrace.plan.plan import Plan
+from terrace.program.instruction import Instruction, Op
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.allocations import allocated

@@ -5,7 +5,7 @@ from itertools import pairwise
 from terrace.model.attention import AttentionPlans
 from terrace.plan.context import ContextGroup, local_tokens
 from terrace.runtime.batch import Batch
-from terrace.runtime.context import ContextAxis
+from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.engine import Engine
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.group_layout import GroupLayout

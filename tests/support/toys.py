@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.cluster import Cluster, load_cluster
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan import Layout, Plan
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
 from terrace.plan.wire import PLACEABLE
 from terrace.runtime.batch import Batch
 

@@ -9,17 +9,18 @@ from torch import nn
 
 import terrace
 from terrace.base.errors import TerraceError
-from terrace.cluster import Cluster
-from terrace.comm import GroupP2P
+from terrace.cluster.cluster import Cluster
+from terrace.comm.group_p2p import GroupP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import DecoderLayer, token_loss
-from terrace.plan import MessageClass, Plan
 from terrace.plan.context import ContextGroup
+from terrace.plan.plan import Plan
+from terrace.plan.wire import MessageClass
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
-from terrace.runtime.context import PeerComm
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.device_layout import DeviceLayout
+from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.linear import WeightGradients
 from terrace.sequence.build import build_token_layout

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.launch.start import LocalPool
-from terrace.plan import preset
+from terrace.plan.presets import preset
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
 from tests.simulate.test_activations import MODELS

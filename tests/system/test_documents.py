@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model import attention
 from terrace.model.attention import AttentionPlans, Pieces, attend, document_begins, whole_mask

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches, Source
 from terrace.data.chat_tokens import prepare_chat
 from terrace.data.tokenizer import ByteTokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from tests.support.parity import ADAMW, TOLERANCE, Case, engine_of, exact, run_case
 from tests.support.pipelines import ALONE, OUTER, pipelined

@@ -16,7 +16,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.options import parse_overrides
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
@@ -25,8 +25,9 @@ from terrace.model.init import initial_value
 from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
 from terrace.model.lora.modules import Value, add_adapters, merged
 from terrace.model.lora.peft import write_adapter
-from terrace.plan import Plan, preset
 from terrace.plan.memory import model_state_bytes
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.runtime.describe import describe
 from terrace.train.adapted import merged_values
 from terrace.train.config import parse_run, resolve, run_toml

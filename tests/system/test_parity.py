@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from terrace.launch.start import LocalPool
-from terrace.plan import PRESETS, Plan, preset
+from terrace.plan.plan import Plan
+from terrace.plan.presets import PRESETS, preset
 from tests.support.nightly import nightly
 from tests.support.parity import NUM_STEPS, TOLERANCE, Case, Outcome, check, deviation, exact, run, serial, serial_bf16
 from tests.support.toys import cluster_of, with_wires

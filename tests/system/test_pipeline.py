@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from terrace.cluster import Cluster
-from terrace.comm import Pacer
+from terrace.cluster.cluster import Cluster
+from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool, World
-from terrace.plan import Layout, MessageClass
+from terrace.plan.layout import Layout
 from terrace.plan.stage import Kind
-from terrace.program.schedules import Task
+from terrace.plan.wire import MessageClass
+from terrace.program.schedules.orders import Task
 from terrace.program.stages import plan_orders
 from tests.support.nightly import nightly
 from tests.support.parity import TOLERANCE, Case, check, data_rows, deviation, engine_of, run, serial, train

@@ -12,7 +12,7 @@ import pytest
 from terrace.base.errors import HangError
 from terrace.launch.start import LocalPool, World
 from terrace.launch.watchdog import watch
-from terrace.program import Instruction, Op
+from terrace.program.instruction import Instruction, Op
 from tests.support.parity import Case, data_rows, engine_of
 from tests.support.pipelines import ALONE, Place, pipelined
 from tests.support.toys import cluster_of

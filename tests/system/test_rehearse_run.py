@@ -19,7 +19,7 @@ import tomli_w
 
 from terrace.base.errors import ClusterError
 from terrace.base.schema import dump
-from terrace.cluster import Cluster, Tier
+from terrace.cluster.cluster import Cluster, Tier
 from terrace.rehearse import wire
 from terrace.rehearse.names import existing, owner_of
 from terrace.rehearse.network import network

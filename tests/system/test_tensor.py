@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from terrace.base.errors import ProgramError
-from terrace.cluster import Cluster
-from terrace.comm import Collectives
+from terrace.cluster.cluster import Cluster
+from terrace.comm.collectives import Collectives
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, parse_model
-from terrace.plan import MessageClass, Plan, preset
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

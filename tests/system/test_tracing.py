@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
-from terrace.plan import Plan, preset
-from terrace.program import COLLECTIVES, PASSES, Op
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.program.instruction import COLLECTIVES, PASSES, Op
 from terrace.runtime.tracing import Tracer
-from terrace.simulate import record, simulate_stages, step_costs
-from terrace.simulate.recording import COMPUTE, Recording
+from terrace.simulate.cost import step_costs
+from terrace.simulate.recording import COMPUTE, Recording, record
+from terrace.simulate.stages import simulate_stages
 from terrace.simulate.trace import compared_trace_json
 from tests.simulate.test_trace import events_of
 from tests.support.parity import ADAMW, Case, data_rows, engine_of

@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 from terrace.base.errors import TrainingError
-from terrace.cluster import Cluster
-from terrace.comm import Collectives, Ledger, Meter, Origin, TierGroups
+from terrace.cluster.cluster import Cluster
+from terrace.comm.collectives import Collectives
+from terrace.comm.groups import TierGroups
+from terrace.comm.ledger import Ledger, Meter
+from terrace.comm.rounding import Origin
 from terrace.launch.start import LocalPool, World
-from terrace.plan import MessageClass, Plan, preset, validate
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
+from terrace.plan.validate import validate
+from terrace.plan.wire import MessageClass
 from terrace.program.message import flat_transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

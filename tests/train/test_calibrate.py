@@ -12,8 +12,8 @@ import pytest
 import tomli_w
 import torch
 
-from terrace.cluster import Cluster
-from terrace.comm import StageP2P
+from terrace.cluster.cluster import Cluster
+from terrace.comm.stage_p2p import StageP2P
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.runtime.engine import Engine

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from bench.ragged import write_tokens
-from terrace.cluster import Cluster
+from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches, Source
 from terrace.data.samples import IGNORED
-from terrace.plan import Plan, preset
 from terrace.plan.context import ContextGroup, local_tokens
 from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import preset
 from terrace.sequence.cost import WorkCost
 from terrace.train.context_batches import ContextBatches, LocalMicro, evenness, ring_seconds
 from tests.support.toys import cluster_of

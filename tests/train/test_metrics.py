@@ -16,11 +16,11 @@ from rich.console import Console
 
 from terrace.base.errors import ConfigError
 from terrace.cli.progress import ProgressLine, utilisation_words
-from terrace.cluster import load_cluster
+from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import freeze
-from terrace.plan import Plan
-from terrace.program import StepReport
+from terrace.plan.plan import Plan
+from terrace.program.report import StepReport
 from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.work import Work
 from terrace.train.config import RunConfig, TrainConfig, resolve

@@ -11,7 +11,7 @@ import pytest
 
 from terrace.base.errors import ClusterError, ConfigError, ModelError, PlanError, TerraceError
 from terrace.cli.options import parse_overrides
-from terrace.plan import PRESETS
+from terrace.plan.presets import PRESETS
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig, TrainConfig, parse_run, resolve, run_toml
 from terrace.train.schedule import learning_rate

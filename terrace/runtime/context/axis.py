@@ -10,11 +10,10 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
 from terrace.model.attention import AttentionPlans, Plans
 from terrace.model.layers import Attention
-from terrace.plan import MessageClass
 from terrace.plan.context import attention_heads, local_tokens
 from terrace.plan.residency import recomputed
-from terrace.plan.wire import FORMATS
-from terrace.program import Program
+from terrace.plan.wire import FORMATS, MessageClass
+from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.device_layout import DeviceLayout

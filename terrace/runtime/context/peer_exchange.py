@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.comm import GroupP2P
+from terrace.comm.group_p2p import GroupP2P
 from terrace.model.pair_kernels import side_by_side
-from terrace.plan import MessageClass
 from terrace.plan.context import ContextGroup
 from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.plan.wire import MessageClass
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows
 

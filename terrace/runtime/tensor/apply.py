@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.comm import Collectives, Meter
+from terrace.comm.collectives import Collectives
+from terrace.comm.ledger import Meter
 from terrace.model import decoder, layers
 from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
-from terrace.program import Program
+from terrace.program.program import Program
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.loss import vocabulary_loss

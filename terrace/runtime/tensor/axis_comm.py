@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from terrace.comm import Collectives, Meter, Origin
-from terrace.plan import Layout
+from terrace.comm.collectives import Collectives
+from terrace.comm.ledger import Meter
+from terrace.comm.rounding import Origin
+from terrace.plan.layout import Layout
 from terrace.plan.mesh import position
 from terrace.plan.tensor_traffic import Leg, TensorMessage
 from terrace.program.message import Transfer, line_transfer, number_transfer
