@@ -28,7 +28,7 @@ from typing import Any
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.boxes import Box, to_text
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import is_layer
+from terrace.plan.dims import is_layer
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import ADAMW, FROZEN, KINDS, group_of, is_trained
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrace.comm.ledger import Meter
-from terrace.plan.memory import ARENA_ALIGNMENT, arena_bytes
+from terrace.plan.hops import ARENA_ALIGNMENT, arena_bytes
 
 
 class Arena:

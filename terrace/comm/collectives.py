@@ -36,10 +36,10 @@ from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import Pacer
 from terrace.comm.rounding import ErrorLog, Origin
-from terrace.plan.hops import Hop, encodings, lossy_messages
+from terrace.plan.hops import Hop, encodings, sends_copies
 from terrace.plan.layout import INSIDE, Layout
-from terrace.plan.memory import sends_copies
 from terrace.plan.plan import Plan
+from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
 

@@ -34,44 +34,17 @@ terrace.sequence.traffic counts them for one batch.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from math import prod
-from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import Heads, attention_heads, attention_tokens, is_context_parallel, local_tokens
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS, MessageClass
-
-
-class ContextLeg(StrEnum):
-    """A message's content and direction."""
-
-    INTO = "into"  # attention's inputs, to the parts that attend to them
-    KEYS = "keys"  # keys and values of a round, to the place whose next round they are
-    GRADIENTS = "gradients"  # of keys and values of a round, after those keys
-    RETURN_GRADIENTS = "home"  # gradients of the keys and values of the last round, to the place that owns them
-    BACK = "back"  # attention's results, to the part that holds the tokens
-
-    __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
-
+from terrace.plan.wire import FORMATS
 
 _DEALT = ContextLeg.INTO, ContextLeg.BACK  # to every other part of a place; the others go to one rank
-
-
-class ContextMessage(NamedTuple):
-    """A message of a layer's attention; `tier` is the one that a step of the ring goes over."""
-
-    leg: ContextLeg
-    tier: int = -1
-    backward: bool = False
-
-    @property
-    def message_class(self) -> MessageClass:
-        """The class of all messages of the context axis."""
-        return MessageClass.CONTEXT
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan.flats import FlatParamSpec
+from terrace.plan.dims import hidden_size
+from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.stage import Stage
-from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, hidden_size
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS
 
 
@@ -35,7 +36,7 @@ class Edge:
     gathers: TensorMessage | None
 
 
-def edge_of(tensor: Tensor, blocks: Sequence[BlockSpec]) -> Edge:
+def edge_of(tensor: TensorTraffic, blocks: Sequence[BlockSpec]) -> Edge:
     """The activation at every edge of a pipeline; raises `PlanError` where its size is not known."""
     if tensor.tokens < 1:
         raise PlanError("a plan with a pipeline axis needs the length of a sequence: its messages are activations")
@@ -69,10 +70,3 @@ def stage_sends(stage: Stage, mesh: Mesh, edge: Edge, compute: str) -> Iterator[
     """(Tier index, bytes) of each message from a rank of `stage` to other stages, for one micro-batch."""
     for peer, _ in stage.sends():
         yield mesh.edge_tier(stage.index, peer), edge.numel * FORMATS[compute].element_bytes
-
-
-def tie_bytes(flats: Sequence[FlatParamSpec], master: str) -> int:
-    """Bytes a rank sends to sum up the gradient of a block that two stages hold."""
-    # Gradients are exchanged after their reduction, so each rank sends only its shard.
-    shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
-    return sum(shards) * FORMATS[master].element_bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import is_layer
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import HOLDERS, ORDER, STAGE, Mesh
 from terrace.plan.plan import Plan
@@ -102,11 +103,6 @@ def _order(group: tuple[bool, tuple[str, ...]]) -> tuple[bool, tuple[str, ...], 
     trainable, axes = group
     # Trainable buffers first; then the buffers that no tensor axis replicates.
     return not trainable, tuple(axis for axis in axes if axis not in HOLDERS), axes
-
-
-def is_layer(block: int, num_blocks: int) -> bool:
-    """Whether a block is a layer: neither the first, which embeds, nor the last, the head."""
-    return 0 < block < num_blocks - 1
 
 
 def orthogonalised(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> list[int]:

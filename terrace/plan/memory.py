@@ -9,7 +9,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
                 of 2 m, and so have the matrices of layers under Muon: of the rank with the fewest of them
-    feedback    residuals of error feedback               always (terrace.plan.hops.residual_numels)
+    feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels)
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;
                 and the largest gradient shard that comes in from the other stage of a block that two stages hold
@@ -26,37 +26,20 @@ from itertools import chain
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.edges import tie_bytes
 from terrace.plan.flats import FlatParamSpec, block_flats, everyone, orthogonalised
-from terrace.plan.hops import RESIDUAL_BYTES, Hop, block_hops, residual_numels
+from terrace.plan.hops import arena_bytes, gather_buffers, reduce_buffers
+from terrace.plan.in_block_messages import Leg
 from terrace.plan.layout import Layout, message_lane
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
+from terrace.plan.routes import block_hops
 from terrace.plan.stage import Kind, Stage, reduction_points, whole_stage
-from terrace.plan.tensor_traffic import Leg, Tensor, block_messages
+from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
+from terrace.plan.tensor_traffic import TensorTraffic, block_messages
 from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 
-CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "feedback", "buffers")
 _OF_TRAINABLE = tuple(message for message, route in ROUTES.items() if route.carries != "all")
-ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
-
-
-def keeps_master(plan: Plan, layout: Layout) -> bool:
-    """Whether the master parameters are a copy apart from the working parameters.
-
-    They can be one memory when dtypes agree and no refresh message rounds the working copy.
-    """
-    # Only tiers that a refresh crosses can round it.
-    refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
-    # A rounded working copy cannot serve as the master: its error would feed the next update.
-    rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
-    return plan.compute != plan.master or rounded
-
-
-def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
-    """Whether autograd can add straight into the accumulated gradient, with no message between."""
-    return layout.span(layout.grads) == 1 and plan.compute == plan.master
 
 
 def model_state_bytes(
@@ -89,7 +72,7 @@ def model_state_bytes(
     stays = residencies(stage, blocks, plan.prefetch) if plan.params != "device" else []
     total["gathered"] = _peak_gathered(stays, whole) * compute
     total["grads_full"] = _peak_gradients(stage, plan.unit, blocks, buffered) * compute
-    tensor = Tensor.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
+    tensor = TensorTraffic.of(Mesh.of(cluster, plan), [tier.name for tier in cluster.tiers], plan, sequence)
     total["buffers"] = _largest_buffers(everyone(cluster, plan), plan, stays, held)
     # Messages inside blocks have a lane and memory of their own.
     total["buffers"] += tensor_buffers(tensor, blocks, stage.own)
@@ -99,40 +82,6 @@ def model_state_bytes(
     return {category: total[category] for category in CATEGORIES}
 
 
-def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
-    """Bytes that a rank keeps throughout the step of a block with the flat buffers `parts`, by category."""
-    total: dict[str, int] = defaultdict(int)
-    for flat in parts:
-        for category, size in _steady(plan, flat).items():
-            total[category] += size
-    return total
-
-
-def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
-    compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
-    layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
-    found = {"params": padded // layout.span(layout.params) * compute}
-    if layout.has_secondary:
-        found["secondary"] = padded // layout.span(layout.params_backward) * compute
-    if flat.trainable:
-        # Accumulated in the master dtype, since many micro-batches are summed.
-        found["grads"] = padded // layout.span(layout.grads) * master
-        # Two moments, and the master copy where it is apart.
-        kept = 3 if keeps_master(plan, layout) else 2
-        owned = padded // layout.span(layout.optimizer)
-        found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
-        found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
-    return found
-
-
-def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
-    """The most elements of a flat buffer that a rank owns and keeps a second moment of.
-
-    `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
-    """
-    return 0 if update == "lion" else min(owned, num_elementwise)
-
-
 def _peak_directions(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> int:
     # A layer is gathered for Muon while the one before it is updated.
     sizes = [
@@ -140,10 +89,6 @@ def _peak_directions(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[in
         for block in orthogonalised(flats, held)
     ]
     return max(map(sum, zip(sizes, [*sizes, 0][1:], strict=True)), default=0)
-
-
-def _crossed(layout: Layout) -> list[int]:
-    return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
 
 
 def _peak_gathered(stays: Sequence[Residency], whole: Sequence[int]) -> int:
@@ -208,7 +153,7 @@ def _largest_buffers(
     return sum(lanes.values())
 
 
-def tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> int:
+def tensor_buffers(tensor: TensorTraffic, blocks: Sequence[BlockSpec], indexes: Iterable[int]) -> int:
     """Bytes of buffers that the largest message inside one of the blocks takes.
 
     They are in the middle of computing, one after the other.
@@ -225,48 +170,3 @@ def tensor_buffers(tensor: Tensor, blocks: Sequence[BlockSpec], indexes: Iterabl
                 buffers = gather_buffers if message.leg is Leg.GATHER else reduce_buffers
                 largest = max(largest, arena_bytes(buffers(tensor.plan, MessageClass.TENSOR, tensor.hops(message))))
     return largest
-
-
-def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Bytes of each buffer that a reduction takes, in order.
-
-    Per hop: the outgoing message if it must be converted, the incoming one, and the sum. Of a block format a
-    rank's own part is neither coded nor sent.
-    """
-    sizes = []
-    # A fresh gradient or activation is in the compute dtype; sums are in the master dtype.
-    held = plan.compute if message in (MessageClass.REDUCE, MessageClass.TENSOR) else plan.master
-    for hop in hops:
-        # Outgoing codes and incoming codes.
-        if hop.wire.block:
-            sizes += [hop.sent_bytes, hop.sent_bytes]
-        else:
-            # A dtype travels as one contiguous tensor, own part included; conversion is needed only if dtypes differ.
-            whole = hop.degree * hop.part_bytes
-            sizes += [whole if hop.wire.codec != held else 0, whole]
-        sizes.append(hop.numel * FORMATS[plan.master].element_bytes)
-        held = plan.master
-    return sizes
-
-
-def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
-    """Bytes of each buffer that a gather takes, in order; none where parameters travel in place."""
-    sizes = []
-    held = plan.master if message is MessageClass.SYNC else plan.compute
-    for hop in hops:
-        # A forwarded hop (`pieces > 1`) sends the coded bytes it received and needs no outgoing buffer.
-        if hop.wire.codec != held:
-            sizes += [hop.part_bytes if hop.pieces == 1 else 0, hop.degree * hop.part_bytes]
-        elif sends_copies(message, hop):
-            sizes.append(hop.degree * hop.part_bytes)
-    return sizes
-
-
-def sends_copies(message: MessageClass, hop: Hop) -> bool:
-    """Whether a gather keeps room for a copy of its part for each peer, which reductions of its size need anyway."""
-    return message is MessageClass.TENSOR and hop.degree > 2
-
-
-def arena_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of buffers of these sizes, one behind the other, aligned."""
-    return sum(-(-size // ARENA_ALIGNMENT) * ARENA_ALIGNMENT for size in sizes)

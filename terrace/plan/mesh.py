@@ -8,9 +8,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
-from terrace.cluster.cluster import Cluster
-from terrace.plan.plan import Plan
+if TYPE_CHECKING:
+    from terrace.cluster.cluster import Cluster
+    from terrace.plan.plan import Plan
 
 ORDER = ("columns", "rows", "ulysses", "ring", "data", "pipeline")
 TENSOR = ("columns", "rows")
@@ -34,7 +36,7 @@ class Mesh:
     degrees: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(cluster: Cluster, plan: Plan) -> "Mesh":
+    def of(cluster: "Cluster", plan: "Plan") -> "Mesh":
         """The mesh of a plan; a tier without a row in the mapping belongs to the data axis."""
         found = []
         for tier in cluster.tiers:

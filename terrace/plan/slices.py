@@ -19,15 +19,9 @@ from dataclasses import replace
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import CUT_BY
 from terrace.plan.mesh import STAGE, TENSOR, Mesh
 
-CUT_BY: Mapping[str, tuple[str, ...]] = {
-    "heads": ("rows",),
-    "kv_heads": ("rows",),
-    "intermediate": ("rows",),
-    "hidden": ("columns",),
-    "vocab": ("columns", "rows"),
-}
 _PADDED = ("vocab", "intermediate")
 
 

@@ -22,46 +22,23 @@ number a token (two of a layer norm) over them, forward and backward. A block th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.context import batch_shape
-from terrace.plan.hops import Hop, gather_hops, reduce_hops
+from terrace.plan.dims import hidden_size, is_inner, is_norm
+from terrace.plan.hops import Hop
+from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.slices import CUT_BY
+from terrace.plan.routes import gather_hops, reduce_hops
 from terrace.plan.wire import FORMATS, MessageClass
 
 
-class Leg(StrEnum):
-    """The collective of a message."""
-
-    GATHER = "gather"
-    REDUCE = "reduce"
-    NUMBERS = "numbers"  # a gather of a few numbers a token, never rounded
-
-    __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
-
-
-class TensorMessage(NamedTuple):
-    """One message inside a block: `numel` padded elements between the ranks of `axes`."""
-
-    leg: Leg
-    axes: tuple[str, ...]
-    numel: int
-
-    @property
-    def message_class(self) -> MessageClass:
-        """The class of all messages of the tensor axis."""
-        return MessageClass.TENSOR
-
-
 @dataclass(frozen=True)
-class Tensor:
+class TensorTraffic:
     """The tensor axis of a plan: its lines of ranks, and the tokens of a micro-batch."""
 
     plan: Plan
@@ -71,7 +48,7 @@ class Tensor:
     shape: tuple[int, int]  # rows and tokens of a row, of a micro-batch on a rank
 
     @staticmethod
-    def of(mesh: Mesh, tiers: Sequence[str], plan: Plan, sequence: int) -> "Tensor":
+    def of(mesh: Mesh, tiers: Sequence[str], plan: Plan, sequence: int) -> "TensorTraffic":
         """The tensor axis of `plan` for sequences of `sequence` tokens."""
 
         def line(*axes: str) -> Layout:
@@ -81,7 +58,9 @@ class Tensor:
                 params=outermost, params_backward=outermost, grads=outermost, optimizer=outermost,
             )  # fmt: skip
 
-        return Tensor(plan, line("rows"), line("columns"), line("columns", "rows"), batch_shape(plan, mesh, sequence))
+        return TensorTraffic(
+            plan, line("rows"), line("columns"), line("columns", "rows"), batch_shape(plan, mesh, sequence)
+        )
 
     @property
     def tokens(self) -> int:
@@ -159,7 +138,7 @@ def number_bytes(plan: Plan) -> int:
     return max(4, FORMATS[plan.compute].element_bytes)
 
 
-def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
+def block_messages(tensor: TensorTraffic, blocks: Sequence[BlockSpec], index: int) -> tuple[list[TensorMessage], ...]:
     """(Messages of a forward, messages of a backward without recomputation) of a block, in order.
 
     Raises `PlanError` where there is a tensor axis and sequences have no length.
@@ -220,37 +199,16 @@ def block_messages(tensor: Tensor, blocks: Sequence[BlockSpec], index: int) -> t
     return _crossing(tensor, forward), _crossing(tensor, backward)
 
 
-def _crossing(tensor: Tensor, messages: list[TensorMessage]) -> list[TensorMessage]:
+def _crossing(tensor: TensorTraffic, messages: list[TensorMessage]) -> list[TensorMessage]:
     return [message for message in messages if tensor.line(message.axes).degree > 1 and message.numel]
 
 
-def _inner(tensor: Tensor, size: int) -> int:
+def _inner(tensor: TensorTraffic, size: int) -> int:
     return tensor.columns.padded(tensor.tokens * size)
 
 
-def _norm_messages(tensor: Tensor, block: BlockSpec) -> list[TensorMessage]:
+def _norm_messages(tensor: TensorTraffic, block: BlockSpec) -> list[TensorMessage]:
     tokens = tensor.padded_tokens // tensor.rows.degree if tensor.splits_tokens else tensor.tokens
     # A layer norm has two parameters and needs two sums (mean and variance), an rms norm one.
     norms = [param for param in block.params if is_norm(param)]
     return [TensorMessage(Leg.NUMBERS, tensor.columns.axes, tokens) for _ in norms]
-
-
-def is_inner(param: ParamSpec) -> bool:
-    """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
-    names = [name for name, _ in param.dims]
-    return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
-
-
-def is_norm(param: ParamSpec) -> bool:
-    """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
-    return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
-
-
-def hidden_size(blocks: Sequence[BlockSpec]) -> int:
-    """The model's hidden size; raises `PlanError` where no parameter declares it."""
-    names = ("hidden", "features")
-    sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
-    size = next(sizes, None)
-    if size is None:
-        raise PlanError('no block declares a dim "hidden", which the messages of the plan go by: declare dims')
-    return size

@@ -24,14 +24,15 @@ from itertools import chain
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.edges import edge_of, stage_sends, tie_bytes
+from terrace.plan.edges import edge_of, stage_sends
 from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
-from terrace.plan.hops import block_hops, control_numbers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed, residencies
+from terrace.plan.routes import block_hops, control_numbers
 from terrace.plan.stage import Stage, units, whole_stage
-from terrace.plan.tensor_traffic import Tensor, block_messages
+from terrace.plan.state_bytes import tie_bytes
+from terrace.plan.tensor_traffic import TensorTraffic, block_messages
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, ROUTES, MessageClass
 
 Bytes = dict[tuple[MessageClass, str], int]
@@ -77,7 +78,7 @@ def step_bytes(
         if degree > 1:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
     mesh = Mesh.of(cluster, plan)
-    tensor = Tensor.of(mesh, layout.tiers, plan, sequence)
+    tensor = TensorTraffic.of(mesh, layout.tiers, plan, sequence)
     again = recomputed(plan, blocks)
     if stage is not None and stage.num_stages > 1:
         edge = edge_of(tensor, blocks)

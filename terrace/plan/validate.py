@@ -8,7 +8,7 @@ from terrace.base.errors import ClusterError, PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
-from terrace.plan.flats import is_layer
+from terrace.plan.dims import is_layer
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import TENSOR, Mesh, tier_degrees
 from terrace.plan.plan import AXES, FACTORS, Plan

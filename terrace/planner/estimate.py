@@ -14,9 +14,9 @@ from itertools import islice, pairwise
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.memory import accumulates_in_place, keeps_master
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, InnerSeconds
 from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of

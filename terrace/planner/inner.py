@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.tensor_traffic import Tensor
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import MessageClass
 from terrace.planner.task import LAYER, Task
 from terrace.program.block_program import Moment, attention_moments, moments_of
@@ -111,7 +111,7 @@ class Inner:
             self._moments[key] = [moments_of(steps) for steps in (forward, backward, again[0] + again[1])]
         return self._moments[key]
 
-    def _axis(self, mesh: Mesh, num_tokens: int) -> Tensor:
+    def _axis(self, mesh: Mesh, num_tokens: int) -> TensorTraffic:
         task = self.task
         tiers = [tier.name for tier in task.cluster.tiers]
         plan = Plan(
@@ -124,7 +124,7 @@ class Inner:
             master=task.master,
             sequence_parallel=task.software.sequence_parallel,
         )
-        return Tensor.of(Mesh.of(task.cluster, plan), tiers, plan, num_tokens)
+        return TensorTraffic.of(Mesh.of(task.cluster, plan), tiers, plan, num_tokens)
 
 
 def _on_the_line(one: PricedMoment, two: PricedMoment, more: float) -> PricedMoment:

@@ -25,7 +25,8 @@ from terrace.probe.fit import LinkSample
 from terrace.probe.grid import message_sizes
 from terrace.probe.samples import Overlap, TierSamples
 from terrace.probe.timing import Stopwatch, Work
-from terrace.program.message import Transfer, flat_transfer
+from terrace.program.message import Transfer
+from terrace.program.resolve import flat_transfer
 
 _NUM_SIZES = 7
 _FIRST_BYTES = 256 << 10  # of a group; its time bounds the size of the other messages

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec
-from terrace.plan.edges import tie_bytes
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.memory import CATEGORIES, accumulates_in_place, arena_bytes, slice_bytes
+from terrace.plan.hops import arena_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
+from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
 from terrace.plan.wire import FORMATS
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message

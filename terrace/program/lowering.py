@@ -30,12 +30,12 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
 from terrace.plan.flats import block_flats, orthogonalised
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Group, Kind, Stage, forward_stage, reduction_points, whole_stage
+from terrace.plan.state_bytes import slice_bytes
 from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program

@@ -8,21 +8,22 @@ from functools import cached_property
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.edges import Edge, edge_of, tie_bytes
+from terrace.plan.edges import Edge, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, everyone, world
+from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import recomputed
 from terrace.plan.stage import Stage
-from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
+from terrace.plan.state_bytes import tie_bytes
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, ROUTES, MessageClass
 from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
-from terrace.program.message import (
-    Message,
-    Transfer,
+from terrace.program.message import Message, Transfer
+from terrace.program.resolve import (
     block_message,
     context_message,
     control_message,
@@ -85,9 +86,9 @@ class Program:
         return block_flats(self.cluster, self.plan, self.blocks)
 
     @cached_property
-    def tensor(self) -> Tensor:
+    def tensor(self) -> TensorTraffic:
         """The tensor axis."""
-        return Tensor.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
+        return TensorTraffic.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
 
     @cached_property
     def has_secondary(self) -> bool:

@@ -17,8 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.slices import CUT_BY
-from terrace.plan.tensor_traffic import hidden_size
+from terrace.plan.dims import CUT_BY, hidden_size
 
 
 class Cost(NamedTuple):

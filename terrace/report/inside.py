@@ -5,8 +5,8 @@ from itertools import groupby
 
 from rich.table import Table
 
-from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage
-from terrace.plan.tensor_traffic import TensorMessage
+from terrace.plan.context_traffic import AttentionBytes
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
 from terrace.program.block_program import Compute, Send, Steps, attention_steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program

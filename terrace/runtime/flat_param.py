@@ -18,8 +18,8 @@ from terrace.comm.stage_p2p import StageP2P
 from terrace.model.spec import ParamSpec
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import accumulates_in_place, keeps_master
 from terrace.plan.plan import Plan
+from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import MessageClass
 from terrace.program.message import Transfer
 from terrace.runtime.gradients import GradientViews

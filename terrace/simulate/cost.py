@@ -25,9 +25,9 @@ from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.memory import keeps_master
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_products, matrices_of_a_rank
+from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import accumulates_in_place
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.residency import recomputed
+from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.report import StepReport

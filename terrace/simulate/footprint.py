@@ -30,7 +30,7 @@ from terrace.model.config import ModelConfig
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.tensor_traffic import Tensor
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
 from terrace.simulate.block_tape import Backend
@@ -134,7 +134,7 @@ def footprint(
 
 def _tensor_buffers(cluster: Cluster, plan: Plan, work: Work, held: Stage) -> int:
     tiers = [tier.name for tier in cluster.tiers]
-    tensor = Tensor.of(Mesh.of(cluster, plan), tiers, plan, work.sequence)
+    tensor = TensorTraffic.of(Mesh.of(cluster, plan), tiers, plan, work.sequence)
     indexes = [index for index, size in enumerate((held.embedding, len(held.layers), held.head)) if size]
     return tensor_buffers(tensor, kind_blocks(work.model, tensor.degrees), indexes)
 

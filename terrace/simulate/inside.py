@@ -15,7 +15,8 @@ from typing import NamedTuple
 from terrace.cluster.cluster import Cluster
 from terrace.plan.context_traffic import AttentionBytes
 from terrace.plan.hops import hops_coding_bytes
-from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage
+from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program import Compute, InBlockMessage, Kind, Moment
 from terrace.program.instruction import Instruction
@@ -49,7 +50,7 @@ class PricedMoment(NamedTuple):
 class InBlockPrices:
     """Cached seconds of single messages inside a block."""
 
-    def __init__(self, cluster: Cluster, tensor: Tensor | None, attention: AttentionBytes | None) -> None:
+    def __init__(self, cluster: Cluster, tensor: TensorTraffic | None, attention: AttentionBytes | None) -> None:
         self._cluster, self._tensor, self._attention = cluster, tensor, attention
         self._known: dict[InBlockMessage, tuple[float, float]] = {}
 
@@ -153,7 +154,7 @@ def attention_bytes(work: Work, ulysses: Sequence[int], ring: Sequence[int]) -> 
     )
 
 
-def tensor_message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMessage) -> dict[int, float]:
+def tensor_message_seconds(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -> dict[int, float]:
     """Seconds of one message of the tensor axis by tier index."""
     degrees, total = tensor.line(message.axes).degrees, dict[int, float]()
     for tier, num_bytes in tensor.sends(message):
@@ -164,7 +165,7 @@ def tensor_message_seconds(cluster: Cluster, tensor: Tensor, message: TensorMess
     return total
 
 
-def _coding_s(cluster: Cluster, tensor: Tensor, message: TensorMessage) -> float:
+def _coding_s(cluster: Cluster, tensor: TensorTraffic, message: TensorMessage) -> float:
     # Single numbers per token travel unencoded.
     if message.leg is Leg.NUMBERS:
         return 0.0

@@ -26,19 +26,13 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs
 from terrace.model.spec import BlockSpec
-from terrace.plan.hops import RESIDUAL_BYTES, block_hops, residual_numels
+from terrace.plan.hops import RESIDUAL_BYTES, arena_bytes, gather_buffers, reduce_buffers
 from terrace.plan.layout import DEVICE, Layout, message_lane
-from terrace.plan.memory import (
-    accumulates_in_place,
-    arena_bytes,
-    gather_buffers,
-    keeps_master,
-    num_second_moments,
-    reduce_buffers,
-)
 from terrace.plan.mesh import HOLDERS, TENSOR, Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.routes import block_hops, residual_numels
 from terrace.plan.slices import slice_blocks
+from terrace.plan.state_bytes import accumulates_in_place, keeps_master, num_second_moments
 from terrace.plan.wire import FORMATS, MessageClass
 
 BlockKind = Literal["embedding", "layer", "head"]

@@ -20,11 +20,11 @@ from operator import attrgetter
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.memory import slice_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import whole_stage
+from terrace.plan.state_bytes import slice_bytes
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op

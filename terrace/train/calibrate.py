@@ -28,8 +28,8 @@ from terrace.model.config import forward_flops
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan.context import is_context_parallel, local_tokens
-from terrace.plan.hops import lossy_messages
 from terrace.plan.mesh import Mesh
+from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.runtime.compiled import compile_blocks
 from terrace.runtime.engine import Engine

@@ -27,11 +27,11 @@ from terrace.data.sources import (
 from terrace.model.config import ModelConfig, block_specs, parse_model, to_table
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec, freeze
-from terrace.plan.hops import lossy_messages
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, parse_plan
+from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.folder import with_folder

@@ -24,7 +24,7 @@ from terrace.checkpoint.reading import Checkpoint, restore_flat
 from terrace.checkpoint.reshard import hand_over
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec, freeze
-from terrace.plan.slices import CUT_BY
+from terrace.plan.dims import CUT_BY
 from terrace.runtime.settings import OptimizerConfig
 from tests.support.simulated_ranks import NUM_UPDATES, Blocks, Spread, Truth, filled, flats_of, save
 

@@ -18,7 +18,8 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import ContextGroup, local_tokens
-from terrace.plan.context_traffic import AttentionBytes, ContextLeg, ContextMessage, ContextTraffic
+from terrace.plan.context_traffic import AttentionBytes, ContextTraffic
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset

@@ -8,12 +8,13 @@ import pytest
 from terrace.checkpoint.boxes import cut, overlap, shifted
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.dims import CUT_BY
 from terrace.plan.flats import block_flats
-from terrace.plan.hops import block_hops
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import HOLDERS, Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.slices import CUT_BY, rank_slices, slice_blocks
+from terrace.plan.routes import block_hops
+from terrace.plan.slices import rank_slices, slice_blocks
 from terrace.plan.wire import MessageClass
 from tests.support.planner_cases import sized
 

@@ -13,12 +13,13 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.in_block_messages import TensorMessage
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.mesh import ORDER, Mesh, position
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.slices import rank_slices, slice_blocks
-from terrace.plan.tensor_traffic import Tensor, TensorMessage, block_messages
+from terrace.plan.tensor_traffic import TensorTraffic, block_messages
 from terrace.plan.traffic import step_bytes
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
@@ -39,14 +40,14 @@ def with_tensor(cluster: Cluster, rows: dict[str, Any], name: str = "ddp", **cha
     return replace(preset(name, cluster), mapping=rows, micro_batch=2, **changes)
 
 
-def axis_of(cluster: Cluster, plan: Plan) -> tuple[Tensor, Sequence[BlockSpec]]:
+def axis_of(cluster: Cluster, plan: Plan) -> tuple[TensorTraffic, Sequence[BlockSpec]]:
     mesh = Mesh.of(cluster, plan)
-    return Tensor.of(mesh, [tier.name for tier in cluster.tiers], plan, SEQUENCE), slice_blocks(
+    return TensorTraffic.of(mesh, [tier.name for tier in cluster.tiers], plan, SEQUENCE), slice_blocks(
         block_specs(gpt()), mesh
     )
 
 
-def sent(tensor: Tensor, messages: Sequence[TensorMessage]) -> int:
+def sent(tensor: TensorTraffic, messages: Sequence[TensorMessage]) -> int:
     return sum(num_bytes for message in messages for _, num_bytes in tensor.sends(message))
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from terrace.base.errors import PlanError, ProgramError
-from terrace.plan.edges import tie_bytes
 from terrace.plan.presets import preset
+from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.wire import CONTROL_NUMBER_BYTES, MessageClass
 from terrace.program.instruction import Op
 from terrace.program.verify_ranks import verify_ranks

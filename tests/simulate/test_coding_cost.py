@@ -7,10 +7,11 @@ import pytest
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.spec import BlockSpec, ParamSpec
-from terrace.plan.hops import block_hops, hops_coding_bytes
+from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.plan.routes import block_hops
 from terrace.plan.wire import MessageClass, parse_format
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import forward_flops
-from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from terrace.plan.hops import block_hops
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
+from terrace.plan.routes import block_hops
+from terrace.plan.state_bytes import accumulates_in_place
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program

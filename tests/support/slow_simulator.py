@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from terrace.plan.layout import DEVICE
-from terrace.plan.memory import accumulates_in_place
 from terrace.plan.residency import recomputed
+from terrace.plan.state_bytes import accumulates_in_place
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program

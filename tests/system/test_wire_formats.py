@@ -19,7 +19,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
-from terrace.program.message import flat_transfer
+from terrace.program.resolve import flat_transfer
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.nightly import nightly

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
-from terrace.plan.tensor_traffic import Tensor
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.program.block_program.attention import attention_moments, attention_steps
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import (
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def block_program(
-    tensor: Tensor, context: ContextTraffic, blocks: Sequence[BlockSpec], index: int, *, recomputed: bool
+    tensor: TensorTraffic, context: ContextTraffic, blocks: Sequence[BlockSpec], index: int, *, recomputed: bool
 ) -> BlockProgram:
     """The program of block `index` of `blocks`, as a tensor rank holds them, on one micro-batch.
 

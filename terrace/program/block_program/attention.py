@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Await, Compute, Kind, Moment, Send, Step, Steps
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
-from terrace.plan.tensor_traffic import Leg, Tensor, TensorMessage, hidden_size, is_inner, is_norm
+from terrace.plan.dims import hidden_size, is_inner, is_norm
+from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.program.block_program.steps import Await, Compute, Kind, Send, Step, Steps
 
 _OUTPUTS, _INPUTS, _WEIGHTS = map(Compute, (Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS))
@@ -41,7 +43,11 @@ _Part = _Region | None
 
 
 def tensor_steps(
-    tensor: Tensor, blocks: Sequence[BlockSpec], block: BlockSpec, attention: tuple[Steps, Steps], recomputed: bool
+    tensor: TensorTraffic,
+    blocks: Sequence[BlockSpec],
+    block: BlockSpec,
+    attention: tuple[Steps, Steps],
+    recomputed: bool,
 ) -> tuple[Steps, Steps]:
     """Steps of a forward and of a backward of `block`, one of `blocks`, with the steps of its `attention` inside.
 
@@ -62,7 +68,7 @@ def tensor_steps(
     return tuple(forward), tuple(backward)
 
 
-def _parts(tensor: Tensor, block: BlockSpec) -> list[_Part]:
+def _parts(tensor: TensorTraffic, block: BlockSpec) -> list[_Part]:
     found: list[_Part] = []
     products: list[int] = []
     for param in block.params:
@@ -79,12 +85,12 @@ def _parts(tensor: Tensor, block: BlockSpec) -> list[_Part]:
     return found
 
 
-def _inner(tensor: Tensor, size: int) -> int:
+def _inner(tensor: TensorTraffic, size: int) -> int:
     return tensor.columns.padded(tensor.tokens * size)
 
 
 class _Writer:
-    def __init__(self, tensor: Tensor, hidden: int, *, regathers: bool) -> None:
+    def __init__(self, tensor: TensorTraffic, hidden: int, *, regathers: bool) -> None:
         self.tensor, self.regathers, self.splits = tensor, regathers, tensor.splits_tokens
         self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
         self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden

@@ -17,8 +17,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from terrace.plan.context_traffic import ContextMessage
-from terrace.plan.tensor_traffic import TensorMessage
+from terrace.plan.in_block_messages import ContextMessage, TensorMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Op
 

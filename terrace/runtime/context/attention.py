@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import precise, side_by_side
 from terrace.plan.context import Heads
-from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.program.block_program import Kind
 from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv

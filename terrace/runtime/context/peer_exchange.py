@@ -15,7 +15,7 @@ from torch import Tensor
 from terrace.comm.group_p2p import GroupP2P
 from terrace.model.pair_kernels import side_by_side
 from terrace.plan.context import ContextGroup
-from terrace.plan.context_traffic import ContextLeg, ContextMessage
+from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 from terrace.sequence.token_layout import Exchange, Run, merged_runs, num_rows

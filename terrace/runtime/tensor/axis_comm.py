@@ -26,10 +26,11 @@ from torch.autograd import Function
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
+from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import position
-from terrace.plan.tensor_traffic import Leg, TensorMessage
-from terrace.program.message import Transfer, line_transfer, number_transfer
+from terrace.program.message import Transfer
+from terrace.program.resolve import line_transfer, number_transfer
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
 
 

@@ -1,0 +1,40 @@
+"""The declared dims of parameters: which axes cut each kind, and the roles that follow from them."""
+
+from collections.abc import Mapping, Sequence
+
+from terrace.base.errors import PlanError
+from terrace.model.spec import BlockSpec, ParamSpec
+
+CUT_BY: Mapping[str, tuple[str, ...]] = {
+    "heads": ("rows",),
+    "kv_heads": ("rows",),
+    "intermediate": ("rows",),
+    "hidden": ("columns",),
+    "vocab": ("columns", "rows"),
+}
+
+
+def is_inner(param: ParamSpec) -> bool:
+    """Whether it is a matrix of attention or of the MLP: from the residual stream to an inner dim, or back."""
+    names = [name for name, _ in param.dims]
+    return len(names) == 2 and "hidden" in names and any(CUT_BY.get(name) == ("rows",) for name in names)
+
+
+def is_norm(param: ParamSpec) -> bool:
+    """Whether it is a parameter of a norm over the residual stream, not of a norm of heads, which a rank has whole."""
+    return len(param.dims) == 1 and param.dims[0][0] == "hidden" and "norm" in param.name.split(".")[-2]
+
+
+def hidden_size(blocks: Sequence[BlockSpec]) -> int:
+    """The model's hidden size; raises `PlanError` where no parameter declares it."""
+    names = ("hidden", "features")
+    sizes = (size for block in blocks for param in block.params for name, size in param.dims if name in names)
+    size = next(sizes, None)
+    if size is None:
+        raise PlanError('no block declares a dim "hidden", which the messages of the plan go by: declare dims')
+    return size
+
+
+def is_layer(block: int, num_blocks: int) -> bool:
+    """Whether a block is a layer: neither the first, which embeds, nor the last, the head."""
+    return 0 < block < num_blocks - 1

@@ -1,0 +1,54 @@
+"""Messages that the ranks of a block send one another inside it, as values; sizes and tiers are computed elsewhere."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from terrace.plan.wire import MessageClass
+
+
+class Leg(StrEnum):
+    """The collective of a message."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    NUMBERS = "numbers"  # a gather of a few numbers a token, never rounded
+
+    __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
+
+
+class TensorMessage(NamedTuple):
+    """One message inside a block: `numel` padded elements between the ranks of `axes`."""
+
+    leg: Leg
+    axes: tuple[str, ...]
+    numel: int
+
+    @property
+    def message_class(self) -> MessageClass:
+        """The class of all messages of the tensor axis."""
+        return MessageClass.TENSOR
+
+
+class ContextLeg(StrEnum):
+    """A message's content and direction."""
+
+    INTO = "into"  # attention's inputs, to the parts that attend to them
+    KEYS = "keys"  # keys and values of a round, to the place whose next round they are
+    GRADIENTS = "gradients"  # of keys and values of a round, after those keys
+    RETURN_GRADIENTS = "home"  # gradients of the keys and values of the last round, to the place that owns them
+    BACK = "back"  # attention's results, to the part that holds the tokens
+
+    __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
+
+
+class ContextMessage(NamedTuple):
+    """A message of a layer's attention; `tier` is the one that a step of the ring goes over."""
+
+    leg: ContextLeg
+    tier: int = -1
+    backward: bool = False
+
+    @property
+    def message_class(self) -> MessageClass:
+        """The class of all messages of the context axis."""
+        return MessageClass.CONTEXT

@@ -1,0 +1,98 @@
+"""The hops that each message class takes under a plan.
+
+A gather goes from the outermost tier inward, a reduction from the innermost outward. A reduction codes every part anew
+after each sum. A gather with neighbouring tiers in the same block format codes once, on the outermost of them, and the
+tiers inside forward the messages as they came: one rounding, however many tiers. There `pieces` messages of `numel`
+elements travel together (terrace.plan.hops).
+"""
+
+from collections.abc import Iterator
+
+from terrace.plan.hops import Hop
+from terrace.plan.layout import Layout
+from terrace.plan.mesh import TENSOR
+from terrace.plan.plan import Plan
+from terrace.plan.wire import GRADIENTS, PLACEABLE, ROUTES, MessageClass
+
+
+def gather_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, outer: int, inner: int) -> list[Hop]:
+    """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order."""
+    hops: list[Hop] = []
+    for tier in range(outer, inner, -1):
+        degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier])
+        if degree == 1 or not numel:
+            continue
+        # Same block format as the tier outside: forward its coded pieces instead of rounding again.
+        if hops and wire.block and hops[-1].wire == wire:
+            # Each forwarded message is one piece; their number grows by the degree of every tier crossed.
+            hops.append(Hop(tier, degree, wire, hops[-1].numel, hops[-1].pieces * hops[-1].degree))
+        else:
+            hops.append(Hop(tier, degree, wire, numel // layout.span(tier)))
+    return hops
+
+
+def reduce_hops(layout: Layout, plan: Plan, message: MessageClass, numel: int, inner: int, outer: int) -> list[Hop]:
+    """The hops of a reduction of `numel` padded elements from tier `inner` to tier `outer`, in order."""
+    return [
+        Hop(tier, layout.degrees[tier], plan.wire_format(message, layout.tiers[tier]), numel // layout.span(tier))
+        for tier in range(inner + 1, outer + 1)
+        if layout.degrees[tier] > 1 and numel
+    ]
+
+
+def block_hops(
+    layout: Layout, plan: Plan, message: MessageClass, numel: int, source: int | None = None
+) -> tuple[list[Hop], list[Hop]]:
+    """(Hops of the reduction, hops of the gather) of one message of a block of `numel` padded elements.
+
+    `source` is the tier that a gather of parameters starts from, where it is not the one the plan names.
+    """
+    route = ROUTES[message]
+    reduction, gathering = [], []
+    if route.reduction is not None:
+        inner, outer = map(layout.tier_of, route.reduction)
+        reduction = reduce_hops(layout, plan, message, numel, inner, outer)
+    if route.gathering is not None:
+        outer, inner = map(layout.tier_of, route.gathering)
+        if route.carries == "all":  # the primary copy, unless the instruction reads the secondary one
+            outer = layout.params if source is None else source
+        gathering = gather_hops(layout, plan, message, numel, outer, inner)
+    return reduction, gathering
+
+
+def lossy_messages(layout: Layout, plan: Plan) -> tuple[MessageClass, ...]:
+    """Message classes that cross some tier in a block format; their rounding error is measured.
+
+    `layout` joins all ranks that hold some part of a block together.
+    """
+    # TENSOR messages cross the tensor axis' tiers, which `layout` does not describe.
+    tensor = layout.mesh.group(*TENSOR) if layout.mesh is not None else (1,) * len(layout.tiers)
+
+    def crossed(message: MessageClass) -> list[int]:
+        if message is MessageClass.TENSOR:
+            return [tier for tier, degree in enumerate(tensor) if degree > 1]
+        return [tier for tier in layout.route(message) if layout.degrees[tier] > 1]
+
+    return tuple(
+        message
+        for message in PLACEABLE
+        if any(plan.wire_format(message, layout.tiers[tier]).block for tier in crossed(message))
+    )
+
+
+def control_numbers(layout: Layout, plan: Plan) -> int:
+    """Number of fp64 numbers in a control message.
+
+    The squared norm, the loss and the token count; then squared error and square of each lossy class.
+    """
+    return 3 + 2 * len(lossy_messages(layout, plan))
+
+
+def residual_numels(layout: Layout, plan: Plan, numel: int) -> Iterator[int]:
+    """Elements of each residual that error feedback keeps for a block of `numel` padded elements."""
+    for message in GRADIENTS:
+        reduction, gathering = block_hops(layout, plan, message, numel)
+        # A rank's own part is not rounded and leaves no residual.
+        yield from ((hop.degree - 1) * hop.numel for hop in reduction if hop.wire.feedback)
+        # Only the hop that codes makes an error; forwarded pieces (`pieces > 1`) make none.
+        yield from (hop.numel for hop in gathering if hop.wire.feedback and hop.pieces == 1)

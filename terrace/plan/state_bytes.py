@@ -1,0 +1,78 @@
+"""Bytes of a flat buffer's states on a rank: the part of model state that does not depend on the order of a step.
+
+Formulas are in terrace.plan.memory, which adds the buffers that come and go.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from terrace.plan.flats import FlatParamSpec
+from terrace.plan.hops import RESIDUAL_BYTES
+from terrace.plan.layout import Layout
+from terrace.plan.plan import Plan
+from terrace.plan.routes import residual_numels
+from terrace.plan.wire import FORMATS, MessageClass
+
+CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "feedback", "buffers")
+
+
+def keeps_master(plan: Plan, layout: Layout) -> bool:
+    """Whether the master parameters are a copy apart from the working parameters.
+
+    They can be one memory when dtypes agree and no refresh message rounds the working copy.
+    """
+    # Only tiers that a refresh crosses can round it.
+    refresh = [plan.wire_format(MessageClass.REFRESH, layout.tiers[i]) for i in _crossed(layout)]
+    # A rounded working copy cannot serve as the master: its error would feed the next update.
+    rounded = any(wire.mantissa_bits < FORMATS[plan.master].mantissa_bits for wire in refresh)
+    return plan.compute != plan.master or rounded
+
+
+def accumulates_in_place(plan: Plan, layout: Layout) -> bool:
+    """Whether autograd can add straight into the accumulated gradient, with no message between."""
+    return layout.span(layout.grads) == 1 and plan.compute == plan.master
+
+
+def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
+    """Bytes that a rank keeps throughout the step of a block with the flat buffers `parts`, by category."""
+    total: dict[str, int] = defaultdict(int)
+    for flat in parts:
+        for category, size in _steady(plan, flat).items():
+            total[category] += size
+    return total
+
+
+def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
+    compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
+    layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
+    found = {"params": padded // layout.span(layout.params) * compute}
+    if layout.has_secondary:
+        found["secondary"] = padded // layout.span(layout.params_backward) * compute
+    if flat.trainable:
+        # Accumulated in the master dtype, since many micro-batches are summed.
+        found["grads"] = padded // layout.span(layout.grads) * master
+        # Two moments, and the master copy where it is apart.
+        kept = 3 if keeps_master(plan, layout) else 2
+        owned = padded // layout.span(layout.optimizer)
+        found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
+        found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
+    return found
+
+
+def num_second_moments(update: str, owned: int, num_elementwise: int) -> int:
+    """The most elements of a flat buffer that a rank owns and keeps a second moment of.
+
+    `num_elementwise` at the end of the buffer, padding included, are not parts of matrices that Muon updates.
+    """
+    return 0 if update == "lion" else min(owned, num_elementwise)
+
+
+def _crossed(layout: Layout) -> list[int]:
+    return [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]
+
+
+def tie_bytes(flats: Sequence[FlatParamSpec], master: str) -> int:
+    """Bytes a rank sends to sum up the gradient of a block that two stages hold."""
+    # Gradients are exchanged after their reduction, so each rank sends only its shard.
+    shards = (flat.padded // flat.layout.span(flat.layout.grads) for flat in flats if flat.trainable)
+    return sum(shards) * FORMATS[master].element_bytes

@@ -1,0 +1,147 @@
+"""Messages resolved from a plan: lane, ranks, hops, formats, bytes and message memory of each.
+
+A program calls these once for each distinct instruction (terrace.program.program).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from terrace.plan.flats import FlatParamSpec
+from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, reduce_buffers
+from terrace.plan.in_block_messages import Leg, TensorMessage
+from terrace.plan.layout import INSIDE, Layout, message_lane, message_tiers
+from terrace.plan.plan import Plan
+from terrace.plan.routes import block_hops, control_numbers
+from terrace.plan.tensor_traffic import TensorTraffic, line_hops, number_bytes
+from terrace.plan.wire import FORMATS, ROUTES, MessageClass
+from terrace.program.message import Message, Transfer
+
+
+def block_message(
+    message_class: MessageClass, everyone: Layout, plan: Plan, flats: Sequence[FlatParamSpec], source: int | None = None
+) -> Message:
+    """Message of one class for a block with the flat buffers `flats`.
+
+    `everyone` is the layout of all ranks that hold some part of a block. `source` overrides the tier that a gather of
+    parameters starts from; the default is the one its class names.
+    """
+    lane, tiers = message_lane(everyone, message_class, source), message_tiers(everyone, message_class, source)
+    # Buffers that do not travel in this class (frozen, or not orthogonalised) have no transfer.
+    transfers = [
+        flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number)
+        for number, flat in enumerate(flats)
+        if flat.travels_in(message_class)
+    ]
+    # A pure gather crosses the outermost tier first.
+    if ROUTES[message_class].reduction is None:
+        tiers = tiers[::-1]
+    return _collective(message_class, plan, lane, tiers, everyone, transfers)
+
+
+def flat_transfer(
+    message_class: MessageClass,
+    lane: int,
+    ranks: Layout,
+    plan: Plan,
+    padded: int,
+    source: int | None = None,
+    flat: int = -1,
+) -> Transfer:
+    """The transfer of a flat buffer of `padded` elements, number `flat` of its block; see `block_message`."""
+    reduction, gathering = block_hops(ranks, plan, message_class, padded, source)
+    return Transfer(
+        message_class=message_class,
+        lane=lane,
+        ranks=ranks,
+        flat=flat,
+        reduction=tuple(reduction),
+        gathering=tuple(gathering),
+        reduce_buffers=tuple(reduce_buffers(plan, message_class, reduction)),
+        gather_buffers=tuple(gather_buffers(plan, message_class, gathering)),
+    )
+
+
+def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
+    """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives."""
+    tiers = tuple(tier for tier, degree in enumerate(world.degrees) if degree > 1)
+    numbers = control_numbers(everyone, plan)
+    # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
+    hops = tuple(Hop(tier, world.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
+    # As for block messages, the outermost tier names the lane.
+    lane, message_class = max(tiers, default=0), MessageClass.CONTROL
+    return _collective(
+        message_class,
+        plan,
+        lane,
+        tiers,
+        world,
+        [Transfer(message_class=message_class, lane=lane, ranks=world, gathering=hops)],
+    )
+
+
+def stage_message(message_class: MessageClass, tier: int, num_bytes: int, *, received: bool = False) -> Message:
+    """A message of `num_bytes` from one rank to its peer of another stage, across `tier`."""
+    return Message(
+        message_class=message_class, lane=tier, tiers=(tier,), sends=() if received else ((tier, num_bytes),)
+    )
+
+
+def tensor_message(tensor: TensorTraffic, message: TensorMessage) -> Message:
+    """A message inside a block, among the ranks of a line of the tensor axis."""
+    line, plan = tensor.line(message.axes), tensor.plan
+    # Statistics such as a norm's squares travel unrounded; activations take the wire format of each tier.
+    if message.leg is Leg.NUMBERS:
+        transfer = number_transfer(line, plan, message.numel)
+    else:
+        transfer = line_transfer(line, plan, message.leg, message.numel)
+    tiers = tuple(hop.tier for hop in transfer.hops)
+    return _collective(MessageClass.TENSOR, plan, INSIDE, tiers, line, [transfer])
+
+
+def number_transfer(line: Layout, plan: Plan, numel: int) -> Transfer:
+    """A gather of `numel` numbers of every rank of a line of the tensor axis, never rounded."""
+    hops, pieces, wire = [], 1, FORMATS["fp32" if number_bytes(plan) == 4 else "fp64"]
+    for tier, degree in enumerate(line.degrees):
+        if degree > 1:  # numbers gathered over the tiers inside travel on
+            hops.append(Hop(tier, degree, wire, numel, pieces))
+            pieces *= degree
+    return Transfer(message_class=MessageClass.TENSOR, lane=INSIDE, ranks=line, gathering=tuple(hops))
+
+
+def line_transfer(line: Layout, plan: Plan, leg: Leg, numel: int) -> Transfer:
+    """A gather or a reduction of `numel` padded elements over a line of the tensor axis."""
+    hops, message_class = tuple(line_hops(line, plan, leg, numel)), MessageClass.TENSOR
+    transfer = Transfer(message_class=message_class, lane=INSIDE, ranks=line)
+    if leg is Leg.GATHER:
+        return replace(transfer, gathering=hops, gather_buffers=tuple(gather_buffers(plan, message_class, hops)))
+    return replace(transfer, reduction=hops, reduce_buffers=tuple(reduce_buffers(plan, message_class, hops)))
+
+
+def context_message(sends: tuple[tuple[int, int], ...]) -> Message:
+    """A message inside a block among the ranks of the context axis, from (tier index, bytes sent)."""
+    tiers = tuple(tier for tier, _ in sends)
+    return Message(message_class=MessageClass.CONTEXT, lane=INSIDE, tiers=tiers, sends=sends)
+
+
+def _collective(
+    message_class: MessageClass,
+    plan: Plan,
+    lane: int,
+    tiers: tuple[int, ...],
+    ranks: Layout,
+    transfers: Sequence[Transfer],
+) -> Message:
+    hops = [hop for transfer in transfers for hop in transfer.hops]
+    # dtypes are cast on the fly; only block formats read and write memory to code.
+    coding = 0.0
+    if any(hop.wire.block for hop in hops):
+        coding = sum(hops_coding_bytes(plan, message_class, each.reduction, each.gathering) for each in transfers)
+    return Message(
+        message_class=message_class,
+        lane=lane,
+        tiers=tiers,
+        ranks=ranks,
+        transfers=tuple(transfers),
+        sends=tuple((hop.tier, hop.sent_bytes) for hop in hops),
+        coding_bytes=coding,
+    )
