@@ -19,16 +19,14 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from terrace.base.errors import ProgramError
-from terrace.plan.flats import orthogonalised
 from terrace.plan.layout import DEVICE
-from terrace.plan.stage import units
-from terrace.program.instruction import SPECS, Instruction, Op
+from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.verify_totals import check_bytes, check_memory
+from terrace.program.walk import Walk
 
 
 def verify(program: Program, rank: int = 0) -> None:
@@ -43,16 +41,10 @@ def verify(program: Program, rank: int = 0) -> None:
 
 
 FORWARD_OPS = frozenset((Op.GATHER, Op.FREE, Op.FORWARD, Op.SEND, Op.RECV, Op.CLIP))
-_DEFAULTS = {item.name: item.default for item in fields(Instruction) if item.name != "op"}
-_UNUSED = {op: [name for name in _DEFAULTS if name not in spec.fields] for op, spec in SPECS.items()}
 
 
 @dataclass
-class _Walker:
-    program: Program
-    rank: int
-    position: int = 0
-    now: Instruction = field(default_factory=lambda: Instruction(Op.CLIP))
+class _Walker(Walk):
     resident: set[int] = field(default_factory=set)
     opened: set[int] = field(default_factory=set)  # blocks gathered from the primary copy
     received: set[tuple[bool, int, int]] = field(default_factory=set)  # (backward, block, micro)
@@ -65,7 +57,6 @@ class _Walker:
     tied: set[int] = field(default_factory=set)
     unused: set[int] = field(default_factory=set)  # gathered and not read yet
     directions: int = 0  # layers whose matrices are gathered for the optimizer
-    done: set[Instruction] = field(default_factory=set)
 
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
@@ -127,79 +118,6 @@ class _Walker:
             self._fail_end(f"the {what} of block {block}, micro-batch {micro}, is never sent")
         if Instruction(Op.CLIP) not in self.done:
             self._fail_end("`CLIP` never happens")
-
-    def _fields(self, now: Instruction) -> None:
-        for name in _UNUSED[now.op]:
-            if getattr(now, name) != _DEFAULTS[name]:
-                self._fail(f"{now.op.value} does not use `{name}`, which is {getattr(now, name)!r}")
-
-    def _once(self) -> None:
-        if self.now in self.done:
-            self._fail("it runs twice")
-        self.done.add(self.now)
-
-    def _after(self, op: Op, block: int, micro: int = -1) -> None:
-        earlier = Instruction(op, block, micro)
-        if earlier not in self.done:
-            self._fail(f"it needs `{earlier}` before it")
-
-    def _micro(self) -> None:
-        if not 0 <= self.now.micro < self.program.num_micros:
-            self._fail(f"there is no micro-batch {self.now.micro}")
-
-    @cached_property
-    def _trainable(self) -> frozenset[int]:
-        blocks = enumerate(self.program.blocks) if self.program.trains else ()
-        return frozenset(index for index, block in blocks if block.num_trainable)
-
-    @cached_property
-    def _orthogonalised(self) -> frozenset[int]:
-        return frozenset(orthogonalised(self.program.flats, self.program.stage.held))
-
-    @cached_property
-    def _first_borrower(self) -> dict[int, int]:
-        """The first block here that borrows each copy: its complete backwards count as the copy's."""
-        stage, blocks = self.program.stage, self.program.blocks
-        found = {lender: block for block in reversed(stage.own) for lender in blocks[block].borrows}
-        return {copy: found[copy] for copy in stage.copies}
-
-    @cached_property
-    def _num_units(self) -> int:
-        return len(units(self.program.num_micros, self.program.plan.unit))
-
-    @cached_property
-    def _outgoing(self) -> frozenset[tuple[bool, int, int, int]]:
-        """(is gradient, block, micro-batch, peer stage) of every message that another stage reads."""
-        stage = self.program.stage
-        edges = []
-        for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
-            edges += [(False, chunk[-1], onward)] if onward is not None else []
-            # Evaluation sends no gradients.
-            edges += [(True, chunk[0], back)] if back is not None and stage.trains else []
-        return frozenset((*edge[:2], micro, edge[2]) for edge in edges for micro in range(stage.num_micros))
-
-    @cached_property
-    def _incoming(self) -> frozenset[tuple[bool, int, int]]:
-        """(is gradient, sender's block, peer stage) of every message that this stage reads."""
-        stage = self.program.stage
-        edges = []
-        for chunk, onward, back in zip(stage.chunks, stage.onward, stage.back, strict=True):
-            edges += [(True, chunk[-1] + 1, onward)] if onward is not None else []
-            edges += [(False, chunk[0] - 1, back)] if back is not None else []
-        return frozenset(edges)
-
-    def _backward_of(self, block: int, micro: int) -> Op:
-        # Of a backward in two halves, the second completes the gradient.
-        split = Instruction(Op.BACKWARD_INPUT, block, micro) in self.done
-        return Op.BACKWARD_WEIGHT if split else Op.BACKWARD
-
-    def _runs_here(self) -> None:
-        if self.now.block not in self.program.stage.own:
-            self._fail(f"block {self.now.block} runs on another stage")
-
-    def _trains(self) -> None:
-        if self.now.block not in self._trainable:
-            self._fail("the block has nothing to train")
 
     def _needs_parameters(self, block: int) -> None:
         if self.program.layout.params == DEVICE:
@@ -338,10 +256,6 @@ class _Walker:
         if self.reductions[self.now.block] != self._num_units or self.now.block in self.stale:
             self._fail(f"it comes after the last of the block's {self._num_units} reductions")
 
-    def _holds(self) -> None:
-        if self.now.block not in self.program.stage.held:
-            self._fail(f"block {self.now.block} is on another stage")
-
     def _clip(self, now: Instruction) -> None:
         self._once()
         for block in self.program.stage.held:
@@ -391,9 +305,3 @@ class _Walker:
         if (now.backward, now.block, now.peer) not in self._incoming:
             self._fail(f"stage {now.peer} makes nothing of it that this stage reads")
         self.received.add((now.backward, now.block, now.micro))
-
-    def _fail(self, rule: str) -> None:
-        raise ProgramError(f"rank {self.rank}, instruction {self.position} `{self.now}`: {rule}")
-
-    def _fail_end(self, rule: str) -> None:
-        raise ProgramError(f"rank {self.rank}, end of the program: {rule}")

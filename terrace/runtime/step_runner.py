@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrace.model.decoder import IGNORE_INDEX
 from terrace.plan.layout import DEVICE
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
@@ -38,25 +37,12 @@ from terrace.runtime.head import chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.model_state import ModelState
-from terrace.runtime.norm import squared_norm
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
+from terrace.runtime.step_sums import StepSums, own_sums
 from terrace.runtime.tensor.apply import Objective
 
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
-
-
-@dataclass(frozen=True)
-class StepSums:
-    """The results of CLIP: mean loss and gradient norm over the valid tokens of the global batch.
-
-    `rounding` holds squared error and square of every lossy message class since the previous CLIP.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    num_tokens: Tensor
-    rounding: Tensor
 
 
 @dataclass
@@ -348,24 +334,13 @@ class StepRunner:
             self._wait(pending, "wait sync")
         self._syncs.clear()
         self._reduced.clear()
-        # Not `* 0`: zero times an infinite norm or loss is nan.
-        nothing = torch.zeros_like(self._loss)
         flats = self._state if self._program.trains else ()
-        # Each gradient element counts once: only the first of the ranks that replicate a slice adds its square.
-        counted = [flat.owned for flat in flats if flat.owned.numel() and flat.is_first(flat.layout.optimizer)]
-        squares = torch.stack([squared_norm(part) for part in counted]).sum() if counted else nothing
-        num_tokens = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in self._batches]).sum().double()
-        values = torch.stack([squares, *((self._loss, num_tokens) if self._counts_loss else (nothing, nothing))])
+        values = own_sums(flats, self._loss, self._batches, counts_loss=self._counts_loss)
         total: list[Tensor] = []
         (transfer,) = self._program.message(now).transfers
         self._wait(self._submit(lambda: total.append(self._collectives.sum_control(transfer, values))), "wait control")
-        # Losses and gradients are sums over tokens: one division by the global count makes them means.
-        (squared, loss, count), rounding = total[0][:3].unbind(), total[0][3:]
-        count = count.clamp(min=1.0)
-        norm = squared.sqrt() / count
-        self._sums = StepSums(loss / count, norm, count, rounding)
-        clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else 1.0
-        self._scale = clip / count
+        self._sums = StepSums.of(total[0])
+        self._scale = self._sums.scale(self._clip_norm)
         self._clock.mark("clip")
 
     def _orthogonalise(self, now: Instruction) -> None:
