@@ -21,8 +21,8 @@ from bench.common import print_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.sequence.assign import assign
-from terrace.sequence.balanced import ring_rank_capacity
 from terrace.sequence.bound import makespan_bound_s
+from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.distributions import batches, bimodal, one_huge, sample
 from terrace.sequence.policies import POLICIES, policy_costs

@@ -7,7 +7,7 @@ from bench.validation.rows import Row, Table, markdown_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
-from terrace.sequence.balanced import ring_rank_capacity
+from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.distributions import batches, sample
 from terrace.sequence.policies import policy_costs
 from terrace.simulate.attention_cost import attention_cost

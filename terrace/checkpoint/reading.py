@@ -25,7 +25,6 @@ from terrace.checkpoint.layout import (
 )
 from terrace.checkpoint.parts import Part, Slices, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
-from terrace.runtime.engine import Engine
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.model_state import ModelState
 
@@ -197,22 +196,12 @@ def newest_whole(run_folder: Path) -> tuple[Checkpoint, list[str]]:
     raise CheckpointError(f"{run_folder} has no checkpoint that is whole: {'; '.join(wrong)}; start a new run")
 
 
-def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load parameters and optimizer state into the engine. Every rank calls this.
+def restore(state: ModelState, checkpoint: Checkpoint) -> None:
+    """Load this rank's part of parameters and optimizer state. Every rank calls this, and `Engine.refresh` afterwards:
+    the checkpoint holds master values, and until then the working copies of parameters are stale.
 
     Raises `CheckpointError` if the checkpoint is of another model or unreadable. Call `checkpoint.verify()` on one rank
     first: this checks only the elements it reads.
-    """
-    load_state(engine.state, checkpoint)
-    with torch.no_grad():
-        # The checkpoint holds master values; the working copies are made from them.
-        engine.refresh()
-
-
-def load_state(state: ModelState, checkpoint: Checkpoint) -> None:
-    """Load this rank's part of a checkpoint; the working copies of parameters are stale until refreshed.
-
-    Raises `CheckpointError` as `restore` does.
     """
     check_model(checkpoint.folder, checkpoint.layout, state.specs, state.settings)
     slices = slices_of(state.program.mesh, state.rank)

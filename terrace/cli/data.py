@@ -15,7 +15,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
-from terrace.sequence.balanced import ring_rank_capacity
+from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.distributions import batches, bimodal, one_huge, sample, scattered
 from terrace.sequence.policies import PolicyCost, policy_costs
 from terrace.simulate.attention_cost import attention_cost

@@ -1,7 +1,7 @@
 """A summary of the data before a run: sources, shares, epochs, padding, documents left out."""
 
 from terrace.data.batches import Batches, Source, SourceUse
-from terrace.train.loop import Job
+from terrace.train.job import Job
 
 
 def data_words(job: Job) -> str:

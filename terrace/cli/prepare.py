@@ -25,8 +25,8 @@ from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
+from terrace.train.job import Job
 from terrace.train.lock import folder_lock
-from terrace.train.loop import Job
 from terrace.train.prediction import resolved_run
 from terrace.train.trackers import check_installed
 

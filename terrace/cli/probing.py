@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import replace_unprintable, sigterm_raises
-from terrace.cli.worker import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import detect, join, launch_local, pace
 from terrace.launch.world import World

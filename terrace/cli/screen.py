@@ -42,7 +42,7 @@ from terrace.report.tables import (
     wire_words,
 )
 from terrace.train.folder import start_words
-from terrace.train.loop import Job, device_of
+from terrace.train.job import Job, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
 from terrace.train.recorder import plain

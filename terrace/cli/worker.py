@@ -1,19 +1,16 @@
 """Ranks of `terrace train`: started here, or joined under a launcher."""
 
-import pickle
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
-from terrace.base.errors import CheckpointError, ConfigError, DataError, TerraceError, TrainingError
+from terrace.base.errors import CheckpointError, DataError, TrainingError
+from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable, sigterm_raises
 from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
@@ -25,15 +22,10 @@ from terrace.launch.start import is_restarted, join, launch_local, pace, world_s
 from terrace.launch.stop import Stop
 from terrace.launch.world import World
 from terrace.train.config import RunConfig
-from terrace.train.loop import Job, train
+from terrace.train.job import Job
+from terrace.train.loop import train
 from terrace.train.metrics import Silent
 
-JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
-_PREPARE_TIMEOUT = timedelta(days=1)  # a large corpus takes hours to tokenise; a rank that dies ends the job
-_HEARD_S = 10.0  # enough for ranks that only read a key
-_MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely a mistake
-
-T = TypeVar("T")
 Fit = Callable[[int], tuple[RunConfig, str]]  # number of ranks -> (run fitted to them, description of the changes)
 
 
@@ -63,26 +55,6 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
     with sigterm_raises():
         # The parent only waits: a signal here is passed on to the ranks, which end after the same step.
         _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True))
-
-
-def check_local(cluster: Cluster) -> None:
-    """Raise `ConfigError` for a cluster with more ranks than one machine may start."""
-    if cluster.world_size > _MAX_LOCAL_RANKS:
-        raise ConfigError(
-            f"cluster {cluster.name!r} has {cluster.world_size} ranks, and one machine starts at most "
-            f"{_MAX_LOCAL_RANKS} as local processes: use torchrun or srun, or resize a tier, for example "
-            f"--cluster.tiers.{cluster.tiers[-1].name}.size 1"
-        )
-
-
-def check_world(world: World, cluster: Cluster) -> None:
-    """Raise `ConfigError` unless the launcher started as many ranks as the cluster has."""
-    if world.world_size != cluster.world_size:
-        raise ConfigError(
-            f"{world.world_size} ranks were started, but cluster {cluster.name!r} has "
-            f"{cluster.world_size}: start {cluster.world_size}, or resize a tier, for example "
-            f"--cluster.tiers.{cluster.tiers[-1].name}.size N"
-        )
 
 
 def run_rank(world: World, job: Job) -> str | None:
@@ -141,32 +113,6 @@ def _end(signal_name: str | None) -> None:
         raise KeyboardInterrupt
     if signal_name is not None:
         raise Terminated(signal_name)
-
-
-def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
-    """Result of `make`, called on one rank (`mine`) and sent to the others through the store.
-
-    If it raises, only that rank reports the error; the other `num_others` exit.
-    """
-    if not mine:
-        world.store.wait([key], _PREPARE_TIMEOUT)
-        made: T | None = pickle.loads(world.store.get(key))
-        if made is None:
-            # Acknowledged, so that the failing rank may end and take the store with it.
-            world.store.add(f"{key}/heard", 1)
-            sys.exit(2)
-        return made
-    try:
-        result = make()
-    except TerraceError:
-        world.store.set(key, pickle.dumps(None))  # type: ignore[arg-type]  # any bytes are fine
-        # The store may be in this process: it stays until the others have heard.
-        deadline_s = time.monotonic() + _HEARD_S
-        while world.store.add(f"{key}/heard", 0) < num_others and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        raise
-    world.store.set(key, pickle.dumps(result))  # type: ignore[arg-type]
-    return result
 
 
 def _sources_here(job: Job) -> tuple[Source, ...]:

@@ -11,8 +11,9 @@ from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import MessageClass
 from terrace.planner.task import LAYER, Task
-from terrace.program.block_program import Moment, attention_moments, moments_of
+from terrace.program.block_program.attention import attention_moments
 from terrace.program.block_program.regions import tensor_steps
+from terrace.program.block_program.steps import Moment, moments_of
 from terrace.simulate.inside import InBlockPrices, PricedMoment, attention_bytes, exposed, rooms_of
 from terrace.simulate.layers import BlockSeconds, core_rounds
 from terrace.simulate.states import kind_blocks

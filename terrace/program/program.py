@@ -19,7 +19,8 @@ from terrace.plan.stage import Stage
 from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, ROUTES, MessageClass
-from terrace.program.block_program import BlockProgram, InBlockMessage, block_program, messages_of
+from terrace.program.block_program.build import block_program
+from terrace.program.block_program.steps import BlockProgram, InBlockMessage, messages_of
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message, Transfer

@@ -7,7 +7,8 @@ from rich.table import Table
 
 from terrace.plan.context_traffic import AttentionBytes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
-from terrace.program.block_program import Compute, Send, Steps, attention_steps, moments_of
+from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.report.tables import new_table, quantity, seconds

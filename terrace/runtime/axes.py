@@ -9,10 +9,11 @@ from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.context.axis import ContextAxis
 from terrace.runtime.context.peer_exchange import PeerComm
+from terrace.runtime.head import Objective
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.linear import WeightGradients
-from terrace.runtime.tensor.apply import Objective, make_axis, parallelise
+from terrace.runtime.tensor.apply import make_axis, parallelise
 
 Blocks = Sequence[nn.Module]
 Applied = tuple[InBlockAxis | None, Blocks, Objective]

@@ -31,13 +31,13 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import check_compiles, compile_blocks
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.describe import describe, with_dims
+from terrace.runtime.head import Objective
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import return_large_buffers
 from terrace.runtime.model_state import InitialValue, ModelState, check_settings
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.step_runner import StepRunner
-from terrace.runtime.tensor.apply import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,8 @@ class Engine:
         Not counted in the ledger: it belongs to no step.
         """
         self.drain()  # a refresh under way would bring old values after the new ones
-        self.state.refresh(self.comm.uncounted())
+        with torch.no_grad():
+            self.state.refresh(self.comm.uncounted())
 
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""

@@ -29,6 +29,7 @@ from terrace.model import decoder
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
 from terrace.runtime.linear import record_product, record_sum
 
+Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 LossBackward = Callable[[Tensor, Tensor], Tensor]  # (input of the block, labels) -> sum of the losses
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from terrace.comm.lane import Lane, Ticket
-from terrace.program.block_program import Await, Compute, InBlockMessage, Kind, Send, Step
+from terrace.program.block_program.steps import Await, Compute, InBlockMessage, Kind, Send, Step
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
 

@@ -9,13 +9,14 @@ from terrace.base.errors import PlanError
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.slices import rank_slices
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.tensor.apply import slice_value
 
 InitialValue = Callable[[str, str, tuple[int, ...]], Tensor]  # (block name, parameter name, shape) -> values
 
@@ -71,7 +72,7 @@ class ModelState:
                     whole = initial(block, spec.name, spec.whole or spec.shape)
                 else:
                     whole = own[spec.name].detach()
-                return slice_value(whole, spec, program, rank)
+                return _slice_value(whole, spec, program.mesh, rank)
 
             for flat in self.flats[index]:
                 flat.initialise(value, settings)
@@ -117,3 +118,16 @@ def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
         raise PlanError(
             f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.name!r}: give both the same"
         )
+
+
+def _slice_value(value: Tensor, spec: ParamSpec, mesh: Mesh, rank: int) -> Tensor:
+    if not spec.cuts:
+        return value
+    parts = rank_slices(spec, mesh, rank)
+    local = value[parts]
+    if tuple(local.shape) == spec.shape:
+        return local
+    # Padding with zeros adds nothing to any product.
+    padded = value.new_zeros(spec.shape)
+    padded[tuple(slice(0, size) for size in local.shape)] = local
+    return padded

@@ -33,14 +33,13 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.head import chunked_head, head_loss
+from terrace.runtime.head import Objective, chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.progress import Progress, no_progress
 from terrace.runtime.random_state import random_state, restored
 from terrace.runtime.step_sums import StepSums, own_sums
-from terrace.runtime.tensor.apply import Objective
 
 Gradient = tuple[FlatParam, Tensor]  # a gradient buffer on its way to be reduced
 

@@ -96,17 +96,6 @@ def assign(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, 
     return Assignment(segments, tuple(best.seconds), tuple(best.tokens))
 
 
-def sure_capacity(lengths: Sequence[int], num_ring_ranks: int) -> int:
-    """A capacity with which these documents certainly fit, about two even shares of the tokens.
-
-    Let s be an even share and n the number of documents longer than s. Those become rings over all ranks, which gives a
-    rank at most their length over the ranks plus 2 each. Every other document goes to the rank with the fewest tokens,
-    which has at most s + 2n before and s more after.
-    """
-    share = -(-sum(lengths) // num_ring_ranks)
-    return 2 * share + 2 * sum(length > share for length in lengths)
-
-
 def _check_room(lengths: Sequence[int], rings: CandidateRings) -> None:
     longest = max(lengths, default=0)
     needed = min(ring_tokens(longest, shape.num_ring_ranks) for shape in rings.shapes)

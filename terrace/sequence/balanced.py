@@ -8,12 +8,11 @@ import math
 from collections.abc import Sequence
 
 from terrace.base.errors import PlanError
-from terrace.sequence.assign import assign, sure_capacity
+from terrace.sequence.assign import assign
+from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.local_tokens import deal_local_tokens
-
-CAPACITY = 3  # most even shares of tokens that a ring rank attends to; see `most_attended`
 
 
 def balanced_group_layout(
@@ -39,14 +38,3 @@ def balanced_group_layout(
         num_local_tokens=num_local_tokens,
         window=cost.window,
     )
-
-
-def ring_rank_capacity(lengths: Sequence[int], num_ring_ranks: int, even_share: int) -> int:
-    """Tokens that a ring rank may attend to, for documents of these lengths; it holds `even_share` of them."""
-    return max(min(CAPACITY, num_ring_ranks) * even_share, sure_capacity(lengths, num_ring_ranks))
-
-
-def most_attended(num_ring_ranks: int, even_share: int) -> int:
-    """Upper bound of `ring_rank_capacity` over all documents."""
-    # Fewer documents than ring ranks can be longer than an even share, which bounds the second term of `sure_capacity`.
-    return max(min(CAPACITY, num_ring_ranks) * even_share, 2 * even_share + 2 * (num_ring_ranks - 1))

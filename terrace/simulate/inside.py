@@ -18,7 +18,7 @@ from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.program.block_program import Compute, InBlockMessage, Kind, Moment
+from terrace.program.block_program.steps import Compute, InBlockMessage, Kind, Moment
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty

@@ -7,7 +7,7 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.model.config import ModelConfig
 from terrace.plan.context import Heads, count_local_tokens
-from terrace.sequence.balanced import most_attended
+from terrace.sequence.capacity import most_attended
 
 
 @dataclass(frozen=True, kw_only=True)

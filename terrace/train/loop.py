@@ -8,13 +8,11 @@ All user mistakes are caught before; only the machine can still fail here.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
 from terrace.checkpoint.layout import folder_of
@@ -24,7 +22,7 @@ from terrace.checkpoint.saving import Saver
 from terrace.cluster.cluster import Cluster
 from terrace.comm.collectives import DTYPES
 from terrace.comm.pace import Pacer
-from terrace.data.batches import Batches, Source
+from terrace.data.batches import Batches
 from terrace.data.feeding import Feeder
 from terrace.data.prepared import data_facts
 from terrace.data.tokenizer import load_tokenizer
@@ -45,10 +43,10 @@ from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
 from terrace.train.attention_cost import KEY, cost_fact, kept_cost, work_cost
 from terrace.train.calibrate import calibrate
-from terrace.train.config import RunConfig
 from terrace.train.context_batches import ContextBatches
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
+from terrace.train.job import Job, device_of
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.micro_batches import MicroBatches, StepBatches
@@ -60,17 +58,6 @@ from terrace.train.schedule import learning_rate
 _PATIENCE = 10  # timeouts that rank 0 waits for files of others
 _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 _SAMPLE_MAX_PARAMS = 100_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Input of every rank: the run, its folder, its data, and the checkpoint to resume from."""
-
-    run: RunConfig
-    folder: Path
-    sources: tuple[Source, ...]
-    tokenizer_fingerprint: str
-    resume: Path | None = None
 
 
 def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
@@ -188,7 +175,8 @@ class _Run:
         # Reading takes as long as the disk needs, so no timeout runs.
         self.dog.idle("loading the checkpoint")
         checkpoint = Checkpoint(self.job.resume)
-        restore(self.engine, checkpoint)
+        restore(self.engine.state, checkpoint)
+        self.engine.refresh()
         return checkpoint.step
 
     def _micro_batches(self, cluster: Cluster) -> MicroBatches:
@@ -368,13 +356,6 @@ class _Run:
         return prompt + generate(
             folder, tokenizer, prompt, num_tokens=_SAMPLE_TOKENS, temperature=0.8, window=train.sequence
         )
-
-
-def device_of() -> torch.device:
-    """Device of this rank: its GPU if ranks talk over nccl, else the CPU."""
-    if dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())  # set on joining the world
 
 
 def _check_finite(result: StepResult, step: int) -> None:

@@ -239,7 +239,8 @@ class Trainer:
             for rank, told in enumerate(self.engine.comm.exchange(problem)):
                 if told is not None:
                     raise CheckpointError(told if rank == 0 else f"rank {rank}: {told}")
-            restore(self.engine, checkpoint)
+            restore(self.engine.state, checkpoint)
+            self.engine.refresh()
             self.num_steps = checkpoint.step
             return found
 

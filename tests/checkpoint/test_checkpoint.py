@@ -99,7 +99,8 @@ def continue_here(world: World, folder: Path, tiers: tuple[int, ...], plan: str,
     losses += train(straight, 3, 6)
     other = make(world, tiers, plan, compute, scale=2.0)
     assert differing(before, state_of(other))
-    restore(other, Checkpoint(saved))
+    restore(other.state, Checkpoint(saved))
+    other.refresh()
     unequal = differing(before, state_of(other))
     again = train(other, 3, 6)
     return losses, again, unequal, differing(state_of(straight), state_of(other))
@@ -130,7 +131,8 @@ def test_going_on_is_bitwise_the_same(
 def go_on(world: World, source: Path, folder: Path, tiers: tuple[int, ...], plan: str) -> list[float]:
     """Load and save at once, then train three more steps."""
     engine = make(world, tiers, plan, scale=2.0)
-    restore(engine, Checkpoint(source))
+    restore(engine.state, Checkpoint(source))
+    engine.refresh()
     save(engine, folder, 3, {}, keep=1)
     return train(engine, 3, 6)
 
@@ -203,10 +205,10 @@ def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
     raw, text = file.read_bytes(), manifest.read_text()
     file.write_bytes(raw[:-8])
     assert f"{file} has {len(raw) - 8} bytes instead of {len(raw)}" in refused(Checkpoint(folder).verify)
-    assert str(file) in refused(lambda: restore(engine, Checkpoint(folder)))
+    assert str(file) in refused(lambda: restore(engine.state, Checkpoint(folder)))
     file.unlink()
     assert f"{file} is missing" in refused(Checkpoint(folder).verify)
-    assert str(file) in refused(lambda: restore(engine, Checkpoint(folder)))
+    assert str(file) in refused(lambda: restore(engine.state, Checkpoint(folder)))
     file.write_bytes(raw)
     Checkpoint(folder).verify()
     for damaged in (text[:-30], text.replace('"step": 1', '"step": 7'), "[]", '{"format": 2}', "{}", "\0"):
@@ -219,7 +221,7 @@ def test_damage_is_named_also_when_nobody_verified(tmp_path: Path) -> None:
     assert "has elements of block.1.up.weight twice" in refused(Checkpoint(folder).verify)
     boxes["up.weight"] = ["0:3,0:6", "5:12,0:6"]
     manifest.write_text(encode(table))
-    for work in (Checkpoint(folder).verify, lambda: restore(engine, Checkpoint(folder))):
+    for work in (Checkpoint(folder).verify, lambda: restore(engine.state, Checkpoint(folder))):
         assert "lacks elements [3:5,0:6] of block.1.up.weight" in refused(work)
     manifest.write_text('{"format": 1}')
     assert "has format 1, but this version of Terrace reads formats 2 and 3 only" in refused(lambda: Checkpoint(folder))
@@ -247,11 +249,11 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
     decoder = engine(MODELS["llama tied"].blocks(torch.float32), names=["embedding", "layer", "other", "head"])
     assert "embedding.weight is absent there and adamw [11, 8] here" in refused(
-        lambda: restore(decoder, Checkpoint(folder))
+        lambda: restore(decoder.state, Checkpoint(folder))
     )
     frozen = engine(toy.blocks(torch.float32), freeze=["block.4.norm.*"])
     assert "block.4.norm.weight is adamw [6] there and frozen [6] here" in refused(
-        lambda: restore(frozen, Checkpoint(folder))
+        lambda: restore(frozen.state, Checkpoint(folder))
     )
 
 

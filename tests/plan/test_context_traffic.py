@@ -26,7 +26,8 @@ from terrace.plan.presets import preset
 from terrace.plan.slices import slice_blocks
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program import Send, Steps, attention_steps, messages_of
+from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.steps import Send, Steps, messages_of
 from terrace.program.instruction import Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from terrace.checkpoint.parts import parts_of, slices_of
-from terrace.checkpoint.reading import Checkpoint, load_state
+from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
 from terrace.program.lowering import build, forward_programs
@@ -62,7 +62,7 @@ def test_a_state_is_loaded_and_handed_over_without_an_engine(tmp_path: Path) -> 
     folder = save(engine, tmp_path, 2, {}, keep=1)
     engine.close()
     loaded, handed = fresh_state(), fresh_state()
-    load_state(loaded[0], Checkpoint(folder))
+    restore(loaded[0], Checkpoint(folder))
     slices = slices_of(engine.program.mesh, 0)
     for source, target in zip(engine.state, handed[0], strict=True):
         hand_over(*([part for _, part in parts_of([flat], slices)] for flat in (source, target)))

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cluster.presets import load_cluster
-from terrace.sequence.assign import Assignment, assign, sure_capacity
+from terrace.sequence.assign import Assignment, assign
 from terrace.sequence.bound import makespan_bound_s
+from terrace.sequence.capacity import sure_capacity
 from terrace.sequence.cost import Link, WorkCost, ring_tokens
 from terrace.sequence.distributions import bimodal, one_huge, sample
 from terrace.sequence.micro import micro_steps

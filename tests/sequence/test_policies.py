@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.plan.context import ContextGroup, Heads
-from terrace.sequence.balanced import balanced_group_layout, ring_rank_capacity
+from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
+from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import crossings
 from terrace.sequence.distributions import PUBLISHED, batches, sample
 from terrace.sequence.group_layout import GroupLayout

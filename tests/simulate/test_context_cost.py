@@ -21,19 +21,12 @@ from terrace.planner.search import find
 from terrace.planner.space import OpenMesh, Space, closed, open_meshes
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
-from terrace.program.block_program import (
-    Compute,
-    Moment,
-    Send,
-    Steps,
-    attention_moments,
-    attention_steps,
-    moments_of,
-)
+from terrace.program.block_program.attention import attention_moments, attention_steps
+from terrace.program.block_program.steps import Compute, Moment, Send, Steps, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from terrace.sequence.balanced import most_attended, ring_rank_capacity
+from terrace.sequence.capacity import most_attended, ring_rank_capacity
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.cost import step_costs

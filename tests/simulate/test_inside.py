@@ -15,7 +15,7 @@ from terrace.model.config import block_specs, parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program import Compute, Kind, moments_of
+from terrace.program.block_program.steps import Compute, Kind, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program

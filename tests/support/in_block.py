@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from terrace.program.block_program import Await, Compute, Send, Step
+from terrace.program.block_program.steps import Await, Compute, Send, Step
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.runtime.engine import Engine

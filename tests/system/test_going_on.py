@@ -23,7 +23,8 @@ from terrace.launch.start import LocalPool, World
 from terrace.launch.stop import Stop
 from terrace.train import loop
 from terrace.train.config import parse_run, resolve_table
-from terrace.train.loop import Job, train
+from terrace.train.job import Job
+from terrace.train.loop import train
 from terrace.train.metrics import Silent, StepRecord
 from tests.support.tiny_runs import metrics, write_run
 

@@ -18,7 +18,7 @@ from terrace.launch.start import World, launch_local
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
 from terrace.train.config import resolve
-from terrace.train.loop import Job
+from terrace.train.job import Job
 from terrace.train.metrics import Silent, read_metrics
 from tests.support.tiny_runs import (
     all_gone,

@@ -15,7 +15,8 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
 from terrace.train import loop
 from terrace.train.config import parse_run, resolve_table
-from terrace.train.loop import Job, train
+from terrace.train.job import Job
+from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent
 from terrace.train.recorder import EVENTS
 from tests.support.tiny_runs import MODEL, metrics, write_run

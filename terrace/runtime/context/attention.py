@@ -35,7 +35,7 @@ from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pa
 from terrace.model.pair_kernels import precise, side_by_side
 from terrace.plan.context import Heads
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
-from terrace.program.block_program import Kind
+from terrace.program.block_program.steps import Kind
 from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
 

@@ -5,7 +5,7 @@ holds a `RowLinear` is entered from the residual stream. Norms, embedding and he
 code is not touched: its submodules are replaced under the same names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from terrace.model.lora.modules import LoraLinear
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
+from terrace.runtime.head import Objective
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.loss import vocabulary_loss
 from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, HeadNorm, Norm, RowLinear, TensorAxis
-
-Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 
 
 def make_axis(
@@ -144,17 +143,3 @@ class _Cutter:
     def _parameter(self, block: int, name: str) -> nn.Parameter:
         spec = self._specs[block][name]
         return nn.Parameter(torch.empty(spec.shape, device="meta"), requires_grad=spec.trainable)
-
-
-def slice_value(value: Tensor, spec: ParamSpec, program: Program, rank: int) -> Tensor:
-    """This rank's slice of the whole `value` of a parameter, padded with zeros."""
-    if not spec.cuts:
-        return value
-    parts = rank_slices(spec, program.mesh, rank)
-    local = value[parts]
-    if tuple(local.shape) == spec.shape:
-        return local
-    # Padding with zeros adds nothing to any product.
-    padded = value.new_zeros(spec.shape)
-    padded[tuple(slice(0, size) for size in local.shape)] = local
-    return padded

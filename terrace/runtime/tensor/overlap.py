@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
-from terrace.program.block_program import Kind
+from terrace.program.block_program.steps import Kind
 from terrace.runtime.linear import record_product
 from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.regathered import RegatheredInput

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
-from terrace.program.block_program import Kind
+from terrace.program.block_program.steps import Kind
 from terrace.runtime.in_block_comm import InFlight
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
 
