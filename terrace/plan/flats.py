@@ -8,6 +8,7 @@ ranks, as experts are, would have a buffer with fewer holders than the others.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
@@ -32,7 +33,7 @@ class FlatParamSpec:
     trainable: bool
     num_orthogonal: int = 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements without padding."""
         return sum(param.numel for param in self.params)
@@ -42,7 +43,7 @@ class FlatParamSpec:
         carries = ROUTES[message].carries
         return carries == "all" or (self.num_orthogonal > 0 if carries == "orthogonal" else self.trainable)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements with the padding that makes every tier divide them."""
         return self.layout.padded(self.numel)

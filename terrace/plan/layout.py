@@ -10,9 +10,11 @@ a reduce-scatter package first and then outward, or a gather from the outermost 
 and each outer link carries only the part that inner tiers cannot serve.
 """
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import HOLDERS, ORDER, Mesh
@@ -60,7 +62,7 @@ class Layout:
             optimizer=cluster.index(plan.optimizer),
         )
 
-    @property
+    @cached_property
     def has_secondary(self) -> bool:
         """Whether a secondary copy of the parameters exists (ZeRO++'s hierarchical partition)."""
         return self.span(self.params_backward) != self.span(self.params)
@@ -70,7 +72,7 @@ class Layout:
         """Index of the last tier."""
         return len(self.tiers) - 1
 
-    @property
+    @cached_property
     def degree(self) -> int:
         """Number of ranks that the layout joins: the ranks that hold the same slice of a block."""
         return self.span(self.outermost)
@@ -86,9 +88,13 @@ class Layout:
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh.place(rank, ("data",))
 
+    @cached_property
+    def _spans(self) -> tuple[int, ...]:
+        return (*accumulate(self.degrees, mul), 1)  # `DEVICE` reads the last one
+
     def span(self, index: int) -> int:
         """Number of ranks over which a state placed on tier `index` is sharded."""
-        return math.prod(self.degrees[: index + 1])
+        return self._spans[index]
 
     def tier_of(self, state: str) -> int:
         """Index of the tier that a state of `terrace.plan.wire.Route` lies on."""

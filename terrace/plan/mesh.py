@@ -42,7 +42,7 @@ class Mesh:
         for tier in cluster.tiers:
             row = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
             found.append(tuple(row.get(axis, 1) for axis in ORDER))
-        return Mesh(tuple(found))
+        return _interned(tuple(found))
 
     @staticmethod
     def build(num_tiers: int, **degrees: Sequence[int]) -> "Mesh":

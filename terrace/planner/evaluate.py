@@ -155,7 +155,9 @@ class Evaluator:
             choice.unit if takes_unit(choice.schedule) else 1,
         )
         parts = parts_of(layers_of(predicted.step.plan.stages), orders.placement)
-        memories = (self.estimator.memory_bytes(choice, *each, micros) for each in zip(parts, waiting, strict=True))
+        # Of stages that are alike one is enough.
+        alike = dict.fromkeys(zip(parts, waiting, strict=True))
+        memories = (self.estimator.memory_bytes(choice, *each, micros) for each in alike)
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:

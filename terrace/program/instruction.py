@@ -24,6 +24,7 @@ the message class of every op, once for the verifier, the printer, the simulator
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from terrace.plan.wire import MessageClass
 
@@ -89,8 +90,7 @@ PASSES = frozenset(op for op, spec in SPECS.items() if spec.is_pass)
 COLLECTIVES = frozenset(op for op, spec in SPECS.items() if spec.message is not None and not spec.peer)
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction; fields that an op does not use keep their default.
 
     `micro` is the micro-batch, `backward` tells a GATHER for a backward (and a gradient SEND or RECV)

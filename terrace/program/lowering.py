@@ -21,8 +21,8 @@ Messages between two ranks arrive in the order sent, so the RECV of a message pr
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
@@ -99,25 +99,18 @@ def build_stages(
         stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders, sizes, memory_bytes)
     else:
         stages = (whole_stage(len(blocks), num_micros, plan.unit),)
+    if is_context_parallel(mesh, plan) and sequence < 1:
+        raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
+    if mesh.total("tensor") > 1 and sequence < 1:
+        raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
+    # A program without instructions: lowering reads the derived values (flats, layout) from it.
+    frame = Program(
+        cluster=cluster, plan=plan, layout=layout, blocks=sliced, stage=stages[0], instructions=(), sequence=sequence
+    )
     programs = []
     for each in stages if only is None else [stages[only]]:
-        # A program without instructions: lowering reads the derived values (edge, flats, tensor) from it.
-        frame = Program(
-            cluster=cluster,
-            plan=plan,
-            layout=layout,
-            blocks=sliced,
-            stage=each,
-            instructions=(),
-            sequence=sequence,
-        )
-        if is_context_parallel(mesh, plan) and sequence < 1:
-            raise PlanError("a plan with a context axis needs the length of a sequence: its messages are activations")
-        if frame.tensor.degree > 1 and sequence < 1:
-            raise PlanError("a plan with a tensor axis needs the length of a sequence: its messages are activations")
-        if num_stages > 1:
-            _ = frame.edge  # raises where the size of its messages is not known
-        programs.append(replace(frame, instructions=(*_passes(frame, stages), *_end(frame))))
+        frame = frame.of_stage(each)  # raises where the size of the messages between stages is not known
+        programs.append(frame.of_stage(each, (*_passes(frame, stages), *_end(frame))))
     return programs
 
 
@@ -133,8 +126,8 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
             'balance = "cost": a step of forwards alone cannot declare its bytes; evaluate with balance = "tokens"'
         )
     stages = [forward_stage(each.stage) for each in programs]
-    frames = [replace(each, stage=stage, instructions=()) for each, stage in zip(programs, stages, strict=True)]
-    return [replace(frame, instructions=(*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]
+    frames = [each.of_stage(stage) for each, stage in zip(programs, stages, strict=True)]
+    return [frame.of_stage(frame.stage, (*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]
 
 
 def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
@@ -154,23 +147,25 @@ def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
     visit = number = task = 0
     for group in stage.groups:
-        order = stage.traversal(group)
+        op, order, sent = _OPS[group.kind], stage.traversal(group), _sent(stage, group)
         # Weight gradients read activations and output gradients only, so their passes need no parameters.
         reads = group.kind is not Kind.BACKWARD_WEIGHT
         for micro in group.micros:
-            yield from received[task]
+            yield from received.get(task, ())
             task += 1
             for offset, block in enumerate(order):
                 # All micro-batches of a group share one gather: issued with the first, freed after the last.
-                if reads and micro == group.micros[0]:
+                if stays and reads and micro == group.micros[0]:
                     yield from (_gather(frame, stay) for stay in issued[visit + offset])
-                yield Instruction(_OPS[group.kind], block, micro)
-                for other, is_last in reduced[number]:
-                    yield from _reduce(frame, other, micro, is_last)
+                yield Instruction(op, block, micro)
+                if number in reduced:
+                    for other, is_last in reduced[number]:
+                        yield from _reduce(frame, other, micro, is_last)
                 number += 1
-                if reads and micro == group.micros[-1]:
+                if stays and reads and micro == group.micros[-1]:
                     yield from (Instruction(Op.FREE, stay.block) for stay in freed[visit + offset])
-            yield from _sent(stage, group, micro)
+            if sent is not None:
+                yield Instruction(Op.SEND, sent.block, micro, sent.backward, False, sent.peer)
         visit += len(order) if reads else 0
 
 
@@ -207,49 +202,54 @@ def _end(frame: Program) -> Iterator[Instruction]:
             yield Instruction(Op.REFRESH, block)
 
 
-def _sent(stage: Stage, group: Group, micro: int) -> Iterator[Instruction]:
-    blocks = stage.chunks[group.chunk]
-    if group.kind is Kind.FORWARD:
-        peer, block = stage.onward[group.chunk], blocks[-1]
-    else:
-        peer, block = stage.back[group.chunk], blocks[0]
+class _Edge(NamedTuple):
+    """What a group sends to another stage, or reads from one: a block's output, or the gradient of its input."""
+
+    peer: int
+    block: int
+    backward: bool
+
+
+def _sent(stage: Stage, group: Group) -> _Edge | None:
+    blocks, backward = stage.chunks[group.chunk], group.kind is not Kind.FORWARD
+    peer = (stage.back if backward else stage.onward)[group.chunk]
     # The input gradient leaves after BACKWARD_INPUT; the weight half produces nothing for other stages.
-    if peer is not None and group.kind is not Kind.BACKWARD_WEIGHT:
-        yield Instruction(Op.SEND, block, micro, backward=group.kind is not Kind.FORWARD, peer=peer)
-
-
-def _read(stage: Stage, group: Group, micro: int) -> Instruction | None:
-    blocks = stage.chunks[group.chunk]
-    if group.kind is Kind.FORWARD:
-        peer, block = stage.back[group.chunk], blocks[0] - 1
-    else:
-        peer, block = stage.onward[group.chunk], blocks[-1] + 1
     if peer is None or group.kind is Kind.BACKWARD_WEIGHT:
         return None
-    return Instruction(Op.RECV, block, micro, backward=group.kind is not Kind.FORWARD, peer=peer)
+    return _Edge(peer, blocks[0] if backward else blocks[-1], backward)
+
+
+def _read(stage: Stage, group: Group) -> _Edge | None:
+    blocks, backward = stage.chunks[group.chunk], group.kind is not Kind.FORWARD
+    peer = (stage.onward if backward else stage.back)[group.chunk]
+    if peer is None or group.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    return _Edge(peer, blocks[-1] + 1 if backward else blocks[0] - 1, backward)
 
 
 def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instruction]]:
-    needed = {}
-    tasks = ((group, micro) for group in stage.groups for micro in group.micros)
-    for number, (group, micro) in enumerate(tasks):
-        read = _read(stage, group, micro)
-        if read is not None:
-            needed[read] = number
+    needed: dict[tuple[_Edge, int], int] = {}
+    num_tasks = 0
+    for group in stage.groups:
+        edge = _read(stage, group)
+        if edge is not None:
+            needed |= {(edge, micro): num_tasks + place for place, micro in enumerate(group.micros)}
+        num_tasks += len(group.micros)
     before: dict[int, list[Instruction]] = defaultdict(list)
     # Each peer is a channel of its own: order matters between two ranks only.
     for peer in {*stage.onward, *stage.back} - {None}:
         assert peer is not None
-        channel = [replace(sent, op=Op.RECV, peer=peer) for sent in _channel(stages[peer], stage.index)]
         # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
-        latest = len(needed) + sum(len(group.micros) for group in stage.groups)
-        for read in reversed(channel):
-            latest = min(latest, max(0, needed[read] - 1))
-            before[latest].insert(0, read)
+        latest = len(needed) + num_tasks
+        for edge, micro in reversed(list(_channel(stages[peer], stage.index))):
+            latest = min(latest, max(0, needed[edge, micro] - 1))
+            before[latest].insert(0, Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
     return before
 
 
-def _channel(sender: Stage, receiver: int) -> Iterator[Instruction]:
+def _channel(sender: Stage, receiver: int) -> Iterator[tuple[_Edge, int]]:
     for group in sender.groups:
-        for micro in group.micros:
-            yield from (sent for sent in _sent(sender, group, micro) if sent.peer == receiver)
+        sent = _sent(sender, group)
+        if sent is not None and sent.peer == receiver:
+            edge = sent._replace(peer=sender.index)
+            yield from ((edge, micro) for micro in group.micros)

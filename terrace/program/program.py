@@ -1,8 +1,8 @@
 """The Program: the instructions of one rank, and the values they refer to."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrace.cluster.cluster import Cluster
@@ -100,20 +100,38 @@ class Program:
         """The rank of the other stage that a SEND, a RECV or a TIE of `rank` names."""
         return self.mesh.at_stage(rank, instruction.peer)
 
+    def of_stage(self, stage: Stage, instructions: tuple[Instruction, ...] = ()) -> "Program":
+        """Another program of the same plan and blocks. What follows from these is shared, not derived again."""
+        found = replace(self, stage=stage, instructions=instructions)
+        shared = (*_OF_THE_PLAN, "edge") if stage.num_stages > 1 else _OF_THE_PLAN
+        vars(found).update({name: getattr(self, name) for name in shared})
+        return found
+
+    @cached_property
+    def folded(self) -> tuple[tuple[Instruction, ...], list[int]]:
+        """The distinct instructions in order of their first run, and the number of the one at every position.
+
+        Instructions that differ only in their micro-batch count as the first of them.
+        """
+        first: dict[_Alike, Instruction] = {}
+        numbers: dict[_Alike, int] = {}
+        places = []
+        for instruction in self.instructions:
+            op, block, _, backward, secondary, peer = instruction
+            key = (op, block, backward, secondary, peer)
+            number = numbers.get(key)
+            if number is None:
+                number = numbers[key] = len(numbers)
+                first[key] = instruction
+            places.append(number)
+        return tuple(first.values()), places
+
     @cached_property
     def counts(self) -> dict[Instruction, int]:
-        """Number of runs of each distinct instruction; instructions that differ only in micro-batch count as the first
-        of them.
-        """
-        times: dict[_Alike, int] = {}
-        first: dict[_Alike, Instruction] = {}
-        for instruction in self.instructions:
-            key = _alike(instruction)
-            if key in times:
-                times[key] += 1
-            else:
-                times[key], first[key] = 1, instruction
-        return {first[key]: count for key, count in times.items()}
+        """Number of runs of each distinct instruction (`folded`)."""
+        distinct, places = self.folded
+        times = Counter(places)
+        return {instruction: times[number] for number, instruction in enumerate(distinct)}
 
     def message(self, instruction: Instruction) -> Message:
         """Message of a communicating instruction, resolved once for all that differ only in micro-batch."""
@@ -260,6 +278,13 @@ class Program:
     @cached_property
     def _recomputed(self) -> frozenset[int]:
         return recomputed(self.plan, self.blocks)
+
+
+# Derived from plan, cluster and blocks alone, so that the programs of all stages share them.
+_OF_THE_PLAN = (
+    *("everyone", "world", "mesh", "flats", "tensor", "context"),
+    *("_of_blocks", "_of_lines", "_inside", "_block_programs", "_recomputed"),
+)
 
 
 def _alike(instruction: Instruction) -> _Alike:

@@ -1,6 +1,6 @@
 """A walk over the instructions of one rank: where it is, what has run, and the facts of the stage that rules read."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from terrace.base.errors import ProgramError
@@ -9,7 +9,7 @@ from terrace.plan.stage import units
 from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.program import Program
 
-_DEFAULTS = {item.name: item.default for item in fields(Instruction) if item.name != "op"}
+_DEFAULTS = Instruction._field_defaults
 _UNUSED = {op: [name for name in _DEFAULTS if name not in spec.fields] for op, spec in SPECS.items()}
 
 

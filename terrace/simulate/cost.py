@@ -18,7 +18,7 @@ own members and padding. Messages inside a block are priced by `terrace.simulate
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from terrace.base.errors import PlanError
@@ -91,22 +91,36 @@ class Costs:
         for hop in self.program.message(instruction).hops:
             yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
 
+    def of_stage(self, program: Program, update_s: tuple[float, ...]) -> "Costs":
+        """The costs of the program of another stage, in which every block costs the same; prices are shared."""
+        found = replace(self, program=program, update_s=update_s)
+        vars(found).update(_prices=self._prices, _waits=self._waits)
+        return found
+
     def waits_inside(self, instruction: Instruction) -> dict[MessageClass, float]:
         """Seconds that a pass waits for messages inside its block, by message class."""
-        block = instruction.block
+        block, steps = instruction.block, self.program.block_program(instruction.block)
         weight_s = self.weight_s[block] if self.weight_s else 0.0
-        # Without rooms nothing hides, and every message inside the block is waited for in full.
-        rooms: Rooms = {}
-        if self.hides_inside:
-            rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
-        alike = id(self.program.blocks[block].params)  # the same messages, at the same prices
-        prices = self._prices.get(alike)
-        if prices is None:
-            prices = self._prices[alike] = block_prices(self.program, block)
-        return exposed(prices.priced(self.program.block_program(block).moments(instruction.op)), rooms)
+        # Blocks that are alike share one block program.
+        key = (instruction.op, id(steps), self.forward_s[block], self.backward_s[block], weight_s)
+        found = self._waits.get(key)
+        if found is None:
+            # Without rooms nothing hides, and every message inside the block is waited for in full.
+            rooms: Rooms = {}
+            if self.hides_inside:
+                rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
+            prices = self._prices.get(id(steps))
+            if prices is None:
+                prices = self._prices[id(steps)] = block_prices(self.program, block)
+            found = self._waits[key] = exposed(prices.priced(steps.moments(instruction.op)), rooms)
+        return found
 
     @cached_property
     def _prices(self) -> dict[int, InBlockPrices]:
+        return {}
+
+    @cached_property
+    def _waits(self) -> dict[tuple[object, ...], dict[MessageClass, float]]:
         return {}
 
 

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import CONTEXT
-from terrace.plan.residency import recomputed
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
@@ -89,33 +88,23 @@ class Event:
 
 
 Play = tuple[Callable[["Rank", Event], None], Event]
-_Alike = tuple[Op, int, bool, bool, int]
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 
 
 def price(program: Program, costs: Costs) -> list[Play]:
     """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
-    # The key leaves the micro-batch out: all micro-batches have the same shapes.
     pricing = _Pricing(program, costs)
-    known: dict[_Alike, Play] = {}
-    plays = []
-    for instruction in program.instructions:
-        key = (instruction.op, instruction.block, instruction.backward, instruction.secondary, instruction.peer)
-        play = known.get(key)
-        if play is None:
-            play = known[key] = pricing.play(instruction)
-        plays.append(play)
-    return plays
+    distinct, places = program.folded
+    plays = [pricing.play(instruction) for instruction in distinct]
+    return [plays[number] for number in places]
 
 
 class _Pricing:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
-        self._again = recomputed(program.plan, program.blocks)
         self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
-        self._buffered = [has_gradient_buffer(program, block) for block in range(len(program.blocks))]
+        self._buffered = gradient_buffers(program)
         self._messages: dict[tuple[object, ...], Event] = {}
-        self._inside: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
 
     def play(self, instruction: Instruction) -> Play:
         op, block = instruction.op, instruction.block
@@ -157,8 +146,9 @@ class _Pricing:
         weight_s = self.costs.weight_s[index] if self.costs.weight_s else 0.0
         if op is Op.BACKWARD_WEIGHT:  # reads no parameters
             return Rank.run, Event(op, index, weight_s, -1, "backward", (), opens)
-        # A recomputed block runs its forward again first.
-        seconds = self.costs.backward_s[index] + (self.costs.forward_s[index] if index in self._again else 0.0)
+        seconds = self.costs.backward_s[index]
+        if self.program.recomputes(index):  # it runs its forward again first
+            seconds += self.costs.forward_s[index]
         if op is Op.BACKWARD_INPUT:
             seconds -= weight_s
         return act, Event(op, index, seconds, -1, "backward", needs, opens, inside=inside)
@@ -166,23 +156,20 @@ class _Pricing:
     def _waits_inside(self, instruction: Instruction) -> tuple[tuple[str, float], ...]:
         if not self._sends_inside:
             return ()
-        index, blocks = instruction.block, self.program.blocks
-        ends = (index == 0, index == len(blocks) - 1)
-        # Layers share their parameter specs, so identity groups equal blocks; the first and the last block send other
-        # messages at their open ends.
-        key = (instruction.op, id(blocks[index].params), *ends, index in self._again)
-        if key not in self._inside:
-            waits = self.costs.waits_inside(instruction)
-            self._inside[key] = tuple((f"wait {name.value}", seconds) for name, seconds in waits.items() if seconds)
-        return self._inside[key]
+        waits = self.costs.waits_inside(instruction)
+        return tuple((f"wait {name.value}", seconds) for name, seconds in waits.items() if seconds)
 
 
-def has_gradient_buffer(program: Program, block: int) -> bool:
-    """Whether some gradient of a block is whole until it is reduced, and not accumulated in place.
+def gradient_buffers(program: Program) -> list[bool]:
+    """Whether some gradient of each block is whole until it is reduced, and not accumulated in place.
 
     A block of frozen parameters has none.
     """
-    return any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in program.flats[block])
+    known = {  # blocks that are alike share their flat buffers
+        id(flats): any(flat.trainable and not accumulates_in_place(program.plan, flat.layout) for flat in flats)
+        for flats in {id(flats): flats for flats in program.flats}.values()
+    }
+    return [known[id(flats)] for flats in program.flats]
 
 
 class Rank:

@@ -10,7 +10,8 @@ and waits are `wait pipeline`, `wait tie` or `wait control`. Two steps are playe
 """
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from terrace.base.errors import ProgramError
@@ -19,7 +20,7 @@ from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Rank, price, report
+from terrace.simulate.events import Event, Play, Rank, price, report
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 
 WAIT_PIPELINE = f"wait {MessageClass.PIPELINE.value}"
@@ -43,10 +44,17 @@ class StagesStep(NamedTuple):
 
 
 def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> StagesStep:
-    """The predicted step of a pipeline, from the program and the costs of every stage.
+    """The predicted step of a pipeline, from the program and the costs of every stage, with the times of its passes.
 
     Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
     """
+    pipeline = _Pipeline(programs, costs, timed=True)
+    reports = pipeline.run()
+    return StagesStep(reports, pipeline.noted())
+
+
+def report_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[StepReport]:
+    """The reports of `simulate_stages` alone, in less time."""
     return _Pipeline(programs, costs).run()
 
 
@@ -86,15 +94,56 @@ class _Clock(NamedTuple):
     spans: dict[_Key, tuple[int, int]]  # where stages are recorded: (sender, span) of every message
 
 
+class _Role(IntEnum):
+    """How an instruction stands to other stages."""
+
+    ALONE = 0
+    PASS = 1  # a pass that reads a message, or whose times are noted
+    SEND = 2
+    TIE = 3
+    CLIP = 4
+
+
+_ROLES = {Op.SEND: _Role.SEND, Op.TIE: _Role.TIE, Op.CLIP: _Role.CLIP}
+_Move = tuple[_Role, int, Callable[[Rank, Event], None], Event, _Key | None]  # role, position, play, message
+
+
 class _Pipeline:
-    def __init__(self, programs: Sequence[Program], costs: Sequence[Costs], rank: type[Rank] = Rank) -> None:
+    def __init__(
+        self, programs: Sequence[Program], costs: Sequence[Costs], rank: type[Rank] = Rank, *, timed: bool = False
+    ) -> None:
         self.programs = programs
-        self.plays = [price(program, cost) for program, cost in zip(programs, costs, strict=True)]
         self.ranks = [rank(program) for program in programs]
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
-        self.passes: list[list[Passed]] = [[] for _ in programs]
+        self.passes: list[list[tuple[int, float, float]]] = [[] for _ in programs]  # position, start and end
+        self.timed = timed  # whether passes are noted
+        priced = zip(programs, costs, strict=True)
+        # A step is played twice, so what its instructions wait for is found once.
+        self.moves = [self._moves(program, price(program, cost), rank is Recorder) for program, cost in priced]
 
-    def run(self) -> StagesStep:
+    def _moves(self, program: Program, plays: Sequence[Play], everything: bool) -> list[_Move]:
+        found: list[_Move] = []
+        index, read = program.stage.index, dict[tuple[bool, int, int], int]()
+        for position, (instruction, (act, event)) in enumerate(zip(program.instructions, plays, strict=True)):
+            op, block, micro, backward, _, peer = instruction
+            role, message = _ROLES.get(op, _Role.ALONE), None
+            if op is Op.SEND:
+                message = (index, peer, backward, block, micro)
+            elif op is Op.RECV:
+                read[backward, block, micro] = peer
+            elif op in PASSES:
+                # A forward reads the output of the block before, a backward the gradient of the block after.
+                key = (False, block - 1, micro) if op is Op.FORWARD else (True, block + 1, micro)
+                sender = None if op is Op.BACKWARD_WEIGHT else read.pop(key, None)
+                message = None if sender is None else (sender, index, *key)
+                if message is not None or self.timed:
+                    role = _Role.PASS
+            # What does nothing is only there for a recording, which has a place for every instruction.
+            if everything or act is not Rank.nothing or role is not _Role.ALONE:
+                found.append((role, position, act, event, message))
+        return found
+
+    def run(self) -> list[StepReport]:
         for _ in range(2):
             for index, rank in enumerate(self.ranks):
                 # A stage's categories cover its step, so their sum is where its next step begins.
@@ -104,13 +153,18 @@ class _Pipeline:
                     rank.restart()
                 self.passes[index] = []
             self._step()
+        return [report(program, rank.time_s) for program, rank in zip(self.programs, self.ranks, strict=True)]
+
+    def noted(self) -> list[list[Passed]]:
+        """The passes of every stage's last step, from the start of the first stage's."""
         first_s = min(self.begun_s)
-        passes = [
-            [Passed(each.instruction, each.start_s - first_s, each.end_s - first_s) for each in passed]
-            for passed in self.passes
+        return [
+            [
+                Passed(program.instructions[position], start_s - first_s, end_s - first_s)
+                for position, start_s, end_s in passed
+            ]
+            for program, passed in zip(self.programs, self.passes, strict=True)
         ]
-        stages = zip(self.programs, self.ranks, strict=True)
-        return StagesStep([report(program, rank.time_s) for program, rank in stages], passes)
 
     def recordings(self) -> list[Recording]:
         """The recording of every stage's last step."""
@@ -147,49 +201,41 @@ class _Pipeline:
         return reason in clock.arrived_s
 
     def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
-        rank, program, read = self.ranks[index], self.programs[index], dict[tuple[bool, int, int], int]()
+        rank, passes, timed = self.ranks[index], self.passes[index], self.timed
         recorder = rank if isinstance(rank, Recorder) else None
-        plays = zip(program.instructions, self.plays[index], strict=True)
-        for position, (instruction, (act, event)) in enumerate(plays):
-            op = instruction.op
+        for role, position, act, event, message in self.moves[index]:
             if recorder is not None:
                 recorder.begin(position)
-            if op is Op.RECV:
-                read[instruction.backward, instruction.block, instruction.micro] = instruction.peer
-            elif op in PASSES:
-                backward = op is not Op.FORWARD
-                # A forward reads the output of the block before, a backward the gradient of the block after.
-                key = (backward, instruction.block + (1 if backward else -1), instruction.micro)
-                peer = None if op is Op.BACKWARD_WEIGHT else read.pop(key, None)
-                if peer is not None:
-                    message = (peer, index, *key)
+            if role is _Role.ALONE:
+                act(rank, event)
+            elif role is _Role.PASS:
+                if message is not None:
                     if message not in clock.arrived_s:
                         yield message
                     if recorder is not None:
                         recorder.cause = clock.spans[message]
                     self._wait_until(index, clock.arrived_s[message], WAIT_PIPELINE)
-                start_s = self._now_s(index)
-                act(rank, event)
-                self.passes[index].append(Passed(instruction, start_s, self._now_s(index)))
-            elif op is Op.SEND:
+                if timed:
+                    start_s = self._now_s(index)
+                    act(rank, event)
+                    passes.append((position, start_s, self._now_s(index)))
+                else:
+                    act(rank, event)
+            elif role is _Role.SEND:
+                assert message is not None, "a SEND leaves a message"
                 done_s, number = rank.issue(event, (0.0, -1))
-                key = (instruction.backward, instruction.block, instruction.micro)
                 if recorder is not None:
                     # A message without bytes has no span: its sender's computing is the cause.
-                    sent = number if number >= 0 else recorder.newest[COMPUTE]
-                    clock.spans[index, instruction.peer, *key] = (index, sent)
-                clock.arrived_s[index, instruction.peer, *key] = self._now_s(index) + done_s - rank.now_s
-            elif op is Op.TIE:
+                    clock.spans[message] = (index, number if number >= 0 else recorder.newest[COMPUTE])
+                clock.arrived_s[message] = self._now_s(index) + done_s - rank.now_s
+            elif role is _Role.TIE:
                 rank.settle()
                 # Both holders of the tied block leave together.
-                pair = ("tie", instruction.block)
-                yield from self._meet(index, clock, pair, 2, event.category)
+                yield from self._meet(index, clock, ("tie", event.block), 2, event.category)
                 rank.exchange(event)
-            elif op is Op.CLIP:
+            else:
                 rank.settle()
                 yield from self._meet(index, clock, ("clip",), len(self.programs), event.category)
-                act(rank, event)
-            else:
                 act(rank, event)
 
     def _meet(

@@ -35,7 +35,7 @@ from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
 from terrace.simulate.cost import Costs, step_costs, update_seconds
 from terrace.simulate.events import simulate
-from terrace.simulate.stages import Passed, simulate_stages
+from terrace.simulate.stages import Passed, report_stages, simulate_stages
 from terrace.simulate.work import Work
 
 # Micro-batches times blocks of the longest steps that are played whole: a tenth of a second for the programs of
@@ -72,13 +72,17 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A steady step, by stage. `programs`, `costs` and `passes` are of the longest step that was played."""
+    """A steady step, by stage. `programs`, `costs` and `passes` are those of the longest step that was played."""
 
     step: Step  # with its stages resolved
     reports: tuple[StepReport, ...]
     programs: tuple[Program, ...]
     costs: tuple[Costs, ...]
-    passes: tuple[Sequence[Passed], ...]  # empty without a pipeline
+
+    @cached_property
+    def passes(self) -> tuple[Sequence[Passed], ...]:
+        """The passes of every stage with their times, empty without a pipeline; found by playing once more."""
+        return tuple(simulate_stages(self.programs, self.costs).passes) if len(self.programs) > 1 else ()
 
     @property
     def step_s(self) -> float:
@@ -192,14 +196,9 @@ def _play(step: Step, num_micros: int) -> Prediction:
     costs = [first := step_costs(programs[0], step.work)]
     for program in programs[1:]:  # blocks cost the same everywhere; the optimizer's constant is with a stage's last
         update_s = update_seconds(program) if isinstance(step.work, Work) else first.update_s
-        costs.append(replace(first, program=program, update_s=update_s))
-    if len(programs) == 1:
-        reports, passes = [simulate(programs[0], costs[0])], list[list[Passed]]()
-    else:
-        reports, passes = simulate_stages(programs, costs)
-    return Prediction(
-        step=step, reports=tuple(reports), programs=tuple(programs), costs=tuple(costs), passes=tuple(passes)
-    )
+        costs.append(first.of_stage(program, update_s))
+    reports = [simulate(programs[0], costs[0])] if len(programs) == 1 else report_stages(programs, costs)
+    return Prediction(step=step, reports=tuple(reports), programs=tuple(programs), costs=tuple(costs))
 
 
 def _agree(one: Prediction, other: Prediction) -> bool:

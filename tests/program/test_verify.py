@@ -148,7 +148,7 @@ def test_a_unit_is_not_reduced_in_its_middle() -> None:
     cluster = cluster_of(2, 2)
     program = build(cluster, replace(preset("zero3", cluster), unit=2), BLOCKS, 2)
     place = next(i for i, one in enumerate(program.instructions) if one.op is Op.REDUCE)
-    early = replace(program.instructions[place], micro=0)
+    early = program.instructions[place]._replace(micro=0)
     instructions = (*program.instructions[:place], early, *program.instructions[place + 1 :])
     with pytest.raises(ProgramError, match="the newest micro-batch whose gradient is complete is 1: say so"):
         verify(replace(program, instructions=instructions))
