@@ -155,6 +155,11 @@ def reduction_points(stage: Stage, blocks: Sequence[BlockSpec], unit: int) -> di
     return points
 
 
+def idle_stage(stage: Stage) -> Stage:
+    """The same stage without micro-batches."""
+    return replace(stage, groups=(), num_micros=0)
+
+
 def forward_stage(stage: Stage) -> Stage:
     """The same stage with only its forward groups, in their order."""
     return replace(stage, groups=tuple(group for group in stage.groups if group.kind is Kind.FORWARD))

@@ -18,7 +18,7 @@ bytes between N nodes are 2 (N - 1) S a step for three-level placement, S being 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from terrace.cluster.cluster import Cluster
@@ -104,6 +104,22 @@ def step_bytes(
         for inside in [*forward, *(forward if index in again else []), *backward]:
             for tier, num_bytes in tensor.sends(inside):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * num_bytes
+    return dict(total)
+
+
+def block_bytes(
+    cluster: Cluster,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    held: Iterable[int],
+    messages: Collection[MessageClass],
+) -> Bytes:
+    """Bytes each rank sends in one message of each class for every block of `held`, by message class and tier."""
+    flats, total = block_flats(cluster, plan, blocks), Counter[tuple[MessageClass, str]]()
+    for flat in chain(*(flats[index] for index in held)):
+        for message in messages if flat.trainable else ():
+            for hop in chain(*block_hops(flat.layout, plan, message, flat.padded)):
+                total[message, flat.layout.tiers[hop.tier]] += hop.sent_bytes
     return dict(total)
 
 

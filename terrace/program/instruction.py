@@ -14,7 +14,7 @@
 | CLIP            | global gradient norm, loss and token count: one message, one scale                |
 | ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
-| REFRESH         | bring the new parameters back to the params tier                                  |
+| REFRESH         | round the master parameters into the working copy, back on the params tier        |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
 Communication is issued without blocking; an instruction waits only for its operands. `SPECS` declares the fields and

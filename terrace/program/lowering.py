@@ -34,10 +34,11 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
-from terrace.plan.stage import Group, Kind, Stage, forward_stage, reduction_points, whole_stage
+from terrace.plan.stage import Group, Kind, Stage, forward_stage, idle_stage, reduction_points, whole_stage
 from terrace.plan.state_bytes import slice_bytes
 from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
+from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.schedules.orders import Orders
 from terrace.program.stages import make_stages
@@ -117,7 +118,7 @@ def build_stages(
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
     """Forward-only programs on the stages of the training programs `programs`, which are all stages.
 
-    They end with a CLIP, which adds up losses and tokens; there is no gradient. The verifier knows them by their stage.
+    They end with a CLIP, which adds up losses and tokens; there is no gradient.
     Raises `PlanError` for a plan with `balance = "cost"`.
     """
     # Its bytes are declared batch by batch, for a forward and its backward together.
@@ -126,8 +127,19 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
             'balance = "cost": a step of forwards alone cannot declare its bytes; evaluate with balance = "tokens"'
         )
     stages = [forward_stage(each.stage) for each in programs]
-    frames = [each.of_stage(stage) for each, stage in zip(programs, stages, strict=True)]
+    frames = [each.of_stage(stage, phase=Phase.FORWARD) for each, stage in zip(programs, stages, strict=True)]
     return [frame.of_stage(frame.stage, (*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]
+
+
+def restoring_program(program: Program) -> Program:
+    """The program that follows a loaded state, on the stage of the training program `program`.
+
+    Every working copy is made from the master parameters. Secondary copies need no instruction: the first gather of
+    the next step writes them.
+    """
+    blocks = (block for block in program.stage.held if program.blocks[block].num_trainable)
+    instructions = tuple(Instruction(Op.REFRESH, block) for block in blocks)
+    return program.of_stage(idle_stage(program.stage), instructions, Phase.RESTORE)
 
 
 def _passes(frame: Program, stages: Sequence[Stage]) -> Iterator[Instruction]:

@@ -24,6 +24,7 @@ from terrace.program.block_program.steps import BlockProgram, InBlockMessage, me
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message, Transfer
+from terrace.program.phase import Phase
 from terrace.program.resolve import (
     block_message,
     context_message,
@@ -50,11 +51,12 @@ class Program:
     stage: Stage
     instructions: tuple[Instruction, ...]
     sequence: int = 0  # tokens; the messages of tensor, context and pipeline ranks depend on it
+    phase: Phase = Phase.TRAIN
 
     @property
     def trains(self) -> bool:
-        """Whether it is a training step; otherwise it runs only forwards."""
-        return self.stage.trains
+        """Whether it is a training step."""
+        return self.phase is Phase.TRAIN
 
     @property
     def num_micros(self) -> int:
@@ -100,9 +102,14 @@ class Program:
         """The rank of the other stage that a SEND, a RECV or a TIE of `rank` names."""
         return self.mesh.at_stage(rank, instruction.peer)
 
-    def of_stage(self, stage: Stage, instructions: tuple[Instruction, ...] = ()) -> "Program":
-        """Another program of the same plan and blocks. What follows from these is shared, not derived again."""
-        found = replace(self, stage=stage, instructions=instructions)
+    def of_stage(
+        self, stage: Stage, instructions: tuple[Instruction, ...] = (), phase: Phase | None = None
+    ) -> "Program":
+        """Another program of the same plan and blocks, and of the same phase unless one is given.
+
+        What follows from plan and blocks is shared, not derived again.
+        """
+        found = replace(self, stage=stage, instructions=instructions, phase=phase or self.phase)
         shared = (*_OF_THE_PLAN, "edge") if stage.num_stages > 1 else _OF_THE_PLAN
         vars(found).update({name: getattr(self, name) for name in shared})
         return found

@@ -5,13 +5,14 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
 
  1. every micro-batch passes every block of the stage forward exactly once and, in a training program, backward exactly
     once, whole or in two halves, in dependency order; inputs from another stage are received before, and outputs for
-    one are sent after; a program of forwards alone has only the ops in `FORWARD_OPS`;
+    one are sent after; a program of another phase has only the ops of its phase (terrace.program.phase);
  2. a block's parameters, and the borrowed ones, are gathered before use, not gathered twice, used, and freed;
  3. a gather from the secondary copy comes after one from the primary copy;
  4. every gradient is reduced once per unit of micro-batches, each time after another unit of complete backwards and
     before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
     the other stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; ORTHOGONALISE,
-    where the optimizer needs whole matrices, UPDATE, REFRESH once for each block;
+    where the optimizer needs whole matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of
+    each block;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
     buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
@@ -24,6 +25,7 @@ from functools import cached_property
 
 from terrace.plan.layout import DEVICE
 from terrace.program.instruction import Instruction, Op
+from terrace.program.phase import FOR_EACH_BLOCK, PHASE_OPS, Phase
 from terrace.program.program import Program
 from terrace.program.verify_totals import check_bytes, check_memory
 from terrace.program.walk import Walk
@@ -35,12 +37,11 @@ def verify(program: Program, rank: int = 0) -> None:
     for position, instruction in enumerate(program.instructions):
         walker.step(position, instruction)
     walker.finish()
-    if program.trains:  # the closed formulas are those of a training step
-        check_bytes(program, rank)
+    check_bytes(program, rank)
     check_memory(program, rank)
 
 
-FORWARD_OPS = frozenset((Op.GATHER, Op.FREE, Op.FORWARD, Op.SEND, Op.RECV, Op.CLIP))
+_WORDS = {Phase.FORWARD: "runs forwards alone", Phase.RESTORE: "refreshes parameters alone"}
 
 
 @dataclass
@@ -61,8 +62,9 @@ class _Walker(Walk):
     def step(self, position: int, instruction: Instruction) -> None:
         self.position, self.now = position, instruction
         self._fields(instruction)
-        if not self.program.trains and (instruction.op not in FORWARD_OPS or instruction.backward):
-            self._fail("the program runs forwards alone")
+        phase = self.program.phase
+        if instruction.op not in PHASE_OPS[phase] or (instruction.backward and phase is not Phase.TRAIN):
+            self._fail(f"the program {_WORDS[phase]}")
         if instruction.op is not Op.CLIP and not 0 <= instruction.block < len(self.program.blocks):
             self._fail(f"there is no block {instruction.block}")
         self._checks[instruction.op](instruction)
@@ -99,8 +101,8 @@ class _Walker(Walk):
             wanted += [Instruction(self._backward_of(*each), *each) for each in passes]
         for block in program.stage.held:
             if block in self._trainable:
-                wanted += [Instruction(op, block) for op in (Op.SYNC, Op.UPDATE, Op.REFRESH)]
-                if self.reductions[block] != self._num_units:
+                wanted += [Instruction(op, block) for op in FOR_EACH_BLOCK[program.phase]]
+                if program.trains and self.reductions[block] != self._num_units:
                     self._fail_end(f"block {block} is reduced {self.reductions[block]} times, not {self._num_units}")
         for instruction in wanted:
             if instruction not in self.done:
@@ -116,7 +118,7 @@ class _Walker(Walk):
             backward, block, micro = min(unsent)
             what = "gradient of the input" if backward else "output"
             self._fail_end(f"the {what} of block {block}, micro-batch {micro}, is never sent")
-        if Instruction(Op.CLIP) not in self.done:
+        if Op.CLIP in PHASE_OPS[program.phase] and Instruction(Op.CLIP) not in self.done:
             self._fail_end("`CLIP` never happens")
 
     def _needs_parameters(self, block: int) -> None:
@@ -286,7 +288,10 @@ class _Walker(Walk):
 
     def _refresh(self, now: Instruction) -> None:
         self._once()
-        self._after(Op.UPDATE, now.block)
+        self._holds()
+        self._trains()
+        if self.program.trains:
+            self._after(Op.UPDATE, now.block)
 
     def _send(self, now: Instruction) -> None:
         self._once()

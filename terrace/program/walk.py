@@ -7,6 +7,7 @@ from terrace.base.errors import ProgramError
 from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import units
 from terrace.program.instruction import SPECS, Instruction, Op
+from terrace.program.phase import FOR_EACH_BLOCK
 from terrace.program.program import Program
 
 _DEFAULTS = Instruction._field_defaults
@@ -44,7 +45,8 @@ class Walk:
 
     @cached_property
     def _trainable(self) -> frozenset[int]:
-        blocks = enumerate(self.program.blocks) if self.program.trains else ()
+        changed = FOR_EACH_BLOCK[self.program.phase]
+        blocks = enumerate(self.program.blocks) if changed else ()
         return frozenset(index for index, block in blocks if block.num_trainable)
 
     @cached_property

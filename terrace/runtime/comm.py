@@ -70,10 +70,6 @@ class Comm:
         # A group of its own, since the world's may have no timeout.
         self._world = dist.new_group(timeout=_EXCHANGE_TIMEOUTS * timeout) if cluster.world_size > 1 else None
 
-    def uncounted(self) -> Collectives:
-        """Collectives on the same groups without counters for bytes and buffers: they belong to no step."""
-        return self._collectives(Ledger(), Meter())
-
     def stage_p2p(self, ledger: Ledger, pacer: Pacer | None = None) -> StageP2P:
         """Messages between stages, counted in `ledger`; the caller closes it."""
         program = self.program

@@ -19,7 +19,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import MessageClass
-from terrace.program.lowering import build_stages, forward_programs
+from terrace.program.lowering import build_stages, forward_programs, restoring_program
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify import verify
@@ -106,7 +106,7 @@ class Engine:
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
         self._forward: Program | None = None  # made by the first `evaluate`
-        self._evaluated = Counter[tuple[MessageClass, str]]()  # bytes
+        self._outside = Counter[tuple[MessageClass, str]]()  # bytes of programs that are no training steps
         self.clock, weights = make_clock(self.device), WeightGradients()
         self.comm = Comm(self.program, rank, self.device, timeout=timeout, pacer=pacer)
         # Taken before the axes replace modules: initial values are slices of the whole parameters.
@@ -162,7 +162,7 @@ class Engine:
         try:
             return self._run(batches, 0.0, self._forward)
         finally:
-            self._evaluated.update(self._forward.sent_bytes)
+            self._outside.update(self._forward.sent_bytes)
             for module in training:
                 module.train()
 
@@ -231,18 +231,19 @@ class Engine:
     def report(self, time_s: dict[str, float]) -> StepReport:
         """The measured report of a step with these times; bytes are the mean of all training steps so far."""
         steps, total = max(1, self._num_steps), self.comm.ledger.total()
-        # Bytes of evaluations are taken out, so that they do not inflate a step.
-        sent = {key: (num_bytes - self._evaluated[key]) // steps for key, num_bytes in total.items()}
+        # Bytes of other programs are taken out, so that they do not inflate a step.
+        sent = {key: (num_bytes - self._outside[key]) // steps for key, num_bytes in total.items()}
         return StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=self.comm.meter.peak())
 
     def refresh(self) -> None:
-        """Bring every working copy up to date with the master parameters, as after loading a checkpoint.
-
-        Not counted in the ledger: it belongs to no step.
-        """
+        """Run the restoring program: every working copy from the master parameters, as after loading a checkpoint."""
         self.drain()  # a refresh under way would bring old values after the new ones
+        program = restoring_program(self.program)
+        verify(program, self.rank)
         with torch.no_grad():
-            self.state.refresh(self.comm.uncounted())
+            self.runner.run((), program=program)
+        self._outside.update(program.sent_bytes)
+        self.drain()
 
     def close(self) -> None:
         """Stop the lanes. The groups stay with the world."""

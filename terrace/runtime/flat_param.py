@@ -226,7 +226,7 @@ class FlatParam:
         collectives.gather(transfer, piece, self._origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
-        """Scale the gradient, step the optimizer, round the new parameters into the working copy."""
+        """Scale the gradient and step the optimizer; the working copy is stale until refreshed."""
         assert self.optimizer is not None, f"block {self.name} is not initialised"
         # Under Muon the gradient was scaled before ORTHOGONALISE.
         if not self.spec.num_orthogonal:
@@ -239,7 +239,6 @@ class FlatParam:
         if self._in_place:
             self.gradients.open(self.grads)  # for the next step
         self._is_fresh = True
-        self.publish()
 
     def publish(self) -> None:
         """Round the master parameters into this rank's part of the working copy."""

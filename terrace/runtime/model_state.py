@@ -103,14 +103,6 @@ class ModelState:
                 for transfer in self.program.message(Instruction(Op.GATHER, index)).transfers:
                     flats[transfer.flat].gather(collectives, transfer, False)
 
-    def refresh(self, collectives: Collectives) -> None:
-        """Bring every working copy up to date with the master parameters, as after loading a checkpoint."""
-        for index, flats in self.flats.items():
-            for transfer in self.program.message(Instruction(Op.REFRESH, index)).transfers:
-                # The shard first takes the loaded master, then other ranks receive it.
-                flats[transfer.flat].publish()
-                flats[transfer.flat].refresh(collectives, transfer)
-
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
     """Raise `PlanError` where a plan is for another optimizer than the settings."""

@@ -118,7 +118,9 @@ class StepRunner:
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
     def run(self, batches: Sequence[Batch], lr: float = 0.0, program: Program | None = None) -> StepSums:
-        """Run a program; `batches` are this rank's micro-batches. Refreshes may still be under way after it.
+        """Run a program; `batches` are this rank's micro-batches, if it has any.
+
+        Refreshes may still be under way after it. The sums are of the newest CLIP, in this program or one before.
 
         `program` is any verified program for the blocks and the plan of the default, the program of `comm`.
         """
@@ -128,7 +130,7 @@ class StepRunner:
         self._lr = lr
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._due: dict[tuple[int, int], WeightQueue] = {}  # (block, micro) -> its weight gradients, to be computed
-        self._loss = torch.zeros((), dtype=torch.float64, device=batches[0].inputs.device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         self._activations = Activations(program, self._stages, self._edge, self._loss.device)
         self._clock.start()
         for counter, instruction in enumerate(program.instructions):
@@ -357,6 +359,10 @@ class StepRunner:
         self._clock.mark("update")
 
     def _refresh(self, now: Instruction) -> None:
+        # The rank's own slice first; the gather then reads it.
+        for flat in self._state.trainable(now.block):
+            flat.publish()
+        self._clock.mark("update")
         refresh = self._each(now, lambda flat, transfer: flat.refresh(self._collectives, transfer))
         self._refreshes[now.block] = self._submit(refresh)
 

@@ -28,6 +28,7 @@ from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
+from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
@@ -132,7 +133,8 @@ class _Pricing:
                 category,
                 penalty=self.costs.penalty(instruction),
             )
-        return _COLLECTIVE[op], replace(self._messages[key], block=block)
+        act = Rank.restore if self.program.phase is Phase.RESTORE else _COLLECTIVE[op]
+        return act, replace(self._messages[key], block=block)
 
     def _pass(self, instruction: Instruction) -> Play:
         op, index, blocks = instruction.op, instruction.block, self.program.blocks
@@ -285,6 +287,10 @@ class Rank:
     def refresh(self, event: Event) -> None:
         """REFRESH follows its UPDATE."""
         self.refreshes[event.block] = self.issue(event, _START)
+
+    def restore(self, event: Event) -> None:
+        """REFRESH of a restoring program: no step runs before it is over."""
+        self.wait(self.issue(event, _START), event.category)
 
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Puts a message on its lane that may start at `ready`; returns its arrival."""

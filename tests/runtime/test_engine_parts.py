@@ -8,7 +8,7 @@ from terrace.checkpoint.parts import parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.reshard import hand_over
 from terrace.checkpoint.writing import save
-from terrace.program.lowering import build, forward_programs
+from terrace.program.lowering import build, forward_programs, restoring_program
 from terrace.program.verify import verify
 from terrace.runtime.batch import Batch
 from terrace.runtime.clock import make_clock
@@ -32,6 +32,10 @@ def fresh_state() -> tuple[ModelState, list[torch.nn.Module]]:
     program = build(CLUSTER, exact("zero3", CLUSTER), specs, num_micros=2)
     verify(program)
     return ModelState(program, 0, blocks, specs=specs, settings=ADAMW), blocks
+
+
+def runner_of(state: ModelState, comm: Comm) -> StepRunner:
+    return StepRunner(state, comm, objective=MODEL.objective, clock=make_clock(CPU), weights=WeightGradients())
 
 
 def batches_of(step: int) -> list[Batch]:
@@ -66,11 +70,13 @@ def test_a_state_is_loaded_and_handed_over_without_an_engine(tmp_path: Path) -> 
     slices = slices_of(engine.program.mesh, 0)
     for source, target in zip(engine.state, handed[0], strict=True):
         hand_over(*([part for _, part in parts_of([flat], slices)] for flat in (source, target)))
-    engine.state.gather(engine.comm.uncounted())
+    engine.state.gather(engine.comm.collectives)
     for state, own in (loaded, handed):
         comm = Comm(state.program)
-        state.refresh(comm.uncounted())
-        state.gather(comm.uncounted())
+        runner = runner_of(state, comm)
+        runner.run((), program=restoring_program(state.program))
+        runner.drain()
+        state.gather(comm.collectives)
         assert torch.equal(flatten(own), flatten(blocks))
         comm.close()
 
@@ -79,7 +85,7 @@ def test_one_runner_without_an_engine_runs_forwards_and_steps_in_turn() -> None:
     engine, _ = trained()
     state, _ = fresh_state()
     comm = Comm(state.program)
-    runner = StepRunner(state, comm, objective=MODEL.objective, clock=make_clock(CPU), weights=WeightGradients())
+    runner = runner_of(state, comm)
     (forward,) = forward_programs([state.program])
     verify(forward)
     losses = []

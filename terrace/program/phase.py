@@ -1,0 +1,25 @@
+"""Phases: the kinds of programs over one instruction set, each with the ops that it may have."""
+
+from enum import StrEnum
+
+from terrace.program.instruction import Op
+
+
+class Phase(StrEnum):
+    """The purpose of a program."""
+
+    TRAIN = "train"  # a training step
+    FORWARD = "forward"  # forwards alone: an evaluation
+    RESTORE = "restore"  # after a state was loaded: the working copies from the master parameters
+
+
+PHASE_OPS = {
+    Phase.TRAIN: frozenset(Op),
+    Phase.FORWARD: frozenset((Op.GATHER, Op.FREE, Op.FORWARD, Op.SEND, Op.RECV, Op.CLIP)),
+    Phase.RESTORE: frozenset((Op.REFRESH,)),
+}
+FOR_EACH_BLOCK = {  # what happens once to each block with trainable parameters, in this order
+    Phase.TRAIN: (Op.SYNC, Op.UPDATE, Op.REFRESH),
+    Phase.FORWARD: (),
+    Phase.RESTORE: (Op.REFRESH,),
+}
