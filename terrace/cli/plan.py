@@ -25,15 +25,8 @@ from terrace.planner.search import Found, find, runs_today
 from terrace.planner.space import Space, divisors
 from terrace.planner.task import MOST_SEQUENCES, Task, plan_of
 from terrace.program.schedules.registry import schedule_names
-from terrace.report.plans import (
-    figures_words,
-    plan_words,
-    plans_table,
-    sent_table,
-    split_table,
-    verdicts_table,
-)
-from terrace.report.tables import plan_table, quantity, seconds
+from terrace.report.plans import figures_words, plan_words, plans_table, split_table, verdicts_table
+from terrace.report.tables import plan_table, quantity, seconds, sent_table
 from terrace.simulate.advice import Advice, advice
 from terrace.train.planned import TASK, planned_table
 
@@ -86,7 +79,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     capacity = task.cluster.device.memory_bytes
     title = f"memory of a device at its peak, of its {quantity(capacity, 'B')}"
     console.print(split_table(best.memory_bytes, title, "B", capacity))
-    console.print(sent_table(best.sent_bytes, [tier.name for tier in task.cluster.tiers]))
+    sent, tiers = best.sent_bytes, [tier.name for tier in task.cluster.tiers]
+    console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
     # After the tables above, since the verdicts simulate further plans.
     near = reasons(space, evaluator, best.choice)
     console.print(verdicts_table(task, near, best, "why this plan: what one change would cost"))

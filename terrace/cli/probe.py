@@ -88,12 +88,9 @@ def check_out(path: Path, force: bool) -> None:
 
 def _show(probed: Probed, path: Path) -> None:
     title = f"cluster {probed.cluster.name}, probed with {probed.cluster.world_size} ranks at once"
-    table = new_table(title)
-    table.add_column("constant", no_wrap=True)
-    for heading in ("before", "now"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("mark")
-    table.add_column("fit error", justify="right")
+    table = new_table(title, ("constant", "before", "now", "mark", "fit error"), left=("constant", "mark"))
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for row in probed.rows:
         error = "" if row.error is None else f"{100 * row.error:.0f} %"
         before = "-" if row.before is None else _words(row, row.before)

@@ -19,7 +19,8 @@ _WAYS = {
 def counts_table(wiring: Wiring, carried: Counts) -> Table:
     """Bytes sent over each tier: in total, by rank, and over shared uplinks."""
     title = f"bytes sent on cluster {wiring.cluster.name} at scale {wiring.scale:g}, headers included"
-    table = _table(title, "tier", "all ranks", "mean of a rank", "most of a rank", "uplinks", last_left=True)
+    headings = ("tier", "all ranks", "mean of a rank", "most of a rank", "uplinks")
+    table = new_table(title, headings, left=("tier", "uplinks"))
     for tier in carried.tiers:
         sent = [rank.sent_bytes for rank in tier.ranks]
         links = [f"{_ranks(ranks)}: {quantity(link.sent_bytes, 'B')}" for ranks, link in tier.uplinks]
@@ -31,8 +32,8 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
 def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
     """Configured and measured figures of `terrace rehearse check`."""
     title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured and measured"
-    table = _table(title, "tier", "measured is", "configured", "measured", "deviation")
-    table.columns[1].justify = "left"
+    headings = ("tier", "measured is", "configured", "measured", "deviation")
+    table = new_table(title, headings, left=("tier", "measured is"))
     for figure in found:
         show = seconds if figure.way == Way.LATENCY else _rate
         none = "the kernel's own" if figure.way == Way.LATENCY else "not limited"
@@ -66,11 +67,3 @@ def _rate(bytes_per_s: float) -> str:
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-
-
-def _table(title: str, *headings: str, last_left: bool = False) -> Table:
-    table = new_table(title)
-    for place, heading in enumerate(headings):
-        left = place == 0 or (last_left and place == len(headings) - 1)
-        table.add_column(heading, justify="left" if left else "right")
-    return table

@@ -33,9 +33,9 @@ def inside_table(program: Program) -> Table:
     Equal messages share a row: their number, bytes per rank and tier, seconds of one, and the computing that overlaps
     with it. Empty without a tensor axis.
     """
-    table = new_table("messages inside the blocks, for every micro-batch")
-    for heading in ("block", "", "messages", "over", "each sends", "each takes", "meanwhile"):
-        table.add_column(heading, justify="right" if heading == "each takes" else "left")
+    left = ("block", "", "messages", "over", "each sends", "meanwhile")
+    headings = (*left[:-1], "each takes", "meanwhile")
+    table = new_table("messages inside the blocks, for every micro-batch", headings, left=left)
     for name, op, counts in _kinds(program):
         # A line between the kinds of blocks.
         if op is Op.FORWARD:
@@ -68,9 +68,8 @@ def attention_table(program: Program) -> Table:
     Each row is exposed, or overlaps with one round of the ring; equal consecutive rounds share a row. Empty if the
     messages depend on the documents of a batch.
     """
-    table = new_table("attention over the context axis, for every micro-batch")
-    for heading in ("block", "", "sent", "a rank sends", "meanwhile"):
-        table.add_column(heading)
+    headings = ("block", "", "sent", "a rank sends", "meanwhile")
+    table = new_table("attention over the context axis, for every micro-batch", headings, left=headings)
     # Blocks with equal messages share rows; in a decoder all layers do.
     alike: dict[tuple[bool, AttentionBytes], list[str]] = {}
     for index, block in enumerate(program.blocks):

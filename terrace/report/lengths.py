@@ -7,7 +7,7 @@ from html import escape
 from rich.table import Table
 
 from terrace.report.plot import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, frame, round_ticks
-from terrace.report.tables import new_table, quantity, seconds
+from terrace.report.tables import bytes_words, new_table, seconds
 from terrace.sequence.policies import PolicyCost
 
 _BAR = 30  # characters of the longest bar
@@ -51,10 +51,8 @@ def bins_of(lengths: Sequence[int]) -> list[Bin]:
 
 def histogram_table(bins: Sequence[Bin]) -> Table:
     """Table of the bins, with a bar for the tokens of each."""
-    table = new_table("lengths of documents, in tokens")
-    for name in ("from", "to", "documents", "of documents", "of tokens", "of attention"):
-        table.add_column(name, justify="right")
-    table.add_column("tokens")
+    headings = ("from", "to", "documents", "of documents", "of tokens", "of attention", "tokens")
+    table = new_table("lengths of documents, in tokens", headings, left=("tokens",))
     most = max(each.tokens for each in bins)
     for each in bins:
         table.add_row(
@@ -69,9 +67,8 @@ def histogram_table(bins: Sequence[Bin]) -> Table:
 
 def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
     """Seconds per layer of each policy, and its bytes over each tier, outermost first."""
-    table = new_table("a layer, forward and backward, as modelled")
-    for name in ("policy", "layer", "attention", "max / mean", "over the bound", *reversed(tiers)):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    headings = ("policy", "layer", "attention", "max / mean", "over the bound", *reversed(tiers))
+    table = new_table("a layer, forward and backward, as modelled", headings, left=("policy",))
     for each in costs:
         attention_s = max(each.attention_s)
         table.add_row(
@@ -80,7 +77,7 @@ def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
             seconds(attention_s),
             f"{each.imbalance:.2f}",
             f"{attention_s / each.bound_s:.2f}",
-            *(quantity(sent, "B") if sent else "-" for sent in reversed(each.sent_bytes)),
+            *map(bytes_words, reversed(each.sent_bytes)),
         )
     return table
 

@@ -5,13 +5,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from terrace.report.palette import colour_variables
-from terrace.report.tables import quantity, seconds
+from terrace.cluster.cluster import Cluster
+from terrace.plan.plan import Plan
+from terrace.report.palette import MESSAGES, STREAM, colour_key, colour_variables
+from terrace.report.svg import GUTTER, PLOT
+from terrace.report.tables import plan_title, quantity, seconds
+from terrace.report.timeline import Timeline
 from terrace.simulate.changes import Change
+from terrace.simulate.curve import MemoryCurve
+
+# Added to a caption where short spans share bars.
+MERGED = "Spans shorter than {} that lie close are drawn as one bar, its height shared out by category"
 
 # Ink on light and on dark paper: text, soft text, rules, faint areas.
 _INK = {False: "--ink:#191b20;--soft:#555b66;--line:#d9dce2;--faint:#f2f3f6"}
 _INK[True] = "--ink:#eceef2;--soft:#a4abb8;--line:#343a45;--faint:#1e222a"
+_ZOOMS = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
+_TOOLS = f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in _ZOOMS.items())}</div>"
 _WORDS = {"grads_full": "full gradients", "params_backward": "secondary", "secondary": "secondary copy"}
 
 
@@ -19,14 +29,16 @@ class Markup(str):
     """Text that is already HTML."""
 
 
-def document(title: str, body: str, data: Mapping[str, object]) -> str:
-    """The whole page; `data` is for the page's script."""
+def document(title: str, sections: Iterable[str], charts: Sequence[Mapping[str, object]], **more: object) -> str:
+    """The whole page. `charts`, in the order of the charts in the markup, and `more` are for the page's script."""
     # Style and script are inlined: a page is one file that works without a network.
     files = resources.files(__package__)
     style, script = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     light, dark = (f":root{{{_INK[is_dark]};{colour_variables(is_dark)}}}" for is_dark in (False, True))
     # Dark colours apply on screens only: paper is light.
     themes = f":root{{color-scheme:light dark}}@media not print{{@media (prefers-color-scheme:dark){{{dark}}}}}"
+    body = "\n".join(sections)
+    data = {"gutter": GUTTER, "plot": PLOT, "charts": charts, **more}
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
@@ -34,6 +46,20 @@ def document(title: str, body: str, data: Mapping[str, object]) -> str:
         f'<script type="application/json" id="data">{_script_json(data)}</script>\n'
         f"<script>\n{script}</script></body></html>\n"
     )
+
+
+def step_document(
+    cluster: Cluster,
+    plan: Plan,
+    subtitle: str,
+    figures: Iterable[tuple[str, str]],
+    sentences: Iterable[str],
+    sections: Iterable[str],
+    charts: Sequence[Mapping[str, object]],
+) -> str:
+    """The page of a step: heading, figures, the main `sentences`, `sections`."""
+    title = plan_title(cluster, plan)
+    return document(title, [heading(title, subtitle), figures_row(figures), lead(sentences), *sections], charts)
 
 
 def _script_json(data: Mapping[str, object]) -> str:
@@ -46,9 +72,70 @@ def prose(words: str) -> str:
     return escape(words).replace(" %", "&nbsp;%")
 
 
-def tools() -> str:
-    words = {"in": "Zoom in", "out": "Zoom out", "left": "Earlier", "right": "Later", "all": "Whole step"}
-    return f"<div class=tools>{''.join(f'<button data-act={act}>{word}</button>' for act, word in words.items())}</div>"
+def heading(title: str, subtitle: str) -> str:
+    return f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>"
+
+
+def lead(sentences: Iterable[str]) -> str:
+    return f"<div class=lead>{''.join(f'<p>{prose(each)}</p>' for each in sentences)}</div>"
+
+
+def figures_row(figures: Iterable[tuple[str, str]]) -> str:
+    """Row of (value, words) below the heading; empty without figures."""
+    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in figures)
+    return f"<div class=figures>{cells}</div>" if cells else ""
+
+
+def section(title: str, body: str) -> str:
+    """Heading and body; a section without a body leaves no heading behind."""
+    return f"<h2>{title}</h2>{body}" if body else ""
+
+
+def column(title: str, body: str) -> str:
+    return f"<div>{section(title, body)}</div>" if body else ""
+
+
+def figure(svg: str, key: str = "", caption: str = "") -> str:
+    """A chart with its legend and its caption."""
+    words = f"<figcaption>{prose(caption)}</figcaption>" if caption else ""
+    return f"<figure><div class=scroll>{svg}</div>{key}{words}</figure>"
+
+
+def plan_html(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Section with the plan's table (`terrace.report.tables.plan_rows`)."""
+    return section("Tiers, axes and placements", html_table(headings, rows, left=("tier", "states placed here")))
+
+
+def timelines(
+    whole: Timeline,
+    entries: Iterable[tuple[str, str, str]],
+    near: Timeline | None,
+    *,
+    headings: tuple[str, str],
+    caption: str,
+    merged: str,
+) -> tuple[str, list[dict[str, object]]]:
+    """(markup, charts of the script) of a timeline with buttons to zoom, and of a close-up that stays as it is.
+
+    `merged` is added to the caption where short spans share bars, with the seconds in place of its braces.
+    """
+    words = f"{caption} {merged.format(seconds(whole.least_s))}." if whole.least_s else caption
+    text = section(headings[0], _TOOLS + figure(whole.svg(), legend(entries, critical=bool(whole.critical)), words))
+    if near is None:
+        return text, [whole.data()]
+    return text + section(headings[1], figure(near.svg())), [whole.data(), near.data(zooms=False)]
+
+
+def colour_entries(timeline: Timeline) -> list[tuple[str, str, str]]:
+    """Entries of the legend for the colours of a timeline's bars."""
+    keys = {colour_key(category) for category in timeline.categories}
+    return [(key, f"--c-{key}", "") for key in (*STREAM, *MESSAGES, "other") if key in keys]
+
+
+def memory_key(curve: MemoryCurve) -> str:
+    """Legend of a memory curve: each category at its own peak, so the sum may exceed the peak of all."""
+    highest = {**curve.constant_bytes, **{name: max(values) for name, values in curve.varying_bytes.items()}}
+    return legend((name, f"--m-{name}", quantity(size, "B")) for name, size in highest.items() if size)
 
 
 def legend(entries: Iterable[tuple[str, str, str]], critical: bool = False) -> str:
@@ -105,12 +192,3 @@ def changes_table(candidates: Sequence[Change], step_s: float) -> str:
         for change in shortest
     ]
     return html_table(["change", "in the", "step", "against now", "and also"], rows, ["change", "in the", "and also"])
-
-
-def sent_html(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> str:
-    """Bytes one rank sends per step: messages and axes down, tiers across."""
-    rows = [
-        [message, *(quantity(sent[message, tier], "B") if sent.get((message, tier)) else "-" for tier in tiers)]
-        for message in dict.fromkeys(message for message, _ in sent)
-    ]
-    return html_table(["message", *tiers], rows, ("message",))

@@ -1,23 +1,41 @@
 """A simulated step as one self-contained HTML page: no network, no external scripts or fonts.
 
 The page is complete without the script; the script adds tooltips and zoom on the time axis. Names of tiers, plans,
-blocks and clusters are escaped, in the markup and in the script's data.
+blocks and clusters are escaped, in the markup and in the script's data. A pipelined step has its own sections
+(terrace.report.stages).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 
+from terrace.cluster.cluster import Cluster
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport
-from terrace.report.bars import Bar, Window, bars_by_lane, middle_unit
-from terrace.report.markup import changes_table, document, html_table, legend, meter, prose, tools
-from terrace.report.palette import MESSAGES, STREAM, colour_key
-from terrace.report.svg import GUTTER, PLOT, memory_columns, memory_svg, row_boxes, timeline_svg
-from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
+from terrace.report.bars import Window, bars_by_lane, middle_unit
+from terrace.report.markup import (
+    MERGED,
+    changes_table,
+    colour_entries,
+    column,
+    figure,
+    html_table,
+    memory_key,
+    meter,
+    plan_html,
+    section,
+    step_document,
+    timelines,
+)
+from terrace.report.palette import colour_key
+from terrace.report.svg import Row, memory_svg, memory_totals
+from terrace.report.tables import bytes_words, plan_rows, quantity, seconds, time_categories
+from terrace.report.timeline import Timeline, chart_data, joined
 from terrace.simulate.changes import Change
 from terrace.simulate.critical import CriticalPath, critical_words
 from terrace.simulate.curve import MemoryCurve
-from terrace.simulate.recording import Recording
+from terrace.simulate.recording import COMPUTE, Recording
+
+_COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP = 36, 26, 14
 
 
 def page_html(
@@ -34,125 +52,73 @@ def page_html(
     `subtitle` names the model and the batch, `advice` is the best next change (terrace.report.advice).
     """
     program, report = recording.program, recording.report
-    cluster, plan = program.cluster, program.plan
-    title = plan_title(cluster, plan)
-    timelines, charts = _timelines(recording, path)
-    has_activations = any(curve.varying_bytes["activations"])
-    charts.append(
-        # In the order of the charts in the markup, by which the script finds them.
-        {"start_s": 0.0, "length_s": report.step_s, "zooms": True, "memory": _memory_totals(curve, report.step_s)}
-    )
-    sections = [
-        f"<h1>{escape(title)}</h1><p class=quiet>{escape(subtitle)}</p>",
-        _figures(recording, curve, path, sum(report.sent_bytes.values())),
-        f"<div class=lead><p>{prose(critical_words(path))}</p><p>{prose(advice)}</p></div>",
-        "<h2>Tiers, axes and placements</h2>",
-        html_table(*plan_rows(cluster, plan), left=("tier", "states placed here")),
-        timelines,
-        "<h2>Memory of one rank over the step</h2>",
-        f"<figure><div class=scroll>{memory_svg(curve, report.step_s, program.cluster.device.memory_bytes)}</div>",
-        legend(_memory_legend(curve)),
-        f"<figcaption>{_memory_caption(recording, curve, has_activations)}</figcaption></figure>",
-        f"<div class=columns><div><h2>Where the time goes</h2>{_time_table(report)}</div>",
-        "<div><h2>Bytes one rank sends, by tier</h2>",
-        f"{_bytes_table(recording)}</div></div>",
-        "<h2>What one change would do</h2>",
-        changes_table(candidates, report.step_s),
-        f'<p class="quiet foot">Predicted by playing the {len(program.instructions):,} instructions of a rank '
-        f"on the cluster's figures. {escape(_sources(recording))}</p>",
-    ]
-    data = {"gutter": GUTTER, "plot": PLOT, "charts": charts}
-    return document(title, "\n".join(sections), data)
-
-
-def _timelines(recording: Recording, path: CriticalPath) -> tuple[str, list[dict[str, object]]]:
-    whole = (0.0, recording.report.step_s)
-    bars, least_s = bars_by_lane(recording, whole)
-    parts = [
-        "<h2>Timeline of a steady step</h2>",
-        tools(),
-        f"<figure><div class=scroll>{timeline_svg(recording, bars, path, whole, least_s)}</div>",
-        legend([(name, f"--c-{name}", "") for name in _drawn(recording)], critical=True),
-        f"<figcaption>{escape(_timeline_caption(least_s))}</figcaption></figure>",
-    ]
-    charts = [_chart_data(recording, bars, whole, zooms=True)]
-    unit = middle_unit(recording)
+    cluster, step_s = program.cluster, report.step_s
+    whole, unit = lanes_timeline(recording, path), middle_unit(recording)
     # A close-up only where bars were merged, and where there is a smaller unit to show.
-    if least_s and unit is not None:
-        bars, least_s = bars_by_lane(recording, unit)
-        parts += [
-            "<h2>The unit of micro-batches in the middle, close up</h2>",
-            f"<figure><div class=scroll>{timeline_svg(recording, bars, path, unit, least_s)}</div></figure>",
-        ]
-        charts.append(_chart_data(recording, bars, unit, zooms=False))
-    return "\n".join(parts), charts
-
-
-def _chart_data(
-    recording: Recording, bars: Mapping[int, Sequence[Bar]], window: Window, zooms: bool
-) -> dict[str, object]:
-    first_s, length_s = window[0], window[1] - window[0]
-
-    def unit(moment_s: float) -> float:
-        # Two decimals are far below a pixel, and keep pages small.
-        return round((moment_s - first_s) / (length_s or 1.0) * PLOT, 2)
-
-    # In units of the plot, so that the script needs no times to find the bar under the pointer.
-    rows = [[[unit(bar.start_s), unit(bar.end_s), bar.words] for bar in bars[lane]] for lane in recording.lanes]
-    return {"start_s": first_s, "length_s": length_s, "zooms": zooms, "rows": row_boxes(recording.lanes), "bars": rows}
-
-
-def _figures(recording: Recording, curve: MemoryCurve, path: CriticalPath, sent_bytes: int) -> str:
-    report, device = recording.report, recording.program.cluster.device
+    near = lanes_timeline(recording, path, unit) if whole.least_s and unit is not None else None
+    timeline, charts = timelines(
+        whole,
+        colour_entries(whole),
+        near,
+        headings=("Timeline of a steady step", "The unit of micro-batches in the middle, close up"),
+        caption="A message stands on the lane of the outermost tier it crosses; what reaches in from the step before "
+        "is cut.",
+        merged=f"{MERGED}; a trace has each",
+    )
+    # In the order of the charts in the markup, by which the script finds them.
+    charts.append(chart_data((0.0, step_s), memory=memory_totals(curve, step_s)))
     # Waits on the critical path: others are hidden and cost nothing.
-    waits = round(100 * path.waits_s / (report.step_s or 1.0))
-    figures = [
-        (seconds(report.step_s), "step"),
-        (f"{waits} %", "of it waiting for messages"),
-        (quantity(curve.peak[0], "B"), f"memory at its peak, of {quantity(device.memory_bytes, 'B')}"),
-        (quantity(sent_bytes, "B"), "sent by a rank"),
+    waits = round(100 * path.waits_s / (step_s or 1.0))
+    memory = memory_svg(curve, step_s, cluster.device.memory_bytes)
+    sections = [
+        plan_html(*plan_rows(cluster, program.plan)),
+        timeline,
+        section("Memory of one rank over the step", figure(memory, memory_key(curve), _memory_caption(report, curve))),
+        "<div class=columns>",
+        column("Where the time goes", _time_table(report)),
+        column("Bytes one rank sends, by tier", _bytes_table(recording)),
+        "</div>",
+        section("What one change would do", changes_table(candidates, step_s)),
+        f'<p class="quiet foot">Predicted by playing the {len(program.instructions):,} instructions of a rank '
+        f"on the cluster's figures. {escape(_sources(cluster))}</p>",
     ]
-    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in figures)
-    return f"<div class=figures>{cells}</div>"
+    figures = [
+        (seconds(step_s), "step"),
+        (f"{waits} %", "of it waiting for messages"),
+        (quantity(curve.peak[0], "B"), f"memory at its peak, of {quantity(cluster.device.memory_bytes, 'B')}"),
+        (quantity(sum(report.sent_bytes.values()), "B"), "sent by a rank"),
+    ]
+    return step_document(cluster, program.plan, subtitle, figures, (critical_words(path), advice), sections, charts)
 
 
-def _drawn(recording: Recording) -> list[str]:
-    keys = {colour_key(span.category) for _, span in recording.visible()}
-    return [key for key in (*STREAM, *MESSAGES, "other") if key in keys]
-
-
-def _timeline_caption(least_s: float) -> str:
-    words = (
-        "A message stands on the lane of the outermost tier it crosses; what reaches in from the step before is cut."
+def lanes_timeline(recording: Recording, path: CriticalPath, window: Window | None = None) -> Timeline:
+    """Timeline of one rank, of the whole step or of a window: the compute stream, then one row per lane."""
+    window = window or (0.0, recording.report.step_s)
+    bars, least_s = bars_by_lane(recording, window)
+    rows, top = [], 4
+    for lane in recording.lanes:
+        rows.append(Row(recording.lane_name(lane), top, _COMPUTE_HEIGHT if lane == COMPUTE else _LANE_HEIGHT))
+        top += rows[-1].height + _GAP
+    number_of = {lane: number for number, lane in enumerate(recording.lanes)}
+    pieces = ((number_of[recording.spans[each.number].lane], each.start_s, each.end_s) for each in path.pieces)
+    return Timeline(
+        label="Timeline: compute, and a lane for every tier",
+        rows=rows,
+        bars=[bars[lane] for lane in recording.lanes],
+        window=window,
+        least_s=least_s,
+        critical=joined(pieces, max(least_s, (window[1] - window[0]) / 2000)),
+        margin=_GAP,
     )
-    if least_s:
-        words += (
-            f" Spans shorter than {seconds(least_s)} that lie close are drawn as one bar, its height shared out by "
-            "category; a trace has each."
-        )
-    return words
 
 
-def _memory_legend(curve: MemoryCurve) -> list[tuple[str, str, str]]:
-    # Each category at its own peak: the sum may exceed the peak of all.
-    highest = {**curve.constant_bytes, **{name: max(values) for name, values in curve.varying_bytes.items()}}
-    return [(name, f"--m-{name}", quantity(size, "B")) for name, size in highest.items() if size]
-
-
-def _memory_caption(recording: Recording, curve: MemoryCurve, has_activations: bool) -> str:
+def _memory_caption(report: StepReport, curve: MemoryCurve) -> str:
     size, moment_s = curve.peak
-    formula = sum(recording.report.memory_bytes.values())
     words = (
-        f"Highest at {seconds(moment_s)}: {quantity(size, 'B')}. "
-        f"The formula for model state, which assumes the slowest lanes, says {quantity(formula, 'B')}."
+        f"Highest at {seconds(moment_s)}: {quantity(size, 'B')}. The formula for model state, which assumes the "
+        f"slowest lanes, says {quantity(sum(report.memory_bytes.values()), 'B')}."
     )
-    return escape(words if has_activations else f"{words} Without activations.")
-
-
-def _memory_totals(curve: MemoryCurve, step_s: float) -> list[int]:
-    _, values = memory_columns(curve, step_s or 1.0)
-    constant = sum(curve.constant_bytes.values())
-    return [round(constant + sum(parts)) for parts in zip(*values.values(), strict=True)]
+    return words if any(curve.varying_bytes["activations"]) else f"{words} Without activations."
 
 
 def _time_table(report: StepReport) -> str:
@@ -181,12 +147,11 @@ def _bytes_table(recording: Recording) -> str:
         parts = [(message, sent.get((message, tier), 0)) for message in MessageClass]
         named = ", ".join(f"{message.value} {quantity(size, 'B')}" for message, size in parts if size)
         bars = meter([(f"--c-{message.value}", size) for message, size in parts], largest)
-        rows.append([tier, quantity(totals[tier], "B") if totals[tier] else "-", bars, named])
+        rows.append([tier, bytes_words(totals[tier]), bars, named])
     return html_table(["tier", "bytes", "", "messages"], rows, ["tier", "", "messages"])
 
 
-def _sources(recording: Recording) -> str:
-    cluster = recording.program.cluster
+def _sources(cluster: Cluster) -> str:
     named = {cluster.device.name: cluster.device.source, **{tier.name: tier.source for tier in cluster.tiers}}
     known = "; ".join(f"{name}: {source}" for name, source in named.items() if source)
     return f"Sources: {known}." if known else ""

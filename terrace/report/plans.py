@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from terrace.plan.plan import AXES
-from terrace.planner.evaluate import Estimate
+from terrace.planner.evaluate import Cost, Estimate
 from terrace.planner.explain import Verdict
 from terrace.planner.figures import hfu, mfu, tokens_per_s
 from terrace.planner.scaling import Point
@@ -17,33 +17,32 @@ from terrace.report.tables import new_table, quantity, seconds
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
     """Table of plans, best first."""
-    found = new_table(title)
-    headings = ["", "step", "tokens/s", "MFU", "memory", "params", "grads", "optimizer", "micro-batch", "notes"]
     # A column that would say "data" in every row is left out.
-    shared = any(_axes_words(task, each.choice) for each in estimates)
-    if shared:
-        headings.insert(5, "axes")
-    left = ("params", "grads", "optimizer", "axes", "notes")
-    for heading in headings:
-        found.add_column(heading, justify="left" if heading in left else "right")
+    axes = ["axes"] if any(_axes_words(task, each.choice) for each in estimates) else []
+    left = [*axes, "params", "grads", "optimizer"]
+    headings = ["", "step", "tokens/s", "MFU", "memory", *left, "micro-batch", "notes"]
+    rows = []
     for rank, estimate in enumerate(estimates, start=1):
         plan = plan_of(task, estimate.choice)
-        cells = [
-            str(rank),
-            seconds(estimate.step_s),
-            quantity(tokens_per_s(task, estimate), "").strip(),
-            percent(mfu(task, estimate)),
-            quantity(estimate.needed_bytes, "B"),
-            plan.params,
-            plan.grads,
-            plan.optimizer,
-            f"{estimate.choice.micro_batch} x {estimate.num_micros}",
-            _notes(task, estimate.choice),
-        ]
-        if shared:
-            cells.insert(5, _axes_words(task, estimate.choice) or "data")
-        found.add_row(*cells)
-    return found
+        rows.append(
+            [
+                str(rank),
+                *_figures(task, estimate),
+                *(_axes_words(task, estimate.choice) or "data" for _ in axes),
+                plan.params,
+                plan.grads,
+                plan.optimizer,
+                f"{estimate.choice.micro_batch} x {estimate.num_micros}",
+                _notes(task, estimate.choice),
+            ]
+        )
+    return new_table(title, headings, left=[*left, "notes"], rows=rows)
+
+
+def _figures(task: Task, estimate: Cost) -> list[str]:
+    # Cells of step, tokens/s, MFU, memory.
+    rate, size = tokens_per_s(task, estimate), estimate.needed_bytes
+    return [seconds(estimate.step_s), quantity(rate, "").strip(), percent(mfu(task, estimate)), quantity(size, "B")]
 
 
 def plan_words(task: Task, choice: Choice) -> str:
@@ -56,9 +55,8 @@ def plan_words(task: Task, choice: Choice) -> str:
 
 def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, title: str) -> Table:
     """Cost of every preset or change next to the best plan, or the reason against it."""
-    found = new_table(title)
-    for heading in ("plan", "step", "against the best", "memory", "remark"):
-        found.add_column(heading, justify="left" if heading in ("plan", "remark") else "right")
+    headings = ("plan", "step", "against the best", "memory", "remark")
+    found = new_table(title, headings, left=("plan", "remark"))
     above = ""
     for verdict in verdicts:
         estimate = verdict.estimate
@@ -76,39 +74,23 @@ def verdicts_table(task: Task, verdicts: Sequence[Verdict], best: Estimate, titl
 
 def split_table(values: Mapping[str, float], title: str, unit: str, whole: float | None = None) -> Table:
     """Amounts by category with their share of the sum, or of `whole`: seconds ("s") or bytes ("B")."""
-    found = new_table(title)
-    for heading in ("category", "amount", "share"):
-        found.add_column(heading, justify="left" if heading == "category" else "right")
     total = sum(values.values())
+
+    def row(name: str, value: float) -> tuple[str, str, str]:
+        amount = seconds(value) if unit == "s" else quantity(value, unit)
+        return name, amount, percent(value / (whole or total))
+
     # The largest first: it is the one to reduce.
-    for name, value in sorted(values.items(), key=lambda item: -item[1]):
-        found.add_row(name, _amount(value, unit), percent(value / (whole or total)))
-    found.add_section()
-    found.add_row("total", _amount(total, unit), percent(total / (whole or total)))
-    return found
-
-
-def sent_table(sent: Mapping[tuple[str, str], int], tiers: Sequence[str]) -> Table:
-    """Bytes one rank sends in a step: messages down, tiers across."""
-    found = new_table("bytes one rank sends in a step")
-    found.add_column("message")
-    for tier in tiers:
-        found.add_column(tier, justify="right")
-    for message in dict.fromkeys(message for message, _ in sent):
-        found.add_row(message, *(_sent(sent.get((message, tier), 0)) for tier in tiers))
-    found.add_section()
-    totals = (sum(count for (_, where), count in sent.items() if where == tier) for tier in tiers)
-    found.add_row("total", *(_sent(count) for count in totals))
-    return found
+    rows = [row(*item) for item in sorted(values.items(), key=lambda item: -item[1])]
+    headings = ("category", "amount", "share")
+    return new_table(title, headings, left=("category",), rows=rows, total=row("total", total))
 
 
 def scaling_table(points: Sequence[Point], title: str, tier: str, price: float | None) -> Table:
     """Scaling curve as a table; efficiency is tokens/s per device relative to the first size that runs."""
-    found = new_table(title)
     headings = [tier, "devices", "batch", "step", "tokens/s", "efficiency", "MFU", "memory"]
     headings += ["per million tokens"] if price is not None else []
-    for heading in (*headings, "why not"):
-        found.add_column(heading, justify="left" if heading == "why not" else "right")
+    found = new_table(title, [*headings, "why not"], left=("why not",))
     # The smallest sizes may lack the memory, so efficiency is relative to the first that runs.
     first = next((point.per_device for point in points if point.estimate), 0.0)
     for point in points:
@@ -117,13 +99,8 @@ def scaling_table(points: Sequence[Point], title: str, tier: str, price: float |
         if estimate is None:
             found.add_row(*start, *("-" for _ in headings[3:]), point.reason)
             continue
-        cells = [
-            seconds(estimate.step_s),
-            quantity(point.tokens_per_s, "").strip(),
-            percent(point.per_device / first),
-            percent(mfu(point.task, estimate)),
-            quantity(estimate.needed_bytes, "B"),
-        ]
+        step, rate, used, memory = _figures(point.task, estimate)
+        cells = [step, rate, percent(point.per_device / first), used, memory]
         cells += [f"{point.cost_per_million(price):.4g}"] if price is not None else []
         found.add_row(*start, *cells, "")
     return found
@@ -170,11 +147,3 @@ def _notes(task: Task, choice: Choice) -> str:
     if choice.schedule != SERIAL:
         notes.append(choice.schedule + (f", {choice.chunks} chunks" if choice.chunks > 1 else ""))
     return ", ".join(notes)
-
-
-def _amount(value: float, unit: str) -> str:
-    return seconds(value) if unit == "s" else quantity(value, unit)
-
-
-def _sent(count: int) -> str:
-    return quantity(count, "B") if count else "-"

@@ -7,9 +7,10 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import num_params
 from terrace.report.run_curves import Curve
-from terrace.report.run_page import RunView
-from terrace.report.run_timeline import StepPicture, step_picture
+from terrace.report.run_page import Compared, RunView
+from terrace.report.run_timeline import run_timeline
 from terrace.report.tables import plan_rows, plan_title, quantity, seconds, time_categories
+from terrace.report.timeline import Timeline
 from terrace.simulate.recording import record
 from terrace.simulate.step import play_whole
 from terrace.simulate.trace import passes_events, recording_events
@@ -42,8 +44,13 @@ class _Left:
     run: RunConfig | None
     records: Sequence[StepRecord]
     events: Sequence[Mapping[str, Any]]
-    prediction: Mapping[str, Any]
+    predicted: Mapping[str, Mapping[str, float]]  # name of an amount -> category -> value
     cluster: Cluster | None  # with the constants measured at the start
+
+    @property
+    def steady(self) -> Sequence[StepRecord]:
+        """Records without those of the first steps, which warm up caches."""
+        return self.records[min(len(self.records) // 4, 10) :]
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -55,29 +62,29 @@ def run_view(folder: Path) -> RunView:
     # Every reader below appends a sentence for each part it cannot read.
     missing: list[str] = []
     left = _read(folder, missing)
-    picture, picture_words = _picture(left, missing)
-    run, steady = left.run, _steady(left.records)
-    predicted = _table(left.prediction, "predicted")
+    timeline, timeline_words = _timeline(left, missing)
+    run, steady, last = left.run, left.steady, left.records[-1] if left.records else None
     first_steps = [int(event.get("first_step", 0)) for event in left.events if event["event"] == "started"]
     return RunView(
         title=folder.resolve().name,
-        subtitle=_subtitle(run),
+        subtitle="" if run is None else _subtitle(run),
         status=_status(left),
-        figures=_figures(left, first_steps),
+        figures=_figures(left, len(first_steps)) if steady else (),
         missing=missing,
-        notes=_notes(left),
+        notes=_notes(left) if steady and left.predicted["time_s"] else (),
         curves=_curves(left),
         resumed=[step for step in first_steps if step],
         plan=None if run is None else plan_rows(left.cluster or run.cluster, run.plan),
-        predicted_time_s=_amounts(predicted, "time_s"),
-        measured_time_s=_means([record.time_s for record in steady]),
-        predicted_sent=_by_tier(_amounts(predicted, "sent_bytes")),
-        measured_sent=_medians([record.sent_bytes for record in steady]),
-        predicted_memory=_amounts(predicted, "memory_bytes"),
-        measured_memory=left.records[-1].memory_bytes if left.records else {},
-        peak_memory=left.records[-1].peak_memory_bytes if left.records else {},
-        picture=picture,
-        picture_words=picture_words,
+        time_s=Compared(left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)),
+        sent_bytes=Compared(
+            _by_tier(left.predicted["sent_bytes"]),
+            # A step that also counts the refreshes of its neighbour is no typical one, so no means.
+            _by_category([record.sent_bytes for record in steady], statistics.median_low),
+        ),
+        memory_bytes=Compared(left.predicted["memory_bytes"], last.memory_bytes if last else {}),
+        peak_memory=last.peak_memory_bytes if last else {},
+        timeline=timeline,
+        timeline_words=timeline_words,
         events=[_event_row(event) for event in left.events],
         checkpoints=_checkpoints(folder, missing),
         settings=_text(folder / "config.toml"),
@@ -114,12 +121,21 @@ def _read(folder: Path, missing: list[str]) -> _Left:
         missing.append("events: there is no events.jsonl")
     # Events from a damaged file may lack their time, and cannot be shown.
     events = [event for event in read_events(folder) if isinstance(event.get("time"), (int, float))]
-    return _Left(folder=folder, run=run, records=records, events=events, prediction=prediction, cluster=cluster)
+    amounts = prediction.get("predicted")
+    predicted = {
+        name: _numbers(amounts.get(name) if isinstance(amounts, Mapping) else None)
+        for name in ("time_s", "sent_bytes", "memory_bytes")
+    }
+    return _Left(folder=folder, run=run, records=records, events=events, predicted=predicted, cluster=cluster)
 
 
-def _subtitle(run: RunConfig | None) -> str:
-    if run is None:
-        return ""
+def _numbers(table: object) -> dict[str, float]:
+    # Files may be damaged: values that are no numbers are left out.
+    values = table if isinstance(table, Mapping) else {}
+    return {str(key): value for key, value in values.items() if isinstance(value, (int, float))}
+
+
+def _subtitle(run: RunConfig) -> str:
     return (
         f"{run.model.family} decoder of {quantity(num_params(run.model), ' parameters')}; a step of {run.train.batch} "
         f"sequences x {run.train.sequence} tokens; {plan_title(run.cluster, run.plan)}"
@@ -143,12 +159,9 @@ def _status(left: _Left) -> str:
 
 def _notes(left: _Left) -> list[str]:
     # Means over steady steps, as the prediction is for a steady step.
-    steady, predicted = _steady(left.records), _amounts(_table(left.prediction, "predicted"), "time_s")
-    if not steady or not predicted:
-        return []
-    measured_s, predicted_s = statistics.fmean(record.step_s for record in steady), sum(predicted.values())
+    predicted_s, measured_s = sum(left.predicted["time_s"].values()), _mean(left.steady, attrgetter("step_s"))
     waits_s = statistics.fmean(
-        sum(spent for name, spent in record.time_s.items() if name.startswith("wait ")) for record in steady
+        sum(spent for name, spent in record.time_s.items() if name.startswith("wait ")) for record in left.steady
     )
     notes = [
         f"A step takes {seconds(measured_s)} in the mean; predicted were {seconds(predicted_s)} "
@@ -160,72 +173,50 @@ def _notes(left: _Left) -> list[str]:
     return notes
 
 
-def _figures(left: _Left, first_steps: Sequence[int]) -> list[tuple[str, str]]:
-    records, steady = left.records, _steady(left.records)
-    if not records:
-        return []
+def _figures(left: _Left, num_starts: int) -> list[tuple[str, str]]:
+    records, steady = left.records, left.steady
     # As `train.target_loss` judges a run: by the last tenth of its steps.
     newest = records[-max(1, len(records) // 10) :]
     figures = [
-        (f"{statistics.fmean(record.loss for record in newest):.4g}", "loss, mean of the last tenth"),
-        (quantity(statistics.fmean(record.tokens_per_s for record in steady), "tokens/s"), "over all ranks"),
+        (f"{_mean(newest, attrgetter('loss')):.4g}", "loss, mean of the last tenth"),
+        (quantity(_mean(steady, attrgetter("tokens_per_s")), "tokens/s"), "over all ranks"),
     ]
-    for name, words in (("mfu", "MFU"), ("hfu", "HFU")):
+    for name in ("mfu", "hfu"):
         values = [value for record in steady if (value := getattr(record, name)) is not None]
         if values:
-            figures.append((f"{100 * statistics.fmean(values):.1f} %", words))
-    figures.append((seconds(statistics.fmean(record.step_s for record in steady)), "a step"))
+            figures.append((f"{100 * statistics.fmean(values):.1f} %", name.upper()))
+    figures.append((seconds(_mean(steady, attrgetter("step_s"))), "a step"))
     figures.append((f"{records[-1].step:,}", "steps"))
-    if len(first_steps) > 1:
-        figures.append((str(len(first_steps)), "starts"))
+    if num_starts > 1:
+        figures.append((str(num_starts), "starts"))
     return figures
 
 
 def _curves(left: _Left) -> list[Curve]:
-    def line(value: Callable[[StepRecord], float | None]) -> list[tuple[int, float]]:
+    def line(value: Callable[[StepRecord], float | None], factor: float = 1.0) -> list[tuple[int, float]]:
         found = ((record.step, value(record)) for record in left.records)
-        return [(step, y) for step, y in found if y is not None]
+        return [(step, factor * y) for step, y in found if y is not None]
 
-    # A record may lack its utilisation.
-    def percent(value: float | None) -> float | None:
-        return None if value is None else 100 * value
-
-    train = None if left.run is None else left.run.train
-    target = (
-        None if train is None or train.target_loss is None else (f"target {train.target_loss:g}", train.target_loss)
-    )
-    predicted_s = sum(_amounts(_table(left.prediction, "predicted"), "time_s").values())
+    target = None if left.run is None else left.run.train.target_loss
+    aim = None if target is None else (f"target {target:g}", target)
+    predicted_s = sum(left.predicted["time_s"].values())
+    rate = {"tokens/s": line(attrgetter("tokens_per_s"))}
+    shares = {name.upper(): line(attrgetter(name), 100.0) for name in ("mfu", "hfu")}
     curves = [
-        Curve(title="Loss", lines={"loss": line(lambda record: record.loss)}, smooth=True, level=target),
-        Curve(
-            title="Gradient norm before clipping", lines={"norm": line(lambda record: record.grad_norm)}, smooth=True
-        ),
-        Curve(title="Learning rate", lines={"rate": line(lambda record: record.learning_rate)}, from_zero=True),
-        Curve(
-            title="Throughput",
-            unit="tokens/s over all ranks",
-            lines={"tokens/s": line(lambda record: record.tokens_per_s)},
-            smooth=True,
-            from_zero=True,
-        ),
-        Curve(
-            title="Utilisation",
-            unit="%",
-            lines={
-                "MFU": line(lambda record: percent(record.mfu)),
-                "HFU": line(lambda record: percent(record.hfu)),
-            },
-            from_zero=True,
-        ),
+        Curve(title="Loss", lines={"loss": line(attrgetter("loss"))}, smooth=True, level=aim),
+        Curve(title="Gradient norm before clipping", lines={"norm": line(attrgetter("grad_norm"))}, smooth=True),
+        Curve(title="Learning rate", lines={"rate": line(attrgetter("learning_rate"))}, from_zero=True),
+        Curve(title="Throughput", unit="tokens/s over all ranks", lines=rate, smooth=True, from_zero=True),
+        Curve(title="Utilisation", unit="%", lines=shares, from_zero=True),
         Curve(
             title="Seconds of a step",
-            lines={"step": line(lambda record: record.step_s)},
+            lines={"step": line(attrgetter("step_s"))},
             from_zero=True,
             level=("predicted", predicted_s) if predicted_s else None,
         ),
     ]
     # Only runs with balance = "cost" record a balance, only block formats a rounding error.
-    balance = line(lambda record: record.balance)
+    balance = line(attrgetter("balance"))
     if balance:
         words = "busiest place over the mean one, predicted"
         curves.append(Curve(title="Balance of attention", unit=words, lines={"balance": balance}))
@@ -236,13 +227,12 @@ def _curves(left: _Left) -> list[Curve]:
     return curves
 
 
-def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
-    # The newest readable trace, else the prediction above the mean measured seconds.
-    # Newest first; a damaged trace is reported, and the next one is tried.
-    for path in _traces(left.folder):
+def _timeline(left: _Left, missing: list[str]) -> tuple[Timeline | None, str]:
+    # The newest readable trace, else the prediction above the mean measured seconds. A damaged trace is reported.
+    for path in sorted((left.folder / "profile").glob("step-*-rank-0.json"), key=_step_of_trace, reverse=True):
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
-            found = step_picture(table["traceEvents"], {0: "predicted", 1: "measured"})
+            found = run_timeline(table["traceEvents"], {0: "predicted", 1: "measured"})
             other = table["otherData"]
             passes = " for the passes of its stage" * (other["predicted"] == "passes")
             words = (
@@ -257,12 +247,12 @@ def _picture(left: _Left, missing: list[str]) -> tuple[StepPicture | None, str]:
             return found, words
     # Without a trace the page still has the prediction, above the mean seconds.
     missing.append('the measured timeline: no step was traced; --train.profile "10-12" traces three')
-    if left.run is None or not left.prediction:
+    if left.run is None or not any(left.predicted.values()):
         return None, ""
-    measured = _totals(_means([record.time_s for record in _steady(left.records)]))
+    measured = _totals(_by_category([record.time_s for record in left.steady], statistics.fmean))
     words = "What was predicted of a steady step" + (", above the mean seconds measured by category." * bool(measured))
     headings = {0: "predicted", 1: "measured in the mean, without order"} if measured else {0: "predicted"}
-    return step_picture([*_predicted_events(left.run, left.cluster), *measured], headings), words
+    return run_timeline([*_predicted_events(left.run, left.cluster), *measured], headings), words
 
 
 def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str, Any]]:
@@ -273,9 +263,8 @@ def _predicted_events(run: RunConfig, cluster: Cluster | None) -> list[dict[str,
 
 
 def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
-    # Trace events of the second process: categories one after the other, since means have no order.
+    # Trace events of the second process; means have no order, so categories are laid end to end.
     events: list[dict[str, Any]] = []
-    # A mean has no order: categories are laid end to end.
     now_us = 0.0
     for name in time_categories(time_s):
         length_us = time_s[name] * _US
@@ -285,12 +274,9 @@ def _totals(time_s: Mapping[str, float]) -> list[dict[str, Any]]:
     return [named, *events] if events else []
 
 
-def _traces(folder: Path) -> list[Path]:
-    def step(path: Path) -> int:
-        number = path.name.split("-")[1]
-        return int(number) if number.isdecimal() else -1
-
-    return sorted((folder / "profile").glob("step-*-rank-0.json"), key=step, reverse=True)
+def _step_of_trace(path: Path) -> int:
+    number = path.name.split("-")[1]
+    return int(number) if number.isdecimal() else -1
 
 
 def _event_row(event: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -318,23 +304,15 @@ def _checkpoints(folder: Path, missing: list[str]) -> list[tuple[str, int, str]]
     return found
 
 
-def _steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    # The first steps warm up caches.
-    return records[min(len(records) // 4, 10) :]
+def _mean(records: Sequence[StepRecord], value: Callable[[StepRecord], float]) -> float:
+    return statistics.fmean(map(value, records))
 
 
-def _means(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = defaultdict(float)
-    for table in tables:
-        for name, value in table.items():
-            total[name] += value
-    return {name: value / len(tables) for name, value in total.items()}
-
-
-def _medians(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    # A step that also counts the refreshes of its neighbour is no typical one, so no means.
+def _by_category(
+    tables: Sequence[Mapping[str, float]], typical: Callable[[Iterable[float]], float]
+) -> dict[str, float]:
     names = dict.fromkeys(name for table in tables for name in table)
-    return {name: statistics.median_low(table.get(name, 0) for table in tables) for name in names}
+    return {name: typical(table.get(name, 0) for table in tables) for name in names}
 
 
 def _by_tier(sent: Mapping[str, float]) -> dict[str, float]:
@@ -343,17 +321,6 @@ def _by_tier(sent: Mapping[str, float]) -> dict[str, float]:
         # Keys are "message.tier"; the page shows sums by tier.
         found[name.rsplit(".", 1)[-1]] += size
     return dict(found)
-
-
-def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = table.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _amounts(table: Mapping[str, Any], name: str) -> dict[str, float]:
-    # Files may be damaged: values that are no numbers are left out.
-    values = _table(table, name)
-    return {str(key): value for key, value in values.items() if isinstance(value, (int, float))}
 
 
 def _when(time_s: float) -> str:

@@ -4,26 +4,52 @@ The data comes as plain values (`RunView`); missing parts are named on the page.
 markup and in the script's data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import NamedTuple
 
-from terrace.report.markup import Markup, document, html_table, legend, meter, prose, tools
+from terrace.report.markup import (
+    MERGED,
+    Markup,
+    colour_entries,
+    column,
+    document,
+    figures_row,
+    heading,
+    html_table,
+    lead,
+    legend,
+    meter,
+    plan_html,
+    prose,
+    section,
+    timelines,
+)
 from terrace.report.palette import colour_key
 from terrace.report.run_curves import COLOURS, Curve, curve_data, curve_svg, finite
-from terrace.report.run_timeline import StepPicture
-from terrace.report.svg import GUTTER, PLOT
 from terrace.report.tables import quantity, seconds, time_categories
+from terrace.report.timeline import Timeline
 
 Amounts = Mapping[str, float]
 
 
+class Compared(NamedTuple):
+    """Amounts of rank 0's step by category; a side that nobody knows is empty."""
+
+    predicted: Amounts
+    measured: Amounts
+
+
+_UNKNOWN = Compared({}, {})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """Data of a run. Mappings of amounts are of rank 0's step: `predicted_*` and `measured_*` by category.
+    """Data of a run.
 
     `plan`: (headings, rows) of the plan's table; `events`: (when, event, details); `checkpoints`: (name, bytes, state);
-    `resumed`: steps after which the run resumed; `picture_words`: caption of the timeline.
+    `resumed`: steps after which the run resumed; `timeline_words`: caption of the timeline.
     """
 
     title: str
@@ -35,15 +61,12 @@ class RunView:
     curves: Sequence[Curve] = ()
     resumed: Sequence[int] = ()
     plan: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None
-    predicted_time_s: Amounts = field(default_factory=dict)
-    measured_time_s: Amounts = field(default_factory=dict)
-    predicted_sent: Amounts = field(default_factory=dict)
-    measured_sent: Amounts = field(default_factory=dict)
-    predicted_memory: Amounts = field(default_factory=dict)
-    measured_memory: Amounts = field(default_factory=dict)
+    time_s: Compared = _UNKNOWN
+    sent_bytes: Compared = _UNKNOWN  # by tier
+    memory_bytes: Compared = _UNKNOWN
     peak_memory: Amounts = field(default_factory=dict)
-    picture: StepPicture | None = None
-    picture_words: str = ""
+    timeline: Timeline | None = None
+    timeline_words: str = ""
     events: Sequence[tuple[str, str, str]] = ()
     checkpoints: Sequence[tuple[str, int, str]] = ()
     settings: str = ""
@@ -53,37 +76,31 @@ class RunView:
 def run_page(view: RunView) -> str:
     # A curve without a finite point has no scale.
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
-    # Empty sections return "" and leave no heading behind.
+    timeline, charts = ("", []) if view.timeline is None else _timeline(view.timeline, view.timeline_words)
+    checkpoints = [(name, quantity(size, "B"), state) for name, size, state in view.checkpoints]
+    # Empty sections leave no heading behind.
     sections = [
-        f"<h1>{escape(view.title)}</h1><p class=quiet>{escape(view.subtitle)}</p>",
-        f"<div class=lead><p>{prose(view.status)}</p>{''.join(f'<p>{prose(note)}</p>' for note in view.notes)}</div>",
-        _figures(view),
+        heading(view.title, view.subtitle),
+        lead([view.status, *view.notes]),
+        figures_row(view.figures),
         _missing(view),
-        "<h2>Over the steps</h2>" if drawn else "",
-        f"<div class=tiles>{''.join(_curve(curve, view.resumed) for curve in drawn)}</div>" if drawn else "",
-        _timeline(view),
-        _section("Where the time of a step goes", _time_table(view)),
+        section("Over the steps", _curves(drawn, view.resumed)),
+        timeline,
+        section("Where the time of a step goes", _time_table(view.time_s)),
         "<div class=columns>",
-        _column("Bytes rank 0 sends in a step", _amounts_table(view.predicted_sent, view.measured_sent, "tier")),
-        _column("Model state on rank 0 at its peak", _memory(view)),
+        column("Bytes rank 0 sends in a step", _amounts_table(view.sent_bytes, "tier")),
+        column("Model state on rank 0 at its peak", _memory(view)),
         "</div>",
-        _section("Tiers, axes and placements", _plan(view)),
+        "" if view.plan is None else plan_html(*view.plan),
         "<div class=columns>",
-        _column("What happened", _table(("when (UTC)", "what", "details"), view.events)),
-        _column("Checkpoints", _checkpoints(view)),
+        column("What happened", _table(("when (UTC)", "what", "details"), view.events)),
+        column("Checkpoints", _table(("checkpoint", "size", "state"), checkpoints)),
         "</div>",
         _details("Settings", view.settings),
         _details("The model continues the prompt", view.sample),
     ]
     # Curves have data of their own; a chart is a timeline.
-    charts = [] if view.picture is None else [view.picture.data]
-    data = {"gutter": GUTTER, "plot": PLOT, "charts": charts, "curves": [curve_data(curve) for curve in drawn]}
-    return document(view.title, "\n".join(sections), data)
-
-
-def _figures(view: RunView) -> str:
-    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for value, words in view.figures)
-    return f"<div class=figures>{cells}</div>" if cells else ""
+    return document(view.title, sections, charts, curves=[curve_data(curve) for curve in drawn])
 
 
 def _missing(view: RunView) -> str:
@@ -93,65 +110,53 @@ def _missing(view: RunView) -> str:
     return f"<h2>What is missing</h2><ul class=missing>{items}</ul>"
 
 
-def _curve(curve: Curve, resumed: Sequence[int]) -> str:
-    names = list(curve.lines)
-    key = legend([(name, COLOURS[index % len(COLOURS)], "") for index, name in enumerate(names)]) if names[1:] else ""
-    unit = f" <span class=quiet>{escape(curve.unit)}</span>" if curve.unit else ""
-    return f"<figure><h3>{escape(curve.title)}{unit}</h3>{curve_svg(curve, resumed)}{key}</figure>"
+def _curves(curves: Sequence[Curve], resumed: Sequence[int]) -> str:
+    tiles = []
+    for curve in curves:
+        entries = [(name, COLOURS[index % len(COLOURS)], "") for index, name in enumerate(curve.lines)]
+        # A single line needs no legend: the title names it.
+        key = legend(entries) if len(entries) > 1 else ""
+        unit = f" <span class=quiet>{escape(curve.unit)}</span>" if curve.unit else ""
+        tiles.append(f"<figure><h3>{escape(curve.title)}{unit}</h3>{curve_svg(curve, resumed)}{key}</figure>")
+    return f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
 
 
-def _timeline(view: RunView) -> str:
-    if view.picture is None:
-        return ""
-    words = view.picture_words
-    if view.picture.least_s:
-        words += (
-            f" Spans shorter than {seconds(view.picture.least_s)} that lie close are drawn as one bar, its height "
-            "shared out by category."
-        )
-    return (
-        f"<h2>Timeline of a step</h2>{tools()}"
-        f"<figure><div class=scroll>{view.picture.svg}</div>"
-        f"{legend([(name, f'--c-{name}', '') for name in view.picture.keys])}"
-        f"<figcaption>{prose(words)}</figcaption></figure>"
-    )
+def _timeline(timeline: Timeline, words: str) -> tuple[str, list[dict[str, object]]]:
+    entries, headings = colour_entries(timeline), ("Timeline of a step", "")
+    return timelines(timeline, entries, None, headings=headings, caption=words, merged=MERGED)
 
 
-def _time_table(view: RunView) -> str:
-    predicted, measured = view.predicted_time_s, view.measured_time_s
-    if not predicted and not measured:
-        return ""
+def _time_table(time_s: Compared) -> str:
+    predicted, measured = time_s
     # One scale for all bars of the table.
     longest = max([*predicted.values(), *measured.values()], default=0.0) or 1.0
     rows: list[list[str]] = []
     # Categories of either side, so that one missing in the prediction is still shown.
     for name in time_categories({**measured, **predicted}):
-        bars = _pair(f"--c-{colour_key(name)}", predicted.get(name, 0.0), measured.get(name, 0.0), longest)
-        rows.append([name, *_three(predicted, measured, name, seconds), bars])
-    total = _total(predicted, measured, seconds)
+        colour = f"--c-{colour_key(name)}"
+        bars = (meter([(colour, each.get(name, 0.0))], longest) for each in time_s)
+        rows.append([name, *_cells(time_s, name, seconds), Markup(f"<div class=pair>{''.join(bars)}</div>")])
     headings = ["category", "predicted", "measured", "error", "predicted above measured"]
-    return html_table(headings, rows, ["category", "predicted above measured"], total)
+    return html_table(headings, rows, ["category", headings[-1]], _total(time_s, seconds)) if rows else ""
 
 
-def _amounts_table(predicted: Amounts, measured: Amounts, heading: str) -> str:
-    if not predicted and not measured:
-        return ""
-
+def _amounts_table(amounts: Compared, heading: str) -> str:
     # Small amounts are exact bytes, so that equality can be seen.
     def size(value: float) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")
 
+    predicted, measured = amounts
+    if not predicted and not measured:
+        return ""
     names = [name for name in {**predicted, **measured} if predicted.get(name) or measured.get(name)]
-    rows = [[name, *_three(predicted, measured, name, size)] for name in names]
-    return html_table([heading, "predicted", "measured", "error"], rows, [heading], _total(predicted, measured, size))
+    rows = [[name, *_cells(amounts, name, size)] for name in names]
+    return html_table([heading, "predicted", "measured", "error"], rows, [heading], _total(amounts, size))
 
 
-def _three(predicted: Amounts, measured: Amounts, name: str, words: object) -> list[str]:
-    assert callable(words), "a function of a number"
-    expected, found = predicted.get(name), measured.get(name)
+def _cells(amounts: Compared, name: str, words: Callable[[float], str]) -> list[str]:
+    values = [each.get(name) for each in amounts]
     # "-" is unknown, "0" is none.
-    cells = ["-" if value is None else words(value) if value else "0" for value in (expected, found)]
-    return [*cells, _error(expected, found)]
+    return [*("-" if value is None else words(value) if value else "0" for value in values), _error(*values)]
 
 
 def _error(expected: float | None, found: float | None) -> str:
@@ -161,46 +166,20 @@ def _error(expected: float | None, found: float | None) -> str:
     return "equal" if expected == found else f"{100 * (expected - found) / found:+.0f} %"
 
 
-def _total(predicted: Amounts, measured: Amounts, words: object) -> str:
-    assert callable(words), "a function of a number"
-    sums = [sum(each.values()) if each else None for each in (predicted, measured)]
+def _total(amounts: Compared, words: Callable[[float], str]) -> str:
+    sums = [sum(each.values()) if each else None for each in amounts]
     cells = "".join(f"<td>{'-' if value is None else escape(words(value))}</td>" for value in sums)
     return f"<tfoot><tr><td>all</td>{cells}<td>{_error(*sums)}</td></tr></tfoot>"
 
 
-def _pair(colour: str, expected: float, found: float, longest: float) -> Markup:
-    # Predicted above measured.
-    return Markup(f"<div class=pair>{meter([(colour, expected)], longest)}{meter([(colour, found)], longest)}</div>")
-
-
 def _memory(view: RunView) -> str:
-    table = _amounts_table(view.predicted_memory, view.measured_memory, "category")
+    table = _amounts_table(view.memory_bytes, "category")
     named = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in view.peak_memory.items())
     return f"{table}<p class=quiet>of the process or device at most: {escape(named)}</p>" if named else table
 
 
-def _plan(view: RunView) -> str:
-    if view.plan is None:
-        return ""
-    headings, rows = view.plan
-    return html_table(headings, rows, left=("tier", "states placed here"))
-
-
-def _checkpoints(view: RunView) -> str:
-    rows = [(name, quantity(size, "B"), state) for name, size, state in view.checkpoints]
-    return _table(("checkpoint", "size", "state"), rows)
-
-
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return html_table(headings, rows, [each for each in headings if each != "size"]) if rows else ""
-
-
-def _section(title: str, body: str) -> str:
-    return f"<h2>{title}</h2>{body}" if body else ""
-
-
-def _column(title: str, body: str) -> str:
-    return f"<div>{_section(title, body)}</div>" if body else ""
 
 
 def _details(title: str, text: str) -> str:

@@ -1,6 +1,7 @@
 """Tables of a pipeline's stages for the terminal: blocks, memory, bytes, seconds, tasks in order."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +12,7 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
-from terrace.report.tables import equal_bytes, new_table, quantity, seconds
+from terrace.report.tables import bytes_words, equal_bytes, new_table, quantity, seconds
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 
@@ -46,20 +47,19 @@ def num_params(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> int:
 
 def stages_table(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> Table:
     """Blocks of each stage; `blocks` is the whole model, not a tensor rank's slice of it."""
-    table = new_table("stages: what each runs")
-    num_chunks = len(programs[0].stage.chunks)
-    table.add_column("stage", justify="right")
-    for chunk in range(num_chunks):
-        table.add_column(f"chunk {chunk}" if num_chunks > 1 else "blocks")
-    table.add_column("parameters", justify="right")
-    for program in programs:
-        stage = program.stage
-        cells = (block_words(blocks, chunk) for chunk in stage.chunks)
-        table.add_row(str(stage.index), *cells, f"{num_params(blocks, stage.own):,}")
-    table.add_section()
-    total = sum(num_params(blocks, program.stage.own) for program in programs)
-    table.add_row("all", *[""] * num_chunks, f"{total:,}")
-    return table
+    stages = [program.stage for program in programs]
+    num_chunks, counts = len(stages[0].chunks), [num_params(blocks, stage.own) for stage in stages]
+    chunks = [f"chunk {chunk}" for chunk in range(num_chunks)] if num_chunks > 1 else ["blocks"]
+    return new_table(
+        "stages: what each runs",
+        ["stage", *chunks, "parameters"],
+        left=chunks,
+        rows=[
+            [str(stage.index), *(block_words(blocks, chunk) for chunk in stage.chunks), f"{count:,}"]
+            for stage, count in zip(stages, counts, strict=True)
+        ],
+        total=["all", *[""] * num_chunks, f"{sum(counts):,}"],
+    )
 
 
 def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str:
@@ -83,14 +83,15 @@ def parts_words(programs: Sequence[Program], blocks: Sequence[BlockSpec]) -> str
 def stage_memory_table(programs: Sequence[Program], activations: Sequence[int], capacity_bytes: float) -> Table:
     """Model state by category and peak activations, of one rank of each stage."""
     capacity = quantity(capacity_bytes, "B")
-    table = new_table(f"model state and activations of one rank of each stage, at most (the device has {capacity})")
     names = [name for name in programs[0].state_bytes if any(program.state_bytes[name] for program in programs)]
-    for heading in ("stage", *names, "model state", "activations", "together"):
-        table.add_column(heading, justify="right")
+    table = new_table(
+        f"model state and activations of one rank of each stage, at most (the device has {capacity})",
+        ["stage", *names, "model state", "activations", "together"],
+    )
     for index, (program, kept) in enumerate(zip(programs, activations, strict=True)):
         state = sum(program.state_bytes.values())
         sizes = (*(program.state_bytes[name] for name in names), state, kept, state + kept)
-        table.add_row(str(index), *(quantity(size, "B") if size else "-" for size in sizes))
+        table.add_row(str(index), *map(bytes_words, sizes))
     return table
 
 
@@ -101,28 +102,25 @@ def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], t
     tables = []
     # More columns would not fit a terminal.
     for first in range(0, len(sent), 8):
-        table = new_table("bytes one rank of each stage sends in a step")
-        table.add_column("message")
-        table.add_column("tier")
-        for stage in range(first, min(first + 8, len(sent))):
-            table.add_column(f"stage {stage}", justify="right")
         shown = sent[first : first + 8]
-        for key in keys:
-            table.add_row(key[0].value, key[1], *(quantity(row[key], "B") if row.get(key) else "-" for row in shown))
-        table.add_section()
-        table.add_row("total", "", *(quantity(sum(row.values()), "B") for row in shown))
-        tables.append(table)
+        tables.append(
+            new_table(
+                "bytes one rank of each stage sends in a step",
+                ["message", "tier", *(f"stage {first + number}" for number in range(len(shown)))],
+                left=("message", "tier"),
+                rows=[[*key, *(bytes_words(row.get(key)) for row in shown)] for key in keys],
+                total=["total", "", *(quantity(sum(row.values()), "B") for row in shown)],
+            )
+        )
     return tables
 
 
 def stage_time_table(reports: Sequence[StepReport]) -> Table:
     """Predicted seconds per step of each stage, by category."""
-    table = new_table("seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)")
     # A category that no stage has gets no column.
     names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
     headings = ["stage", *names, "update, norm", "wait pipeline", "wait tie, norm", "wait others", "step", "bubble"]
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    rows = []
     for index, report in enumerate(reports):
         time_s, idle = report.time_s, idle_s(report)
         # `idle` also counts waits for the tie and the norm, which have a column of their own.
@@ -131,31 +129,27 @@ def stage_time_table(reports: Sequence[StepReport]) -> Table:
         rest = computing_s(report) - sum(shown)
         spent = [*shown, rest, pipeline, idle - pipeline, others_s(report), report.step_s]
         cells = (seconds(value) if value > 0 else "-" for value in spent)
-        table.add_row(str(index), *cells, f"{idle / report.step_s:.1%}")
-    table.add_section()
-    table.add_row("all", *[""] * (len(headings) - 2), f"{bubble(reports):.1%}")
-    return table
+        rows.append([str(index), *cells, f"{idle / report.step_s:.1%}"])
+    title = "seconds of a step, predicted from the cluster's own figures (bubble: waiting for other stages)"
+    total = ["all", *[""] * (len(headings) - 2), f"{bubble(reports):.1%}"]
+    return new_table(title, headings, rows=rows, total=total)
 
 
 def stage_comparison_table(stages: Sequence[tuple[StepReport, StepReport]]) -> Table:
     """(predicted, measured) of one rank of each stage side by side."""
-    table = new_table("every stage, predicted / measured (mean)")
-    for heading in ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal"):
-        table.add_column(heading, justify="right")
+    headings = ("stage", "step", "error", "computing", "wait stages", "wait others", "model state", "bytes\nequal")
+    table = new_table("every stage, predicted / measured (mean)", headings)
     for index, (predicted, measured) in enumerate(stages):
         sides = (predicted, measured)
         step, *spent = (
-            _pair(*(seconds(of(report)) for report in sides)) for of in (_step_s, computing_s, idle_s, others_s)
+            _pair(*(seconds(of(report)) for report in sides))
+            for of in (attrgetter("step_s"), computing_s, idle_s, others_s)
         )
         error = f"{100 * (predicted.step_s - measured.step_s) / measured.step_s:+.0f} %" if measured.step_s else ""
         state = _pair(*(quantity(sum(report.memory_bytes.values()), "B") for report in sides))
         same = Text("yes") if equal_bytes(predicted, measured) else Text("NO", style="bold red")
         table.add_row(str(index), step, error, *spent, state, same)
     return table
-
-
-def _step_s(report: StepReport) -> float:
-    return report.step_s
 
 
 def _pair(predicted: str, measured: str) -> str:

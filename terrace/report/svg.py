@@ -1,69 +1,56 @@
-"""SVG charts of the page: timeline and memory, on the same time axis.
+"""SVG charts of the pages: rows over time, and memory, on the same time axis.
 
 Both are 1080 units wide: a gutter for names on the left, then the plot. The plot is an inner <svg>; the page's script
 zooms by narrowing its view box, so names and ticks stay outside it. Colours are CSS custom properties.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import pairwise
+from typing import NamedTuple
 
-from terrace.report.bars import Bar, Window
-from terrace.report.palette import colour_key
+from terrace.report.bars import Window
 from terrace.report.plot import round_ticks
 from terrace.report.tables import quantity
-from terrace.simulate.critical import CriticalPath
 from terrace.simulate.curve import MemoryCurve
-from terrace.simulate.recording import COMPUTE, Recording
 
-WIDTH, GUTTER, PLOT = 1080, 130, 930
-_COMPUTE_HEIGHT, _LANE_HEIGHT, _GAP, AXIS = 36, 26, 14, 26
+WIDTH, GUTTER, PLOT, _AXIS = 1080, 130, 930, 26
 _MEMORY_HEIGHT, _MEMORY_TOP = 200, 12
 _GLYPH = 7.2  # widest average width of a character at font size 12, in units
-SEPARATED = 4  # units: narrower bars have no hairline, which would hide them
 _COLUMNS = 300  # of the memory curve: each shows its peak
 
 
-def timeline_svg(
-    recording: Recording, bars: Mapping[int, Sequence[Bar]], path: CriticalPath, window: Window, least_s: float
+class Row(NamedTuple):
+    """A row of a chart; `name` stands in the gutter."""
+
+    name: str
+    top: int
+    height: int
+
+
+def rows_svg(
+    label: str,
+    rows: Sequence[Row],
+    window: Window,
+    shapes: Iterable[str],
+    *,
+    margin: int = 8,
+    headings: Iterable[tuple[str, int]] = (),
 ) -> str:
-    """Timeline: the compute stream, then one row per lane; the critical path is underlined."""
-    first_s, length_s = window[0], (window[1] - window[0]) or 1.0
-    rows = _rows(recording.lanes)
-    height = max(top + size for top, size in rows.values()) + _GAP + AXIS
-    parts = [open_chart(height, "Timeline: compute, and a lane for every tier")]
-    for lane, (top, size) in rows.items():
+    """Chart of rows with their names in the gutter, `shapes` in the plot, and a time axis `margin` units below."""
+    height = rows[-1].top + rows[-1].height + margin + _AXIS
+    parts = [_open_chart(height, label)]
+    parts += [f'<text class="heading" x="0" y="{y}">{words}</text>' for words, y in headings]
+    for name, top, size in rows:
+        words = escape(shortened(name, GUTTER - 12))
         parts.append(f'<rect class="row" x="{GUTTER}" y="{top}" width="{PLOT}" height="{size}"/>')
-        parts.append(name_at(recording.lane_name(lane), top + size / 2 + 4))
-    parts.append(open_plot(height - AXIS))
-    for lane, (top, size) in rows.items():
-        # One path per colour, not one per bar: pages with thousands of bars stay small.
-        outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
-        for bar in bars[lane]:
-            below = float(top + size)
-            start, end = (bar.start_s - first_s) / length_s, (bar.end_s - first_s) / length_s
-            for category, share in bar.shares:
-                below -= share * size
-                is_wide = (end - start) * PLOT >= SEPARATED
-                outlines[colour_key(category), is_wide].append(box(start, end, below, share * size))
-        for (key, is_wide), boxes in outlines.items():
-            kind = ' class="wide"' if is_wide else ""
-            parts.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(boxes)}"/>')
-    for lane, (start_s, end_s) in _underlines(recording, path, max(least_s, length_s / 2000)):
-        start, end = max(0.0, (start_s - first_s) / length_s), min(1.0, (end_s - first_s) / length_s)
-        if end > start:
-            top, size = rows[lane]
-            parts.append(f'<path class="critical" d="{box(start, end, top + size + 3, 4)}"/>')
-    parts.append("</svg>")
-    parts.append(time_axis(window, height))
-    return "".join([*parts, "</svg>"])
-
-
-def row_boxes(lanes: Sequence[int]) -> list[tuple[int, int]]:
-    """(top, height) of the timeline's rows, for the page's script."""
-    return list(_rows(lanes).values())
+        parts.append(
+            f'<text x="{GUTTER - 8}" y="{top + size / 2 + 4:g}" text-anchor="end">{words}<title>{escape(name)}</title>'
+            "</text>"
+        )
+    parts += [_open_plot(height - _AXIS), *shapes, "</svg>", _time_axis(window, height), "</svg>"]
+    return "".join(parts)
 
 
 def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
@@ -78,11 +65,11 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     def y(size: float) -> float:
         return bottom - size / top_bytes * _MEMORY_HEIGHT
 
-    parts = [open_chart(bottom + AXIS, "Memory of one rank over the step")]
+    parts = [_open_chart(bottom + _AXIS, "Memory of one rank over the step")]
     for tick in round_ticks(0.0, top_bytes):
         parts.append(f'<path class="grid" d="M{GUTTER} {y(tick):.1f}h{PLOT}"/>')
         parts.append(f'<text x="{GUTTER - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{quantity(tick, "B")}</text>')
-    parts.append(open_plot(bottom))
+    parts.append(_open_plot(bottom))
     times_s, columns = memory_columns(curve, step_s)
     base = sum(curve.constant_bytes.values())
     # Bands are stacked by painting the highest first, each covered by the next lower one.
@@ -101,7 +88,7 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
     parts.append("</svg>")
     if near:
         parts.append(f'<path class="limit" d="M{GUTTER} {y(capacity_bytes):.1f}h{PLOT}"/>')
-    parts.append(time_axis((0.0, step_s), bottom + AXIS))
+    parts.append(_time_axis((0.0, step_s), bottom + _AXIS))
     return "".join([*parts, "</svg>"])
 
 
@@ -112,35 +99,19 @@ def shortened(name: str, room: float) -> str:
     return name if len(name) <= fits else name[: fits - 1] + "\u2026"
 
 
-def _rows(lanes: Sequence[int]) -> dict[int, tuple[int, int]]:
-    rows, top = {}, 4
-    for lane in lanes:
-        size = _COMPUTE_HEIGHT if lane == COMPUTE else _LANE_HEIGHT
-        rows[lane] = (top, size)
-        top += size + _GAP
-    return rows
-
-
-def open_chart(height: float, label: str) -> str:
-    """Opening tag of a chart; `label` is for screen readers."""
+def _open_chart(height: float, label: str) -> str:
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}" '
         'xmlns="http://www.w3.org/2000/svg">'
     )
 
 
-def open_plot(height: float) -> str:
-    """Opening tag of the zoomable plot in a chart."""
+def _open_plot(height: float) -> str:
+    # What the script zooms by its view box.
     return (
         f'<svg class="plot" x="{GUTTER}" y="0" width="{PLOT}" height="{height:g}" viewBox="0 0 {PLOT} {height:g}" '
         'preserveAspectRatio="none">'
     )
-
-
-def name_at(name: str, y: float) -> str:
-    """A row's name in the gutter, shortened to fit."""
-    words = escape(shortened(name, GUTTER - 12))
-    return f'<text x="{GUTTER - 8}" y="{y:g}" text-anchor="end">{words}<title>{escape(name)}</title></text>'
 
 
 def box(start: float, end: float, top: float, height: float) -> str:
@@ -149,18 +120,17 @@ def box(start: float, end: float, top: float, height: float) -> str:
     return f"M{left:g} {upper:g}H{right:g}V{lower:g}H{left:g}z"
 
 
-def time_axis(window: Window, height: float) -> str:
-    """Ticks of a window below a chart of this height."""
+def _time_axis(window: Window, height: float) -> str:
     first_s, length_s = window[0], (window[1] - window[0]) or 1.0
     ticks = []
     for tick, words in time_ticks(first_s, first_s + length_s):
         x = GUTTER + (tick - first_s) / length_s * PLOT
         anchor = "end" if x > GUTTER + PLOT - 30 else "middle"
         ticks.append(
-            f'<path class="tick" d="M{x:.1f} {height - AXIS:g}v5"/>'
+            f'<path class="tick" d="M{x:.1f} {height - _AXIS:g}v5"/>'
             f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="{anchor}">{words}</text>'
         )
-    return f'<g class="axis" data-y="{height - AXIS:g}">{"".join(ticks)}</g>'
+    return f'<g class="axis" data-y="{height - _AXIS:g}">{"".join(ticks)}</g>'
 
 
 def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
@@ -171,22 +141,6 @@ def time_ticks(first_s: float, last_s: float) -> list[tuple[float, str]]:
     step = min((after - before for before, after in pairwise(ticks)), default=1.0)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return [(tick / factor, f"{tick:.{decimals}f} {unit}") for tick in ticks]
-
-
-def _underlines(recording: Recording, path: CriticalPath, gap_s: float) -> list[tuple[int, tuple[float, float]]]:
-    # Pieces of the critical path on one lane less than `gap_s` apart are drawn as one.
-    # Thousands of pieces would give as many SVG elements: neighbours are merged.
-    newest: dict[int, list[float]] = {}
-    found: list[tuple[int, list[float]]] = []
-    for piece in path.pieces:
-        lane = recording.spans[piece.number].lane
-        last = newest.get(lane)
-        if last is not None and piece.start_s - last[1] <= gap_s:
-            last[1] = piece.end_s
-        else:
-            newest[lane] = [piece.start_s, piece.end_s]
-            found.append((lane, newest[lane]))
-    return [(lane, (start_s, end_s)) for lane, (start_s, end_s) in found]
 
 
 def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict[str, list[float]]]:
@@ -204,6 +158,13 @@ def memory_columns(curve: MemoryCurve, step_s: float) -> tuple[list[float], dict
         for name, parts in curve.varying_bytes.items():
             values[name].append(parts[highest])
     return times_s, values
+
+
+def memory_totals(curve: MemoryCurve, step_s: float) -> list[int]:
+    """Bytes in each column of the curve, for the page's script."""
+    _, columns = memory_columns(curve, step_s or 1.0)
+    held = sum(curve.constant_bytes.values())
+    return [round(held + sum(parts)) for parts in zip(*columns.values(), strict=True)]
 
 
 def staircase(times_s: Sequence[float], heights: Sequence[float], step_s: float, bottom: float) -> str:

@@ -1,7 +1,9 @@
 """Tables for the terminal: a plan as tiers x axes, and step reports, predicted and measured."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -40,13 +42,8 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
     `params /2` on a tier: parameters are sharded over the 2 ranks of the data and context axes within one group of that
     tier.
     """
-    table = new_table(plan_title(cluster, plan))
     headings, rows = plan_rows(cluster, plan)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("tier", "states placed here") else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return new_table(plan_title(cluster, plan), headings, left=("tier", "states placed here"), rows=rows)
 
 
 def plan_title(cluster: Cluster, plan: Plan) -> str:
@@ -93,60 +90,63 @@ def wire_words(plan: Plan) -> str:
 
 def bytes_table(predicted: Mapping[tuple[MessageClass, str], int], tiers: Sequence[str]) -> Table:
     """Bytes one rank sends per step: message classes down, tiers across."""
-    table = new_table("bytes one rank sends in a step")
-    table.add_column("message")
-    for tier in tiers:
-        table.add_column(tier, justify="right")
-    for message in MessageClass:
-        if any((message, tier) in predicted for tier in tiers):
-            cells = (predicted.get((message, tier), 0) for tier in tiers)
-            table.add_row(message.value, *(quantity(cell, "B") if cell else "-" for cell in cells))
-    total = (sum(count for (_, where), count in predicted.items() if where == tier) for tier in tiers)
-    table.add_section()
-    table.add_row("total", *(quantity(count, "B") if count else "-" for count in total))
-    return table
+    names = [message for message in MessageClass if any((message, tier) in predicted for tier in tiers)]
+    return sent_table(predicted, names, tiers)
+
+
+def sent_table(sent: Mapping[tuple[Any, str], int], messages: Iterable[str], tiers: Sequence[str]) -> Table:
+    """Bytes one rank sends per step, by (message, tier): messages down, tiers across."""
+    totals = (sum(size for (_, where), size in sent.items() if where == tier) for tier in tiers)
+    return new_table(
+        "bytes one rank sends in a step",
+        ["message", *tiers],
+        left=("message",),
+        rows=sent_rows(sent, messages, tiers),
+        total=["total", *map(bytes_words, totals)],
+    )
+
+
+def sent_rows(sent: Mapping[tuple[Any, str], int], messages: Iterable[str], tiers: Sequence[str]) -> list[list[str]]:
+    return [[message, *(bytes_words(sent.get((message, tier))) for tier in tiers)] for message in messages]
+
+
+def bytes_words(size: float | None) -> str:
+    return quantity(size, "B") if size else "-"
 
 
 def memory_table(predicted: Mapping[str, int], capacity_bytes: float) -> Table:
     """Model state of one rank at its peak, by category."""
-    table = new_table(
-        f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})"
+    return new_table(
+        f"model state of one rank at its peak, without activations (the device has {quantity(capacity_bytes, 'B')})",
+        ("category", "predicted"),
+        left=("category",),
+        rows=[(category, quantity(size, "B")) for category, size in predicted.items() if size],
+        total=("total", quantity(sum(predicted.values()), "B")),
     )
-    table.add_column("category")
-    table.add_column("predicted", justify="right")
-    for category, size in predicted.items():
-        if size:
-            table.add_row(category, quantity(size, "B"))
-    table.add_section()
-    table.add_row("total", quantity(sum(predicted.values()), "B"))
-    return table
 
 
 def time_table(predicted: StepReport) -> Table:
     """Predicted seconds of a step by category."""
-    table = new_table("seconds of a step, predicted from the cluster's own figures")
-    table.add_column("category")
-    table.add_column("predicted", justify="right")
-    for category in time_categories(predicted.time_s):
-        table.add_row(category, seconds(predicted.time_s[category]))
-    table.add_section()
-    table.add_row("step", seconds(predicted.step_s))
-    return table
+    return new_table(
+        "seconds of a step, predicted from the cluster's own figures",
+        ("category", "predicted"),
+        left=("category",),
+        rows=[(name, seconds(predicted.time_s[name])) for name in time_categories(predicted.time_s)],
+        total=("step", seconds(predicted.step_s)),
+    )
 
 
 def comparison_tables(predicted: StepReport, measured: StepReport) -> list[Table]:
     """Predicted and measured bytes (which must be equal), memory and time."""
     return [
         _compare_bytes(predicted, measured),
-        _compare(
-            "model state of one rank at its peak",
-            "total",
-            predicted.memory_bytes,
-            measured.memory_bytes,
-            lambda size: quantity(size, "B"),
-        ),
+        _compare("model state of one rank at its peak", "total", predicted.memory_bytes, measured.memory_bytes, _size),
         _compare("seconds of a step (mean)", "step", predicted.time_s, measured.time_s, seconds),
     ]
+
+
+def _size(value: float) -> str:
+    return quantity(value, "B")
 
 
 def band_words(predicted: StepReport, measured: StepReport) -> str:
@@ -161,7 +161,8 @@ def stage_band_words(stages: Sequence[tuple[StepReport, StepReport]]) -> str:
     # Said only where something was left out.
     parts = any(found is not measured for (_, measured), (_, found) in zip(stages, told, strict=True))
     left_out = ", messages in attention left out," if parts else ""
-    for name, band, size in ((f"step time{left_out}", STEP_BAND, _step_s), ("model state", MEMORY_BAND, _state_bytes)):
+    judged = ((f"step time{left_out}", STEP_BAND, attrgetter("step_s")), ("model state", MEMORY_BAND, _state_bytes))
+    for name, band, size in judged:
         sizes = [(size(predicted), size(found)) for predicted, found in told]
         # Relative to the measured value: a band says how far a prediction may miss reality.
         errors = [(expected - found) / found if expected > 0 and found > 0 else 0.0 for expected, found in sizes]
@@ -204,18 +205,13 @@ def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:
     return replace(measured, time_s={name: spent for name, spent in measured.time_s.items() if name not in waits})
 
 
-def _step_s(report: StepReport) -> float:
-    return report.step_s
-
-
 def _state_bytes(report: StepReport) -> float:
     return sum(report.memory_bytes.values())
 
 
 def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
-    table = new_table("bytes one rank sends in a step")
-    for heading in ("message", "tier", "predicted", "measured", ""):
-        table.add_column(heading, justify="left" if heading in ("message", "tier", "") else "right")
+    headings = ("message", "tier", "predicted", "measured", "")
+    table = new_table("bytes one rank sends in a step", headings, left=("message", "tier", ""))
     for message, tier in sorted(predicted.sent_bytes.keys() | measured.sent_bytes.keys()):
         expected = predicted.sent_bytes.get((message, tier), 0)
         found = measured.sent_bytes.get((message, tier), 0)
@@ -235,38 +231,49 @@ def _compare(
     measured: Mapping[str, float],
     show: Callable[[float], str],
 ) -> Table:
-    table = new_table(title)
-    for heading in ("category", "predicted", "measured", "error"):
-        table.add_column(heading, justify="left" if heading == "category" else "right")
-    rows = [
-        # The union: a category missing on either side would hide an error.
-        (name, predicted.get(name, 0), measured.get(name, 0))
-        for name in time_categories({**predicted, **measured})
-    ]
-    for name, expected, found in rows:
-        if expected or found:
-            table.add_row(name, show(expected), show(found), _error(expected, found))
-    table.add_section()
-    expected, found = sum(row[1] for row in rows), sum(row[2] for row in rows)
-    table.add_row(total, show(expected), show(found), _error(expected, found))
-    return table
+    # The union: a category missing on either side would hide an error.
+    pairs = {name: (predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}}
+
+    def row(name: str, expected: float, found: float) -> tuple[str, ...]:
+        # No error where one side lacks the category.
+        error = f"{100 * (expected - found) / found:+.0f} %" if expected and found else ""
+        return name, show(expected), show(found), error
+
+    expected, found = (sum(values) for values in zip(*pairs.values(), strict=True)) if pairs else (0, 0)
+    return new_table(
+        title,
+        ("category", "predicted", "measured", "error"),
+        left=("category",),
+        rows=[row(name, *pairs[name]) for name in time_categories(pairs) if any(pairs[name])],
+        total=row(total, expected, found),
+    )
 
 
-def _error(expected: float, found: float) -> str:
-    # Empty where one side lacks the category.
-    return f"{100 * (expected - found) / found:+.0f} %" if expected and found else ""
-
-
-def time_categories(values: Mapping[str, float]) -> list[str]:
+def time_categories(values: Mapping[str, object]) -> list[str]:
     """Names in the order of display: compute, then waits, then the rest as they come."""
     known = [name for name in _CATEGORY_ORDER if name in values]
     waits = sorted(name for name in values if name.startswith("wait "))
     return [*known, *waits, *(name for name in values if name not in known and name not in waits)]
 
 
-def new_table(title: str) -> Table:
-    """An empty table in the house style."""
+def new_table(
+    title: str,
+    headings: Iterable[str],
+    *,
+    left: Container[str] = (),
+    rows: Iterable[Iterable[str | Text]] = (),
+    total: Iterable[str] | None = None,
+) -> Table:
+    """A table in the house style; columns are right-aligned but those in `left`, a line separates the `total`."""
     width = len(title) + 2  # a narrower table would break its title into lines
-    return Table(
+    table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, min_width=width
     )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    if total is not None:
+        table.add_section()
+        table.add_row(*total)
+    return table

@@ -18,9 +18,9 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.report.advice import advice_words, timeline_text
 from terrace.report.bars import MAX_BARS, bars_by_lane, middle_unit
-from terrace.report.page import page_html
+from terrace.report.page import lanes_timeline, page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, STREAM, colour_key
-from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks, timeline_svg
+from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
 from terrace.simulate.changes import Change, changes
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import critical_path
@@ -177,7 +177,7 @@ def test_the_close_up_is_one_unit_and_stays_inside_its_frame() -> None:
     bars, least_s = bars_by_lane(recording, window)
     assert least_s == 0
     assert {bar.words for bar in bars[-1]} >= {"FORWARD b0 m32", "BACKWARD b39 m32", "BACKWARD b0 m32"}
-    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), window, least_s))
+    svg = ElementTree.fromstring(lanes_timeline(recording, critical_path(recording), window).svg())
     plot = next(child for child in svg if child.tag.endswith("svg"))
     assert all(-0.01 <= x <= PLOT + 0.01 for shape in plot for x, _ in _numbers(shape.attrib["d"]))
     labels = [words for _, _, _, words in _texts(svg)]
@@ -232,10 +232,9 @@ def _texts(svg: ElementTree.Element) -> list[tuple[float, float, float, str]]:
 @pytest.mark.parametrize("capacity", [1e5, 2e5, 2e9])
 def test_pictures_stay_inside_their_frames_and_no_words_overlap(name: str, capacity: float) -> None:
     recording = recorded(name)
-    bars, least_s = bars_by_lane(recording)
     path, curve = critical_path(recording), memory_curve(recording)
     for text in (
-        timeline_svg(recording, bars, path, (0.0, recording.report.step_s), least_s),
+        lanes_timeline(recording, path).svg(),
         memory_svg(curve, recording.report.step_s, capacity),
     ):
         svg = ElementTree.fromstring(text)
@@ -266,8 +265,7 @@ def test_long_names_are_cut_to_the_gutter() -> None:
     cluster = cluster_of("a-tier-whose-name-is-far-too-long-for-any-gutter", "node")
     program = build(cluster, preset("three-level", cluster), BLOCKS, 1)
     recording = record(program, price(program))
-    bars, least_s = bars_by_lane(recording)
-    svg = ElementTree.fromstring(timeline_svg(recording, bars, critical_path(recording), (0.0, 1.0), least_s))
+    svg = ElementTree.fromstring(lanes_timeline(recording, critical_path(recording)).svg())
     name = next(words for _, _, _, words in _texts(svg) if words.startswith("a-tier"))
     assert name.endswith("\u2026")
     assert len(name) * GLYPH <= GUTTER

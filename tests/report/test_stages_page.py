@@ -13,7 +13,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.program.instruction import PASSES
 from terrace.report.stages import path_sentence, stages_page
-from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stage_bars, stages_svg
+from terrace.report.stages_svg import MAX_BARS, close_up, memories_svg, stages_timeline
 from terrace.report.svg import PLOT
 from terrace.simulate.changes import Change, changes
 from terrace.simulate.footprint import work_of
@@ -113,13 +113,11 @@ def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
     assert ("close up" in page) == (batch == 512)
     ends = [bar[1] for row in data["charts"][0]["bars"] for bar in row]
     assert max(ends) == pytest.approx(PLOT, abs=0.5)
-    bars, least_s = stage_bars(step)
-    assert sum(map(len, bars.values())) <= MAX_BARS
-    assert (least_s > 0) == (batch == 512)
-    window = close_up(step)
-    near, joined_s = stage_bars(step, window)
-    assert joined_s == 0
-    for text in (stages_svg(step, bars), stages_svg(step, near, window), memories_svg(step)):
+    whole, near = stages_timeline(step), stages_timeline(step, close_up(step))
+    assert sum(map(len, whole.bars)) <= MAX_BARS
+    assert (whole.least_s > 0) == (batch == 512)
+    assert near.least_s == 0
+    for text in (whole.svg(), near.svg(), memories_svg(step)):
         plot = next(child for child in ElementTree.fromstring(text) if child.tag.endswith("svg"))
         width, height = float(plot.attrib["width"]), float(plot.attrib["height"])
         for shape in plot:

@@ -1,0 +1,91 @@
+"""A timeline: rows of bars over a window of time, as an SVG chart and as data for the page's script."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from terrace.report.bars import Bar, Window
+from terrace.report.palette import colour_key
+from terrace.report.svg import PLOT, Row, box, rows_svg
+
+_SEPARATED = 4  # units: narrower bars have no hairline, which would hide them
+
+Stretch = tuple[int, float, float]  # row, start and end in seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Bars of each row. `least_s`: seconds below which spans were merged into one bar, 0 if none were.
+
+    `critical` is underlined, `gap` units below its row. `headings` are (words, baseline) of groups of rows.
+    """
+
+    label: str  # for screen readers
+    rows: Sequence[Row]
+    bars: Sequence[Sequence[Bar]]
+    window: Window
+    least_s: float
+    critical: Sequence[Stretch] = ()
+    gap: int = 3
+    margin: int = 8  # below the last row
+    headings: Sequence[tuple[str, int]] = ()
+
+    @property
+    def categories(self) -> set[str]:
+        return {category for row in self.bars for bar in row for category, _ in bar.shares}
+
+    def svg(self) -> str:
+        shapes: list[str] = []
+        for row, bars in zip(self.rows, self.bars, strict=True):
+            # One path per colour, not one per bar: pages with thousands of bars stay small.
+            outlines: dict[tuple[str, bool], list[str]] = defaultdict(list)
+            for bar in bars:
+                start, end = self._share(bar.start_s), self._share(bar.end_s)
+                is_wide, below = (end - start) * PLOT >= _SEPARATED, float(row.top + row.height)
+                # Shares of a merged bar are stacked from the bottom.
+                for category, share in bar.shares:
+                    below -= share * row.height
+                    outlines[colour_key(category), is_wide].append(box(start, end, below, share * row.height))
+            for (key, is_wide), boxes in outlines.items():
+                kind = ' class="wide"' if is_wide else ""
+                shapes.append(f'<path{kind} fill="var(--c-{key})" d="{"".join(boxes)}"/>')
+        for number, start_s, end_s in self.critical:
+            row, start, end = self.rows[number], max(0.0, self._share(start_s)), min(1.0, self._share(end_s))
+            if end > start:
+                below = row.top + row.height + self.gap
+                shapes.append(f'<path class="critical" d="{box(start, end, below, self.gap + 1)}"/>')
+        return rows_svg(self.label, self.rows, self.window, shapes, margin=self.margin, headings=self.headings)
+
+    def data(self, *, zooms: bool = True) -> dict[str, object]:
+        """The chart's part of the script's data; `zooms` ties it to the other charts of the whole step."""
+
+        def unit(moment_s: float) -> float:
+            # Two decimals are far below a pixel, and keep pages small.
+            return round(self._share(moment_s) * PLOT, 2)
+
+        # In units of the plot, so that the script needs no times to find the bar under the pointer.
+        bars = [[[unit(bar.start_s), unit(bar.end_s), bar.words] for bar in row] for row in self.bars]
+        return chart_data(self.window, zooms, rows=[(row.top, row.height) for row in self.rows], bars=bars)
+
+    def _share(self, moment_s: float) -> float:
+        first_s, last_s = self.window
+        return (moment_s - first_s) / ((last_s - first_s) or 1.0)
+
+
+def chart_data(window: Window, zooms: bool = True, **content: object) -> dict[str, object]:
+    """Data of one chart for the page's script."""
+    return {"start_s": window[0], "length_s": window[1] - window[0], "zooms": zooms, **content}
+
+
+def joined(pieces: Iterable[Stretch], gap_s: float) -> list[Stretch]:
+    """Stretches of the critical path, with gaps in a row below `gap_s` closed: each would be an SVG element."""
+    newest: dict[int, int] = {}
+    found: list[Stretch] = []
+    for row, start_s, end_s in pieces:
+        at = newest.get(row)
+        if at is not None and start_s - found[at][2] <= gap_s:
+            found[at] = (row, found[at][1], end_s)
+        else:
+            newest[row] = len(found)
+            found.append((row, start_s, end_s))
+    return found
