@@ -22,9 +22,9 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Estimate, Evaluator
+from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import parse_pins
-from terrace.planner.ranking import ranked
+from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.stages import SERIAL

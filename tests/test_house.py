@@ -4,6 +4,8 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ ENVIRONMENT = (
     "terrace/rehearse/launch.py",
 )
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -52,6 +54,40 @@ def test_paths_named_in_the_docs_exist(path: Path) -> None:
     missing = [name for name in named if not (ROOT / name).exists()]
     missing += [link for link in links if not (path.parent / link).exists()]
     assert not missing
+
+
+def test_the_longest_import_chain_is_below_20_modules() -> None:
+    """A chain is a path of imports at module level among the files of `terrace`, names of rooms and imports under
+    TYPE_CHECKING left out; its length is the number of files on it.
+    """
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "terrace").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    imported = {name: _imports(path, files.keys()) for name, path in files.items()}
+
+    @cache
+    def longest(name: str) -> tuple[str, ...]:
+        return (name, *max(map(longest, imported[name]), key=len, default=()))
+
+    chain = max(map(longest, files), key=len)
+    assert 10 < len(chain) < MAX_IMPORT_CHAIN, " -> ".join(chain)
+
+
+def _imports(path: Path, modules: Collection[str]) -> set[str]:
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), set[str]()
+    waiting = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            # `from room import module` names a module, `from module import name` a name in it.
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, (ast.If, ast.Try)) and ast.unparse(getattr(node, "test", node)) != "TYPE_CHECKING":
+            waiting += [*node.body, *node.orelse]
+    return found & set(modules)
 
 
 def test_planning_works_without_torch() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -38,7 +38,9 @@ from terrace.checkpoint.writing import (
 )
 from terrace.launch.postmortem import in_words
 from terrace.launch.world import World
-from terrace.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 _POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.002, 0.25, 1.2
 _MAX_POLLS_PER_S = 2000  # of all ranks together, so that one store is not asked too often
@@ -56,7 +58,7 @@ class Saver:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         world: World,
         run_folder: Path,
         facts: Mapping[str, Any],

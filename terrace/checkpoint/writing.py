@@ -10,20 +10,22 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import CheckpointError
 from terrace.base.files import sync_folder, write_atomic
 from terrace.checkpoint.layout import Files, complete, encode, folder_of, manifest_of, step_of
 from terrace.checkpoint.parts import slices_of
 from terrace.checkpoint.snapshot import Snapshot
-from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import ModelState
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 _REPLACED = ".replaced"
 
 
-def save(engine: Engine, run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
+def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
     Keeps the newest `keep` checkpoints. Raises `CheckpointError` on every rank if any rank could not write; then

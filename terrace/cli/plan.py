@@ -17,13 +17,13 @@ from terrace.cli.output import Terminal
 from terrace.cli.task import TASK_EPILOG, add_task_options, check_output, read_task, task_words
 from terrace.plan.layout import Layout
 from terrace.plan.plan import AXES
-from terrace.planner.evaluate import Estimate
-from terrace.planner.explain import lack, preset_verdicts, reasons
+from terrace.planner.explain import preset_verdicts, reasons
 from terrace.planner.pins import Pins, parse_axes, parse_pins
-from terrace.planner.ranking import TIE
+from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.search import Found, find, runs_today
 from terrace.planner.space import Space, divisors
 from terrace.planner.task import MOST_SEQUENCES, Task, plan_of
+from terrace.planner.verdicts import lack
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.plans import figures_words, plan_words, plans_table, split_table, verdicts_table
 from terrace.report.tables import plan_table, quantity, seconds, sent_table

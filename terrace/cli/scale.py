@@ -19,12 +19,13 @@ from terrace.cli.task import (
 )
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, parse_plan, preset
-from terrace.planner.explain import lack, placement_of
+from terrace.planner.explain import placement_of
 from terrace.planner.pins import Pins
 from terrace.planner.scaling import Scaling, curve, sizes_up_to
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.planner.verdicts import lack
 from terrace.report.plans import plan_words, scaling_svg, scaling_table
 from terrace.train.config import section
 from terrace.train.planned import read_planned

@@ -6,7 +6,8 @@ Both plans are predicted as `terrace plan` does, on the same cluster, so their r
 from dataclasses import dataclass
 
 from terrace.plan.plan import Plan
-from terrace.planner.evaluate import Estimate, step_of
+from terrace.planner.evaluate import step_of
+from terrace.planner.ranking import Estimate
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task

@@ -19,16 +19,17 @@ unit. Delayed weight gradients are played at the backward of their chunk.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.layout import Layout
-from terrace.plan.plan import AXES, Plan
+from terrace.plan.plan import Plan
 from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import MessageClass
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
 from terrace.planner.pipelines import Pipeline, block_work, layers_of, parts_of
+from terrace.planner.ranking import Estimate
 from terrace.planner.stages import SERIAL, pipeline
 from terrace.planner.task import KINDS, Choice, Software, Task, Wire, num_micros, plan_of
 from terrace.program.lowering import build
@@ -43,38 +44,6 @@ from terrace.simulate.step import Prediction, Step, predict_step
 BUBBLE = "wait pipeline"
 SYNC = f"wait {MessageClass.SYNC.value}"
 TIE = f"wait {MessageClass.TIE.value}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Cost of a plan on a rank of its busiest stage; memory is from the stage that needs most.
-
-    `time_s` sums to `step_s`.
-    """
-
-    num_micros: int
-    step_s: float
-    time_s: Mapping[str, float]
-    memory_bytes: Mapping[str, int]
-
-    @property
-    def needed_bytes(self) -> int:
-        return sum(self.memory_bytes.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate(Cost):
-    """Cost of a choice. Only `Evaluator.played` fills in bytes and the split of blocks."""
-
-    choice: Choice
-    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
-    stages: tuple[int, ...] = ()  # blocks of every virtual stage
-
-    @property
-    def simplicity(self) -> tuple[int, int, int, Choice]:
-        """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
-        num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
-        return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,30 +3,21 @@
 A verdict is a predicted step or an objection: a broken rule of plans, or missing memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from terrace.base.errors import ClusterError, PlanError
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.validate import num_micro_batches, validate
-from terrace.planner.evaluate import Cost, Estimate, Evaluator
+from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import Pins
 from terrace.planner.search import find
 from terrace.planner.space import Space, divisors, micro_batches, passing_units, placements, units
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, Placement, Task, num_micros
+from terrace.planner.verdicts import Verdict, lack
 from terrace.program.schedules.registry import takes_unit
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Cost of a plan or a change, named by `what`, or the reason it is not possible."""
-
-    what: str
-    estimate: Estimate | None = None  # also of a plan that does not fit
-    reason: str = ""  # empty for a plan that fits
-    note: str = ""  # effects other than on seconds
 
 
 def placement_of(task: Task, plan: Plan) -> Placement:
@@ -65,20 +56,6 @@ def _preset_verdict(name: str, task: Task, pins: Pins) -> Verdict:
 def _rounded(plan: Plan) -> str:
     formats = [f"{message} to {', '.join(dict.fromkeys(row.values()))}" for message, row in plan.wire.items()]
     return f"rounds {' and '.join(formats)}" if formats else ""
-
-
-def lack(task: Task, estimate: Cost) -> str:
-    """Missing memory of a plan and its largest categories, in words."""
-    capacity = task.cluster.device.memory_bytes
-    largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
-    most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
-    needed, missing = estimate.needed_bytes, estimate.needed_bytes - capacity
-    return f"needs {size_words(needed)} of {size_words(capacity)}, {size_words(missing)} too much; most are {most}"
-
-
-def size_words(num_bytes: float) -> str:
-    """Bytes in GB, or in TB where GB would take four digits."""
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 999.5e9 else f"{num_bytes / 1e12:.3g} TB"
 
 
 def reasons(space: Space, evaluator: Evaluator, choice: Choice) -> list[Verdict]:

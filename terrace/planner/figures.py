@@ -1,6 +1,6 @@
 """Utilisation and throughput of a predicted step."""
 
-from terrace.planner.evaluate import Cost, Estimate
+from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.task import Task
 from terrace.simulate.layers import hardware_flops, model_flops
 from terrace.simulate.work import Work

@@ -7,12 +7,46 @@ three plans, each may be within a thousandth of the next, but the first not of t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from terrace.planner.evaluate import Estimate
+from terrace.plan.plan import AXES
+from terrace.planner.task import Choice
 
 TIE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Cost of a plan on a rank of its busiest stage; memory is from the stage that needs most.
+
+    `time_s` sums to `step_s`.
+    """
+
+    num_micros: int
+    step_s: float
+    time_s: Mapping[str, float]
+    memory_bytes: Mapping[str, int]
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Cost):
+    """Cost of a choice. Only `Evaluator.played` fills in bytes and the split of blocks."""
+
+    choice: Choice
+    sent_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by (message, tier)
+    stages: tuple[int, ...] = ()  # blocks of every virtual stage
+
+    @property
+    def simplicity(self) -> tuple[int, int, int, Choice]:
+        """Total order of equally fast plans: less recomputation, less memory, fewer axes first."""
+        num_axes = sum(self.choice.mesh.total(axis) > 1 for axis in AXES)
+        return self.choice.recompute, self.needed_bytes, num_axes, self.choice
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:

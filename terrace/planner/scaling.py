@@ -5,42 +5,19 @@ batch does not divide, memory is short) has a reason instead of an estimate.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from terrace.base.errors import TerraceError
 from terrace.plan.plan import Plan
-from terrace.planner.evaluate import Cost, step_of
-from terrace.planner.explain import lack
+from terrace.planner.evaluate import step_of
+from terrace.planner.ranking import Cost
 from terrace.planner.task import Task
+from terrace.planner.verdicts import Point, lack
 from terrace.simulate.advice import Job, fullest_stage
 from terrace.simulate.step import predict_step
 
 Scaling = Literal["strong", "weak"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One size of the cluster and its task; without an estimate, `reason` says why."""
-
-    num_outermost: int
-    task: Task
-    estimate: Cost | None = None
-    reason: str = ""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second of all devices; 0 without an estimate."""
-        return self.task.batch * self.task.sequence / self.estimate.step_s if self.estimate else 0.0
-
-    @property
-    def per_device(self) -> float:
-        """Tokens per second and device."""
-        return self.tokens_per_s / self.task.cluster.world_size
-
-    def cost_per_million(self, price_per_hour: float) -> float:
-        """Price of a million tokens at a price per device-hour."""
-        return price_per_hour / 3600 * 1e6 / self.per_device
 
 
 def sizes_up_to(largest: int) -> list[int]:

@@ -29,8 +29,8 @@ from terrace.plan.validate import validate
 from terrace.planner.bound import Bounds
 from terrace.planner.candidate import PartialCandidate
 from terrace.planner.estimate import Estimator
-from terrace.planner.evaluate import Estimate, Evaluator
-from terrace.planner.ranking import Window, ranked, window
+from terrace.planner.evaluate import Evaluator
+from terrace.planner.ranking import Estimate, Window, ranked, window
 from terrace.planner.space import (
     OpenMesh,
     Space,

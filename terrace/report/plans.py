@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from terrace.plan.plan import AXES
-from terrace.planner.evaluate import Cost, Estimate
-from terrace.planner.explain import Verdict
 from terrace.planner.figures import hfu, mfu, tokens_per_s
-from terrace.planner.scaling import Point
+from terrace.planner.ranking import Cost, Estimate
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Choice, Task, plan_of
+from terrace.planner.verdicts import Point, Verdict
 from terrace.report.curves import curves_svg
 from terrace.report.tables import new_table, quantity, seconds
 

@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.report import StepReport
-from terrace.runtime.engine import Engine
 from terrace.simulate.recording import COMPUTE, Recording, Span
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 Stamp = Any  # seconds of the host's clock, or a CUDA event
 Work = Callable[[], None]
@@ -44,7 +46,7 @@ class _Step:
 class Tracer:
     """Traces steps of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine, self._program = engine, engine.program
         self._steps: list[_Step] = []
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
@@ -30,12 +31,14 @@ from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_pro
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.instruction import Instruction, Op
-from terrace.program.program import Program
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import fresh_s, gemm_s
 from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s
 from terrace.simulate.links import hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 # AdamW reads the gradient, both moments and the parameter, and writes the last three; the gradient is
 # read once more for the norm and once read and written to be scaled.
@@ -49,7 +52,7 @@ class Costs:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]  # without recomputation
     update_s: tuple[float, ...]
-    program: Program
+    program: "Program"
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
     hides_inside: bool = True  # whether messages inside blocks overlap products, as in this project's runtime
     rounds: Rounds = NO_ROUNDS  # of a layer's attention, behind which messages of context ranks hide
@@ -91,7 +94,7 @@ class Costs:
         for hop in self.program.message(instruction).hops:
             yield hop.tier, hop_s(self.program.cluster, hop.tier, hop.degree, hop.sent_bytes)
 
-    def of_stage(self, program: Program, update_s: tuple[float, ...]) -> "Costs":
+    def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":
         """The costs of the program of another stage, in which every block costs the same; prices are shared."""
         found = replace(self, program=program, update_s=update_s)
         vars(found).update(_prices=self._prices, _waits=self._waits)
@@ -124,7 +127,7 @@ class Costs:
         return {}
 
 
-def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
+def step_costs(program: "Program", work: Work | Sequence[float]) -> Costs:
     """Prices of a program, from a rank's `Work` on a micro-batch or from the forward FLOPs of every whole block.
 
     Tensor and context ranks share the FLOPs of a block evenly. From FLOPs, the backward of a block takes twice its
@@ -134,7 +137,7 @@ def step_costs(program: Program, work: Work | Sequence[float]) -> Costs:
     return _from_work(program, work) if isinstance(work, Work) else _from_flops(program, work)
 
 
-def _from_work(program: Program, work: Work) -> Costs:
+def _from_work(program: "Program", work: Work) -> Costs:
     device, plan = program.cluster.device, program.plan
     if (work.micro_batch, work.compute) != (plan.micro_batch, plan.compute):
         raise PlanError(
@@ -162,7 +165,7 @@ def _from_work(program: Program, work: Work) -> Costs:
 
 
 def _costs(
-    program: Program,
+    program: "Program",
     forward: Sequence[float],
     backward: Sequence[float],
     update: Sequence[float],
@@ -192,7 +195,7 @@ def _trained_part(block: BlockSpec) -> float:
     return sum(numel for numel, trainable in sizes if trainable) / total
 
 
-def update_seconds(program: Program) -> tuple[float, ...]:
+def update_seconds(program: "Program") -> tuple[float, ...]:
     """Seconds of the optimizer on a rank's part of every block; its constant is added to the last block held."""
     device = program.cluster.device
     update = [
@@ -204,7 +207,7 @@ def update_seconds(program: Program) -> tuple[float, ...]:
     return tuple(update)
 
 
-def newton_schulz_s(program: Program, flats: Sequence[FlatParamSpec]) -> float:
+def newton_schulz_s(program: "Program", flats: Sequence[FlatParamSpec]) -> float:
     """Seconds of Muon's products on the matrices that reach into a rank's part of a block; else 0."""
     device, dtype = program.cluster.device, program.plan.compute
     return NUM_STEPS * sum(
@@ -220,7 +223,7 @@ def _owned(flats: Sequence[FlatParamSpec]) -> int:
     return sum(flat.padded // flat.layout.span(flat.layout.optimizer) for flat in flats if flat.trainable)
 
 
-def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
+def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
     device, plan = program.cluster.device, program.plan
     # Where the device states no peak for the dtype, its highest one stands in.
     peak = device.peak_flops_per_s.get(plan.compute) or max(device.peak_flops_per_s.values())
@@ -242,7 +245,7 @@ def _from_flops(program: Program, forward_flops: Sequence[float]) -> Costs:
     return _costs(program, forward, backward, update, weight, _rounds(program, peak))
 
 
-def _rounds(program: Program, peak: float) -> Rounds:
+def _rounds(program: "Program", peak: float) -> Rounds:
     heads = next(filter(None, (attention_heads(each, program.mesh.total("rows")) for each in program.blocks)), None)
     if heads is None:
         return NO_ROUNDS

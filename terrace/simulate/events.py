@@ -22,6 +22,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from terrace.base.errors import ProgramError
 from terrace.plan.layout import DEVICE
@@ -29,12 +30,14 @@ from terrace.plan.mesh import CONTEXT
 from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
-from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
-def simulate(program: Program, costs: Costs) -> StepReport:
+
+def simulate(program: "Program", costs: Costs) -> StepReport:
     """The predicted report of a steady step. Linear in the number of instructions.
 
     Raises `ProgramError` for a program that talks to other stages (terrace.simulate.stages plays all of them).
@@ -43,13 +46,13 @@ def simulate(program: Program, costs: Costs) -> StepReport:
     return report(program, _time(program, price(program, costs)))
 
 
-def step_seconds(program: Program, costs: Costs) -> dict[str, float]:
+def step_seconds(program: "Program", costs: Costs) -> dict[str, float]:
     """Seconds of a steady step by category, without the report; raises as `simulate` does."""
     check_alone(program)
     return _time(program, price(program, costs))
 
 
-def check_alone(program: Program) -> None:
+def check_alone(program: "Program") -> None:
     """Raise `ProgramError` for a program that talks to other stages."""
     if program.stage.num_stages > 1:
         raise ProgramError(
@@ -57,7 +60,7 @@ def check_alone(program: Program) -> None:
         )
 
 
-def _time(program: Program, plays: list["Play"]) -> dict[str, float]:
+def _time(program: "Program", plays: list["Play"]) -> dict[str, float]:
     # FREE takes no time.
     plays = [play for play in plays if play[1].op is not Op.FREE]
     rank = Rank(program)
@@ -68,7 +71,7 @@ def _time(program: Program, plays: list["Play"]) -> dict[str, float]:
     return dict(rank.time_s)
 
 
-def report(program: Program, time_s: dict[str, float]) -> StepReport:
+def report(program: "Program", time_s: dict[str, float]) -> StepReport:
     """The report of a step that took `time_s`, seconds by category."""
     return StepReport(time_s=dict(time_s), sent_bytes=program.sent_bytes, memory_bytes=program.state_bytes)
 
@@ -92,7 +95,7 @@ Play = tuple[Callable[["Rank", Event], None], Event]
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 
 
-def price(program: Program, costs: Costs) -> list[Play]:
+def price(program: "Program", costs: Costs) -> list[Play]:
     """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
     pricing = _Pricing(program, costs)
     distinct, places = program.folded
@@ -101,7 +104,7 @@ def price(program: Program, costs: Costs) -> list[Play]:
 
 
 class _Pricing:
-    def __init__(self, program: Program, costs: Costs) -> None:
+    def __init__(self, program: "Program", costs: Costs) -> None:
         self.program, self.costs = program, costs
         self._sends_inside = program.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
         self._buffered = gradient_buffers(program)
@@ -162,7 +165,7 @@ class _Pricing:
         return tuple((f"wait {name.value}", seconds) for name, seconds in waits.items() if seconds)
 
 
-def gradient_buffers(program: Program) -> list[bool]:
+def gradient_buffers(program: "Program") -> list[bool]:
     """Whether some gradient of each block is whole until it is reduced, and not accumulated in place.
 
     A block of frozen parameters has none.
@@ -195,7 +198,7 @@ class Rank:
         "time_s",
     )
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: "Program") -> None:
         self.now_s = 0.0
         self.mutual = program.cluster.device.backend == "cpu"  # whether compute slows messages, too
         num_lanes = len(program.layout.tiers) + (program.stage.num_stages > 1)

@@ -10,7 +10,7 @@ the device's under the tensor axis, the tier's under the context axis. The rest 
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
 from terrace.plan.context_traffic import AttentionBytes
@@ -20,9 +20,11 @@ from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.steps import Compute, InBlockMessage, Kind, Moment
 from terrace.program.instruction import Instruction
-from terrace.program.program import Program
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 WAIT_TENSOR = f"wait {MessageClass.TENSOR.value}"  # the category of their seconds, of a clock as of a prediction
 WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
@@ -126,12 +128,12 @@ def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds =
     return dict(zip(_PIECES, seconds, strict=True))
 
 
-def block_prices(program: Program, block: int) -> InBlockPrices:
+def block_prices(program: "Program", block: int) -> InBlockPrices:
     """Prices of the messages inside a block of a program."""
     return InBlockPrices(program.cluster, program.tensor, program.context.attention(program.blocks[block]))
 
 
-def inside_seconds(program: Program, instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
+def inside_seconds(program: "Program", instruction: Instruction, message_class: MessageClass) -> dict[int, float]:
     """Seconds of all messages of a class inside a pass, hidden or not, by tier index."""
     prices, total = block_prices(program, instruction.block), defaultdict[int, float](float)
     for moment in program.block_program(instruction.block).moments(instruction.op):

@@ -8,13 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.program.instruction import Instruction
-from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Moment, Rank, check_alone, price, report
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 COMPUTE = -1  # the lane of the compute stream; the others are tier indexes
 
@@ -45,7 +47,7 @@ class Recording:
     compute time of the step due to concurrent messages.
     """
 
-    program: Program
+    program: "Program"
     report: StepReport
     spans: tuple[Span, ...]
     first: int
@@ -92,7 +94,7 @@ class Recording:
         ]
 
 
-def record(program: Program, costs: Costs) -> Recording:
+def record(program: "Program", costs: Costs) -> Recording:
     """The recording of a steady step; its report equals `simulate`'s.
 
     Raises `ProgramError` for a program that talks to other stages.
@@ -126,7 +128,7 @@ class Recorder(Rank):
         "started_s",
     )
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: "Program") -> None:
         super().__init__(program)
         self.program = program
         self.newest = dict.fromkeys(range(COMPUTE, len(program.layout.tiers) + 1), -1)  # the last span of every lane

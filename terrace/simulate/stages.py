@@ -12,16 +12,18 @@ and waits are `wait pipeline`, `wait tie` or `wait control`. Two steps are playe
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.errors import ProgramError
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
-from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
 from terrace.simulate.events import Event, Play, Rank, price, report
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
+
+if TYPE_CHECKING:
+    from terrace.program.program import Program
 
 WAIT_PIPELINE = f"wait {MessageClass.PIPELINE.value}"
 
@@ -43,7 +45,7 @@ class StagesStep(NamedTuple):
     passes: list[list[Passed]]
 
 
-def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> StagesStep:
+def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> StagesStep:
     """The predicted step of a pipeline, from the program and the costs of every stage, with the times of its passes.
 
     Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
@@ -53,12 +55,12 @@ def simulate_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> Stag
     return StagesStep(reports, pipeline.noted())
 
 
-def report_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[StepReport]:
+def report_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[StepReport]:
     """The reports of `simulate_stages` alone, in less time."""
     return _Pipeline(programs, costs).run()
 
 
-def record_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[Recording]:
+def record_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[Recording]:
     """Recordings of a steady step, one per stage; their reports equal the reports of `simulate_stages`.
 
     Without a pipeline, the one recording of `record`.
@@ -70,7 +72,7 @@ def record_stages(programs: Sequence[Program], costs: Sequence[Costs]) -> list[R
     return pipeline.recordings()
 
 
-def activation_bytes(program: Program, by_block: Sequence[tuple[int, int]]) -> int:
+def activation_bytes(program: "Program", by_block: Sequence[tuple[int, int]]) -> int:
     """Peak bytes of activations on a rank, the running block's working memory included.
 
     `by_block` has (bytes that a forward keeps, bytes that a backward takes on top) for each block and one micro-batch.
@@ -110,7 +112,7 @@ _Move = tuple[_Role, int, Callable[[Rank, Event], None], Event, _Key | None]  # 
 
 class _Pipeline:
     def __init__(
-        self, programs: Sequence[Program], costs: Sequence[Costs], rank: type[Rank] = Rank, *, timed: bool = False
+        self, programs: "Sequence[Program]", costs: Sequence[Costs], rank: type[Rank] = Rank, *, timed: bool = False
     ) -> None:
         self.programs = programs
         self.ranks = [rank(program) for program in programs]
@@ -121,7 +123,7 @@ class _Pipeline:
         # A step is played twice, so what its instructions wait for is found once.
         self.moves = [self._moves(program, price(program, cost), rank is Recorder) for program, cost in priced]
 
-    def _moves(self, program: Program, plays: Sequence[Play], everything: bool) -> list[_Move]:
+    def _moves(self, program: "Program", plays: Sequence[Play], everything: bool) -> list[_Move]:
         found: list[_Move] = []
         index, read = program.stage.index, dict[tuple[bool, int, int], int]()
         for position, (instruction, (act, event)) in enumerate(zip(program.instructions, plays, strict=True)):

@@ -15,7 +15,7 @@ from terrace.cluster.presets import load_cluster
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS
-from terrace.planner.explain import size_words
+from terrace.planner.verdicts import size_words
 from terrace.program.lowering import build
 from terrace.report.plot import round_ticks
 from terrace.report.tables import plan_rows, quantity, seconds

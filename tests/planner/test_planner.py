@@ -18,11 +18,11 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES
 from terrace.plan.presets import PRESETS, preset
 from terrace.planner.estimate import Estimator, Part, data_cluster
-from terrace.planner.evaluate import Estimate, step_of
+from terrace.planner.evaluate import step_of
 from terrace.planner.explain import placement_of, preset_verdicts, reasons
 from terrace.planner.figures import hfu, mfu
 from terrace.planner.pins import Pins
-from terrace.planner.ranking import TIE, ranked, window
+from terrace.planner.ranking import TIE, Estimate, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
 from terrace.planner.search import Search, cores_of, exhaustive, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units

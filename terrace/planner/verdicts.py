@@ -1,0 +1,54 @@
+"""Outcomes of a search as values: a verdict on a plan or a change, a point of a scaling curve."""
+
+from dataclasses import dataclass
+
+from terrace.planner.ranking import Cost, Estimate
+from terrace.planner.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Cost of a plan or a change, named by `what`, or the reason it is not possible."""
+
+    what: str
+    estimate: Estimate | None = None  # also of a plan that does not fit
+    reason: str = ""  # empty for a plan that fits
+    note: str = ""  # effects other than on seconds
+
+
+def lack(task: Task, estimate: Cost) -> str:
+    """Missing memory of a plan and its largest categories, in words."""
+    capacity = task.cluster.device.memory_bytes
+    largest = sorted(estimate.memory_bytes.items(), key=lambda item: -item[1])[:2]
+    most = ", ".join(f"{name} {size_words(size)}" for name, size in largest)
+    needed, missing = estimate.needed_bytes, estimate.needed_bytes - capacity
+    return f"needs {size_words(needed)} of {size_words(capacity)}, {size_words(missing)} too much; most are {most}"
+
+
+def size_words(num_bytes: float) -> str:
+    """Bytes in GB, or in TB where GB would take four digits."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes < 999.5e9 else f"{num_bytes / 1e12:.3g} TB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One size of the cluster and its task; without an estimate, `reason` says why."""
+
+    num_outermost: int
+    task: Task
+    estimate: Cost | None = None
+    reason: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all devices; 0 without an estimate."""
+        return self.task.batch * self.task.sequence / self.estimate.step_s if self.estimate else 0.0
+
+    @property
+    def per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_s / self.task.cluster.world_size
+
+    def cost_per_million(self, price_per_hour: float) -> float:
+        """Price of a million tokens at a price per device-hour."""
+        return price_per_hour / 3600 * 1e6 / self.per_device
