@@ -203,16 +203,19 @@ class Program:
             found = self._of_blocks[key] = block_message(message_class, self.everyone, self.plan, flats, source)
         return found
 
-    @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers of model state on a rank."""
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of distinct instructions, the ones inside blocks included."""
         communicating = (each for each in self.counts if each.message_class is not None)
-        # Distinct instructions only: repeats share their messages and so their memory.
-        messages = [
+        return [
             *(self.message(each) for each in communicating),
             *(message for each in self.counts for message in self.messages_inside(each)),
         ]
-        return state_buffers(self.plan, self.stage, self.blocks, self.flats, self.instructions, messages)
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers of model state on a rank."""
+        return state_buffers(self.plan, self.stage, self.blocks, self.flats, self.instructions, self.messages)
 
     @cached_property
     def state_bytes(self) -> dict[str, int]:

@@ -173,7 +173,7 @@ def _costs(
     rounds: Rounds,
 ) -> Costs:
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
-    if program.tensor.degree == 1:
+    if program.tensor.degree == 1 and program.trains:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
         forward, weight = [*forward[:-1], 0.0], [*weight[:-1], 0.0]
     return Costs(

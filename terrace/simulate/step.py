@@ -193,12 +193,18 @@ def _block_s(costs: Costs, block: int) -> float:
 
 def _play(step: Step, num_micros: int) -> Prediction:
     programs = build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence)
-    costs = [first := step_costs(programs[0], step.work)]
+    costs, reports = play_stages(programs, step.work)
+    return Prediction(step=step, reports=tuple(reports), programs=tuple(programs), costs=tuple(costs))
+
+
+def play_stages(programs: Sequence[Program], work: Work | Sequence[float]) -> tuple[list[Costs], list[StepReport]]:
+    """Costs and reports of the programs of all stages, played together; `work` as in `Step`."""
+    costs = [first := step_costs(programs[0], work)]
     for program in programs[1:]:  # blocks cost the same everywhere; the optimizer's constant is with a stage's last
-        update_s = update_seconds(program) if isinstance(step.work, Work) else first.update_s
+        update_s = update_seconds(program) if isinstance(work, Work) else first.update_s
         costs.append(first.of_stage(program, update_s))
     reports = [simulate(programs[0], costs[0])] if len(programs) == 1 else report_stages(programs, costs)
-    return Prediction(step=step, reports=tuple(reports), programs=tuple(programs), costs=tuple(costs))
+    return costs, reports
 
 
 def _agree(one: Prediction, other: Prediction) -> bool:

@@ -1,0 +1,45 @@
+"""The verifier of a period: its programs one by one, then against each other.
+
+1. Each turn runs at least once and has the programs of all stages, which pass `verify_stages`.
+2. All programs are for the same cluster, plan, blocks and stages, so that each finds the states it reads where another
+   left them.
+3. A restoring program has no place in a period: no state is loaded there, and it would send what is up to date.
+4. A period trains, or runs forwards alone.
+"""
+
+from terrace.base.errors import ProgramError
+from terrace.program.period import Period, Turn
+from terrace.program.phase import Phase
+from terrace.program.verify_ranks import verify_stages
+
+
+def verify_period(period: Period) -> None:
+    """Check a period; raises `ProgramError` at the first broken rule."""
+    if not period.turns:
+        raise ProgramError("a period has at least one turn")
+    first = period.turns[0]
+    verified: set[int] = set()
+    for number, turn in enumerate(period.turns):
+        where = f"turn {number} of the period ({turn.phase.value})"
+        if turn.times < 1:
+            raise ProgramError(f"{where} runs {turn.times} times: at least once, or leave it out")
+        _check_alike(where, turn, first)
+        if turn.phase is Phase.RESTORE:
+            raise ProgramError(f"{where}: a restoring program follows a loaded state, and none is loaded in a period")
+        # A turn may come again with the programs of another.
+        if id(turn.programs[0]) not in verified:
+            verify_stages(turn.programs)
+            verified.add(id(turn.programs[0]))
+
+
+def _check_alike(where: str, turn: Turn, first: Turn) -> None:
+    if len(turn.programs) != len(first.programs):
+        raise ProgramError(f"{where} has {len(turn.programs)} stages, the first {len(first.programs)}: give all stages")
+    for stage, (one, other) in enumerate(zip(turn.programs, first.programs, strict=True)):
+        if one.phase is not turn.phase:
+            raise ProgramError(f"{where}: the program of stage {stage} is for another phase, {one.phase.value}")
+        for name in ("cluster", "plan", "blocks", "layout"):
+            if getattr(one, name) != getattr(other, name):
+                raise ProgramError(f"{where}: stage {stage} has another {name} than the first turn: build all for one")
+        if (one.stage.index, one.stage.held) != (stage, other.stage.held):
+            raise ProgramError(f"{where}: stage {stage} holds other blocks than in the first turn: build all for one")

@@ -1,0 +1,107 @@
+"""Periods of several programs: verified, summed, and their memory the peak over programs that share it."""
+
+from dataclasses import replace
+
+import pytest
+
+from terrace.base.errors import ProgramError
+from terrace.plan.presets import preset
+from terrace.program.lowering import build_stages, forward_programs, restoring_program
+from terrace.program.period import Period, Turn
+from terrace.program.program import Program
+from terrace.program.verify_period import verify_period
+from terrace.simulate.period import predict_period
+from terrace.simulate.step import Step, predict_step
+from tests.support.pipelines import ALONE, OUTER, pipelined
+from tests.support.toys import MODELS, SEQUENCE, cluster_of
+
+MODEL = MODELS["deep llama tied"]
+FLOPS = tuple(1e9 * (1 + block) for block in range(len(MODEL.declared)))
+
+
+def steps_of(name: str, num_micros: int = 2) -> tuple[Program, ...]:
+    if name == "1f1b":
+        plan, cluster = pipelined("zero3", OUTER, "1f1b"), cluster_of(*OUTER.sizes)
+    else:
+        cluster = cluster_of(2, 2)
+        plan = preset(name, cluster)
+    return tuple(build_stages(cluster, plan, MODEL.declared, num_micros, SEQUENCE))
+
+
+def evaluating(name: str, times: int = 3) -> Period:
+    steps = steps_of(name)
+    return Period((Turn(steps, times), Turn(tuple(forward_programs(steps)))))
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "zero++", "1f1b"])
+def test_a_period_is_the_sum_of_its_runs(name: str) -> None:
+    period = evaluating(name)
+    verify_period(period)
+    found = predict_period(period, FLOPS)
+    steps, forwards = (turn.programs for turn in period.turns)
+    step = Step(
+        cluster=steps[0].cluster,
+        plan=replace(steps[0].plan, stages=tuple(len(each.stage.own) for each in steps) if len(steps) > 1 else ()),
+        blocks=MODEL.declared,
+        num_micros=2,
+        sequence=SEQUENCE,
+        work=FLOPS,
+    )
+    alone = predict_step(step).reports
+    for stage, report in enumerate(found.reports):
+        step_report, forward_report = found.turns[0][stage], found.turns[1][stage]
+        assert step_report == alone[stage]
+        assert report.step_s == pytest.approx(3 * step_report.step_s + forward_report.step_s, rel=1e-12)
+        # By hand, run by run, from the instructions.
+        counted: dict[object, int] = {}
+        for program in period.runs(stage):
+            for now in program.instructions:
+                messages = [] if now.message_class is None else [program.message(now)]
+                for message in (*messages, *program.messages_inside(now)):
+                    for tier, size in message.sends:
+                        key = (message.message_class, program.layout.tiers[tier])
+                        counted[key] = counted.get(key, 0) + size
+        assert {key: size for key, size in report.sent_bytes.items() if size} == {
+            key: size for key, size in counted.items() if size
+        }
+        # Forwards hold no more than a step does, of anything.
+        assert report.memory_bytes == steps[stage].state_bytes
+        assert 0 < sum(forwards[stage].state_bytes.values()) <= sum(report.memory_bytes.values())
+
+
+def test_an_evaluation_takes_its_share_of_seconds() -> None:
+    found = predict_period(evaluating("ddp"), FLOPS)
+    step, forward = found.turns[0][0], found.turns[1][0]
+    assert forward.time_s["forward"] == pytest.approx(2 * sum(FLOPS) / step_peak(), rel=0.01)
+    assert forward.time_s["forward"] < step.step_s / 2
+
+
+def step_peak() -> float:
+    (program,) = steps_of("ddp")
+    return max(program.cluster.device.peak_flops_per_s.values())
+
+
+def test_steps_alone_are_a_period() -> None:
+    steps = build_stages(cluster_of(*ALONE.sizes), pipelined("ddp", ALONE, "1f1b"), MODEL.declared, 4, SEQUENCE)
+    period = Period((Turn(tuple(steps)),))
+    verify_period(period)
+    assert (period.num_steps, period.num_stages) == (1, len(steps))
+    assert [period.sent_bytes(stage) for stage in range(len(steps))] == [each.sent_bytes for each in steps]
+
+
+def test_what_a_period_cannot_be_is_named() -> None:
+    steps, others = steps_of("zero3"), steps_of("ddp")
+    twice = replace(steps[0], instructions=steps[0].instructions * 2)
+    stages = steps_of("1f1b")
+    for turns, words in (
+        ((), "at least one turn"),
+        ((Turn(steps, 0),), "runs 0 times"),
+        ((Turn(steps), Turn(others)), "another plan than the first turn"),
+        ((Turn(steps), Turn(tuple(map(restoring_program, steps)))), "none is loaded in a period"),
+        ((Turn(steps), Turn((twice,))), "it runs twice"),
+        ((Turn(stages), Turn(stages[:1])), "give all stages"),
+        ((Turn((stages[0], forward_programs(stages)[1])),), "for another phase, forward"),
+        ((Turn(stages), Turn(stages[::-1])), "holds other blocks"),
+    ):
+        with pytest.raises(ProgramError, match=words):
+            verify_period(Period(turns))
