@@ -98,7 +98,7 @@ def test_what_a_period_cannot_be_is_named() -> None:
         ((Turn(steps, 0),), "runs 0 times"),
         ((Turn(steps), Turn(others)), "another plan than the first turn"),
         ((Turn(steps), Turn(tuple(map(restoring_program, steps)))), "none is loaded in a period"),
-        ((Turn(steps), Turn((twice,))), "it runs twice"),
+        ((Turn(steps), Turn((twice,))), "the parameters are being updated"),
         ((Turn(stages), Turn(stages[:1])), "give all stages"),
         ((Turn((stages[0], forward_programs(stages)[1])),), "for another phase, forward"),
         ((Turn(stages), Turn(stages[::-1])), "holds other blocks"),
