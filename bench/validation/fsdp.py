@@ -11,7 +11,8 @@ from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, num_params
-from terrace.simulate.layers import block_seconds, model_flops, optimizer_s
+from terrace.simulate.blocks import seconds_of
+from terrace.simulate.layers import model_flops, optimizer_s
 from terrace.simulate.links import gather_s
 from terrace.simulate.work import Work
 
@@ -125,7 +126,7 @@ def step_s(cluster: Cluster, work: Work, global_batch: int, reduced_bytes: int) 
     specs = block_specs(work.model)
     compute_s = messages_s = 0.0
     for block, count in ((0, 1), (1, work.model.num_layers), (last, 1)):
-        seconds = block_seconds(cluster.device, work, block)
+        seconds = seconds_of(cluster.device, work, specs[block])
         compute_s += count * (seconds.forward_s + seconds.backward_s)
         gathers = 1 if block == 0 else 2  # the tied matrix is gathered for the embedding, then held for the head
         params = specs[block].num_trainable

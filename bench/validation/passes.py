@@ -2,7 +2,8 @@
 
 from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.presets import load_cluster
-from terrace.simulate.layers import block_seconds
+from terrace.model.config import block_specs
+from terrace.simulate.blocks import seconds_of
 from terrace.simulate.work import Work
 
 _VOCAB = 50304  # GPT-2's, padded to a multiple of 128: assumed
@@ -28,7 +29,7 @@ def table() -> Table:
             flash=False,
             dropout=True,
         )
-        blocks = [block_seconds(device, work, block) for block in range(work.model.num_blocks)]
+        blocks = [seconds_of(device, work, block) for block in block_specs(work.model)]
         passes = {
             "forward": sum(block.forward_s for block in blocks),
             "input": sum(block.input_s for block in blocks),

@@ -18,7 +18,7 @@ from terrace.base.schema import read_table
 from terrace.model.hf.config import read_fields, without_dropout, write_table
 from terrace.model.hf.families import ACTIVATIONS, FAMILIES
 from terrace.model.rope import RopeScaling
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec, Computes, ParamSpec
 
 _SIZES = (
     "vocab_size",
@@ -126,6 +126,17 @@ class ModelConfig:
         return self.num_layers + 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecoderBlock(BlockSpec):
+    """A block with the sizes it computes with; blocks of one model may differ in them."""
+
+    config: ModelConfig
+
+    def forward_flops(self, batch_size: int, sequence: int) -> int:
+        """FLOPs of the matrix products in one forward pass on (B, S) tokens; see the function of this name."""
+        return _forward_flops(self.config, self.computes, batch_size, sequence)
+
+
 def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     """Read the table of a Hugging Face `config.json`; absent keys get the defaults of `transformers`.
 
@@ -169,7 +180,7 @@ def to_table(config: ModelConfig) -> dict[str, Any]:
     return table
 
 
-def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
+def block_specs(config: ModelConfig) -> tuple[DecoderBlock, ...]:
     """The blocks in order, their parameters in the order of `named_parameters`.
 
     With tied embeddings the head borrows block 0 and does not list the output matrix.
@@ -185,12 +196,17 @@ def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
     layer = tuple(_layer_params(config))
     output = [] if config.tied_embeddings else [lookup]
     return (
-        BlockSpec(name="embedding", params=tuple(embedding)),
-        *(BlockSpec(name=f"layers.{index}", params=layer) for index in range(config.num_layers)),
-        BlockSpec(
+        DecoderBlock(name="embedding", params=tuple(embedding), computes=Computes.LOOK_UP, config=config),
+        *(
+            DecoderBlock(name=f"layers.{index}", params=layer, computes=Computes.RESIDUAL, config=config)
+            for index in range(config.num_layers)
+        ),
+        DecoderBlock(
             name="head",
             params=(*output, *_norm_params(config, "norm")),
             borrows=(0,) if config.tied_embeddings else (),
+            computes=Computes.LOGITS,
+            config=config,
         ),
     )
 
@@ -210,16 +226,20 @@ def forward_flops(config: ModelConfig, block_index: int, batch_size: int, sequen
     """
     if not 0 <= block_index < config.num_blocks:
         raise IndexError(f"block {block_index} of a model with {config.num_blocks} blocks")
+    ends = {0: Computes.LOOK_UP, config.num_blocks - 1: Computes.LOGITS}
+    return _forward_flops(config, ends.get(block_index, Computes.RESIDUAL), batch_size, sequence)
+
+
+def _forward_flops(config: ModelConfig, computes: Computes | None, batch_size: int, sequence: int) -> int:
     tokens = batch_size * sequence
     # A look-up is no product.
-    if block_index == 0:
+    if computes is Computes.LOOK_UP:
         return 0
-    if block_index == config.num_blocks - 1:
+    if computes is Computes.LOGITS:
         return 2 * tokens * config.hidden_size * config.vocab_size
     # Each element of a matrix is one multiplication and one addition per token.
     matrices = sum(param.numel for param in _layer_params(config) if len(param.shape) == 2)
-    attention = 4 * tokens * sequence * config.num_heads * config.head_dim
-    return 2 * tokens * matrices + attention
+    return 2 * tokens * matrices + 4 * tokens * sequence * config.num_heads * config.head_dim
 
 
 def _layer_params(config: ModelConfig) -> list[ParamSpec]:

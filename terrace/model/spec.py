@@ -8,6 +8,7 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from terrace.base.errors import ModelError, did_you_mean
 
@@ -45,16 +46,30 @@ class ParamSpec:
         return len(self.shape) >= 2
 
 
+class Computes(StrEnum):
+    """A computation with known kernels."""
+
+    LOOK_UP = "look-up"  # tokens to the residual stream
+    RESIDUAL = "residual"  # attention and MLP, each added to the residual stream
+    LOGITS = "logits"  # the residual stream to logits and their loss
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One block: the parameters it owns, and the earlier blocks it also reads parameters from.
+    """One block: the parameters it owns, the earlier blocks it also reads parameters from, and what it computes.
 
-    A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner.
+    A tied head owns its norm and borrows block 0, so a parameter always has exactly one owner. A block that computes
+    `None` declares its parameters alone; its cost is the products of its matrices.
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     borrows: tuple[int, ...] = ()
+    computes: Computes | None = None
+
+    def is_like(self, other: "BlockSpec") -> bool:
+        """Whether both specs are equal but for the name."""
+        return self.params == other.params and replace(other, name=self.name) == self
 
     @property
     def num_trainable(self) -> int:

@@ -21,17 +21,16 @@ from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, InnerSeconds
 from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
-from terrace.simulate.activations import block_activation_bytes
+from terrace.simulate.blocks import activations_of, seconds_of
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
     CUDA_CONTEXT_BYTES,
     footprint,
-    has_flash_attention,
 )
-from terrace.simulate.layers import BlockSeconds, at_once, block_seconds, optimizer_s
+from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s
 from terrace.simulate.links import gather_s, rate_bytes_per_s, send_s
-from terrace.simulate.states import KINDS as STATE_KINDS
+from terrace.simulate.masks import has_flash_attention
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout
 from terrace.simulate.work import Work
 
@@ -175,7 +174,8 @@ class Estimator:
         key = (kind, mesh.total("tensor"), mesh.total("columns"), accumulate, *size)
         found = self._kernels.get(key)
         if found is None:
-            found = block_seconds(device, work, self.index(kind), accumulate=accumulate)
+            block = self.task.blocks[self.index(kind)]
+            found = seconds_of(device, work, block, accumulate=accumulate)
             found = self._kernels[key] = at_once(found) if kind == HEAD and mesh.total("tensor") == 1 else found
         return found
 
@@ -263,7 +263,7 @@ class Estimator:
         key = (kind, mesh.inside, recompute)
         if key not in self._kept:
             work = self.work(mesh, 1, recompute if kind == LAYER else 0)
-            self._kept[key] = block_activation_bytes(work, STATE_KINDS[kind], self.task.backend).kept_bytes
+            self._kept[key] = activations_of(work, self.task.blocks[self.index(kind)], self.task.backend).kept_bytes
         # Every tensor that is kept has a row for each sequence.
         return micro_batch * self._kept[key]
 

@@ -259,7 +259,8 @@ class Evaluator:
             program=program,
             weight_s=tuple(block.weight_s for block in seconds),
             hides_inside=task.software.hides_messages,
-            rounds=core_rounds(task.cluster.device, self.estimator.work(choice.mesh, choice.micro_batch)),
+            rounds=(core_rounds(task.cluster.device, self.estimator.work(choice.mesh, choice.micro_batch)),)
+            * len(part.kinds),
         )
         return program, costs
 

@@ -36,7 +36,7 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
 
 
 def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """`specs` with the dims of parameters that `declared`, specs of the same blocks, name.
+    """`specs` with what `declared`, specs of the same blocks, say of them: dims of parameters, computations.
 
     Raises `ModelError` when they are not the same parameters.
     """
@@ -51,7 +51,7 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
                     f"{spec.name}.{param.name} {param.shape} is not what its block declares: {other.params}"
                 )
         params = tuple(replace(param, dims=dims[param.name].dims) for param in spec.params)
-        result.append(replace(spec, params=params))
+        result.append(replace(other, name=spec.name, params=params, borrows=spec.borrows))
     return tuple(result)
 
 

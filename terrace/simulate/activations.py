@@ -20,22 +20,18 @@ small vocabulary. Only `cpu` has been compared with a running decoder; `cuda` fo
 kernels. RoPE's tables are shared by all layers and are not counted here.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import get_args
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
-from terrace.model.spec import BlockSpec
-from terrace.plan.plan import Plan
-from terrace.plan.residency import recomputed
+from terrace.model.spec import Computes
 from terrace.simulate.block_tape import Backend, BlockTape
 from terrace.simulate.masks import copied_bytes
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
-
-BlockKind = Literal["embedding", "layer", "head"]
 
 _TOKEN_BYTES = 8
 
@@ -65,43 +61,35 @@ class BlockActivations:
 
 
 @lru_cache(maxsize=4096)
-def block_activation_bytes(work: Work, kind: BlockKind, backend: Backend = "cuda") -> BlockActivations:
-    """Bytes that a block of `kind` holds for one micro-batch. Cached, since planning asks for the same ones.
+def block_activation_bytes(work: Work, computes: Computes, backend: Backend = "cuda") -> BlockActivations:
+    """Bytes that a block holds for one micro-batch. Cached, since planning asks for the same ones.
 
-    Raises `PlanError` for a kind or a backend that does not exist.
+    Raises `PlanError` for a backend that does not exist.
     """
     if backend not in get_args(Backend):
         raise PlanError(f"backend = {backend!r} is not known{did_you_mean(backend, get_args(Backend))}")
-    tape = _Decoder(work, backend)
-    match kind:
-        case "embedding":
-            tape.embedding()
-        case "layer":
-            tape.layer()
-        case "head":
-            tape.head()
-        case _:
-            raise PlanError(f"block kind {kind!r} is not known{did_you_mean(kind, get_args(BlockKind))}")
+    tape = _Tape(work, backend)
+    match computes:
+        case Computes.LOOK_UP:
+            tape.look_up()
+        case Computes.RESIDUAL:
+            tape.residual_block()
+        case Computes.LOGITS:
+            tape.logits()
     return tape.result(again=work.recompute == "full")
 
 
-def activations_by_block(
-    work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend
-) -> list[tuple[int, int]]:
-    """For every block of a decoder: bytes one micro-batch keeps from forward to backward, and extra bytes while its
-    backward runs. The plan's patterns say which blocks are recomputed.
-    """
-    # The plan's patterns decide per block, so `work` itself recomputes nothing.
-    again = recomputed(plan, blocks)
-    kinds: list[BlockKind] = ["embedding", *["layer"] * (len(blocks) - 2), "head"]  # type: ignore[list-item]
-    whole = replace(work, recompute="full")
-    held = [
-        block_activation_bytes(whole if index in again else work, kind, backend) for index, kind in enumerate(kinds)
-    ]
-    return [(block.kept_bytes, max(0, block.backward_peak_bytes - block.kept_bytes)) for block in held]
+@lru_cache(maxsize=4096)
+def chain_activation_bytes(
+    work: Work, matrices: tuple[tuple[int, int], ...], backend: Backend = "cuda"
+) -> BlockActivations:
+    """Bytes of products with (inputs, outputs), one after the other."""
+    tape = _Tape(work, backend)
+    tape.chain(matrices)
+    return tape.result(again=work.recompute == "full")
 
 
-class _Decoder(BlockTape):
+class _Tape(BlockTape):
     def result(self, again: bool) -> BlockActivations:
         tape, sizes = self.operations, self.sizes
         random = _RANDOM_STATE_BYTES[self.backend] if again and not self.runs_at_once else 0
@@ -122,7 +110,7 @@ class _Decoder(BlockTape):
             backward_peak_bytes=backward,
         )
 
-    def embedding(self) -> None:
+    def look_up(self) -> None:
         """Looked-up rows plus learned positions; the tokens belong to the batch. Gradients of both are dense."""
         model, work, hidden = self.work.model, self.work, self.work.model.hidden_size
         # Embedding gradients are dense: as large as the matrix.
@@ -138,7 +126,20 @@ class _Decoder(BlockTape):
         used = min(work.sequence, work.tokens) * self.hidden * self.item  # summed over the sequences first
         self._add("positions", ("rows",), OUTPUT, (), 0, used + model.max_positions * self.hidden * self.item, True)
 
-    def layer(self) -> None:
+    def chain(self, matrices: tuple[tuple[int, int], ...]) -> None:
+        self.sizes |= dict.fromkeys((INPUT, OUTPUT), self.residual * self.item)
+        source = INPUT
+        for index, (inputs, outputs) in enumerate(matrices[:-1]):
+            width = -(-outputs // self.work.tensor)
+            self.sizes[f"product {index}"] = self.work.tokens * width * self.item
+            self._product(f"product {index}", source, f"product {index}", inputs * width)
+            source = f"product {index}"
+        if matrices:
+            self._product("last product", source, OUTPUT, math.prod(matrices[-1]) // self.work.tensor)
+        else:
+            self._add("pass on", (source,), OUTPUT)
+
+    def residual_block(self) -> None:
         model, stream = self.work.model, self.residual * self.item
         parallel = model.parallel_residual
         self.sizes |= dict.fromkeys((INPUT, "attended", "middle", "mlp output", OUTPUT), stream)
@@ -149,7 +150,7 @@ class _Decoder(BlockTape):
         self._mlp(self._entered("mlp input"), "mlp output")
         self._residual("mlp residual", "middle", "mlp output", OUTPUT)
 
-    def head(self) -> None:
+    def logits(self) -> None:
         """Final norm, logits, and the cross-entropy, which computes in fp32 at least."""
         model, work = self.work.model, self.work
         self.sizes |= {INPUT: self.residual * self.item, OUTPUT: 4}  # the loss in fp32

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import CONTEXT
@@ -31,9 +31,10 @@ from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_pro
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.instruction import Instruction, Op
+from terrace.simulate.blocks import seconds_of, work_in
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import fresh_s, gemm_s
-from terrace.simulate.layers import block_seconds, core_rounds, optimizer_s
+from terrace.simulate.layers import core_rounds, optimizer_s
 from terrace.simulate.links import hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
 
@@ -55,7 +56,7 @@ class Costs:
     program: "Program"
     weight_s: tuple[float, ...] = ()  # the part of backward_s that is weight gradients; empty: none
     hides_inside: bool = True  # whether messages inside blocks overlap products, as in this project's runtime
-    rounds: Rounds = NO_ROUNDS  # of a layer's attention, behind which messages of context ranks hide
+    rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
 
     def collective_s(self, instruction: Instruction) -> float:
         """Seconds a collective instruction occupies its lane."""
@@ -105,13 +106,14 @@ class Costs:
         block, steps = instruction.block, self.program.block_program(instruction.block)
         weight_s = self.weight_s[block] if self.weight_s else 0.0
         # Blocks that are alike share one block program.
-        key = (instruction.op, id(steps), self.forward_s[block], self.backward_s[block], weight_s)
+        rounds = self.rounds[block] if self.rounds else NO_ROUNDS
+        key = (instruction.op, id(steps), self.forward_s[block], self.backward_s[block], weight_s, rounds)
         found = self._waits.get(key)
         if found is None:
             # Without rooms nothing hides, and every message inside the block is waited for in full.
             rooms: Rooms = {}
             if self.hides_inside:
-                rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, self.rounds)
+                rooms = rooms_of(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, rounds)
             prices = self._prices.get(id(steps))
             if prices is None:
                 prices = self._prices[id(steps)] = block_prices(self.program, block)
@@ -151,17 +153,16 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
             f"{program.tensor.rows.degree} x {program.tensor.columns.degree}: make them the same"
         )
-    if len(program.blocks) != work.model.num_blocks:
-        raise PlanError(f"a model of {work.model.num_blocks} blocks, and a program of {len(program.blocks)}")
     forward, backward, weight = [], [], []
     accumulate = program.num_micros > 1
-    for index, block in enumerate(program.blocks):
-        seconds = block_seconds(device, work, index, accumulate=accumulate)
+    for block in program.blocks:
+        seconds = seconds_of(device, work, block, accumulate=accumulate)
         forward.append(seconds.forward_s)
         # Frozen matrices get no gradient, but the gradient of the input still passes through them.
         weight.append(seconds.weight_s * _trained_part(block))
         backward.append(seconds.input_s + weight[-1])
-    return _costs(program, forward, backward, update_seconds(program), weight, core_rounds(device, work))
+    rounds = [core_rounds(device, work_in(work, block, device.backend)) for block in program.blocks]
+    return _costs(program, forward, backward, update_seconds(program), weight, rounds, in_chunks=program.blocks[-1].computes is Computes.LOGITS)
 
 
 def _costs(
@@ -170,10 +171,11 @@ def _costs(
     backward: Sequence[float],
     update: Sequence[float],
     weight: Sequence[float],
-    rounds: Rounds,
+    rounds: Sequence[Rounds],
+    in_chunks: bool,
 ) -> Costs:
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
-    if program.tensor.degree == 1 and program.trains:
+    if in_chunks and program.tensor.degree == 1 and program.trains:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
         forward, weight = [*forward[:-1], 0.0], [*weight[:-1], 0.0]
     return Costs(
@@ -182,7 +184,7 @@ def _costs(
         update_s=tuple(update),
         program=program,
         weight_s=tuple(weight),
-        rounds=rounds,
+        rounds=tuple(rounds),
     )
 
 
@@ -242,7 +244,8 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         whole = [shape for flat in parts if flat.num_orthogonal for shape in matrices_of_a_rank(flat)]
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
-    return _costs(program, forward, backward, update, weight, _rounds(program, peak))
+    rounds = [_rounds(program, peak)] * len(program.blocks)
+    return _costs(program, forward, backward, update, weight, rounds, in_chunks=True)
 
 
 def _rounds(program: "Program", peak: float) -> Rounds:

@@ -27,6 +27,7 @@ from typing import Literal
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import ModelConfig
+from terrace.model.spec import Computes
 from terrace.plan.memory import tensor_buffers
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -34,8 +35,9 @@ from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
 from terrace.simulate.block_tape import Backend
-from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, mask_bytes, piece_tokens
+from terrace.simulate.masks import has_flash_attention, mask_bytes
 from terrace.simulate.states import (
+    KINDS,
     BlockKind,
     Stage,
     axis_degree,
@@ -54,6 +56,7 @@ CPU_CONTEXT_BYTES = 324_000_000
 CUDA_ALLOCATOR_FACTOR = 1.05
 
 _TOKEN_BYTES = 8
+_COMPUTES: dict[BlockKind, Computes] = dict(zip(KINDS, Computes, strict=True))
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -169,25 +172,6 @@ def work_of(
     )
 
 
-def has_flash_attention(
-    model: ModelConfig, sequence: int, compute: str, backend: Backend, documents: bool = False
-) -> bool:
-    """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
-
-    On CUDA torch's flash kernel takes half precision; its other fused kernel takes fp32 and masks too, but no grouped
-    heads (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. All other cases
-    use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
-    pieces may be short, so plain products are assumed.
-    """
-    masked = documents or 0 < model.sliding_window < sequence
-    if backend == "cpu":
-        # Short pieces in bf16 attend by plain products, and documents may be short.
-        longest = piece_tokens(model.sliding_window, sequence)
-        return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
-    grouped = model.num_kv_heads != model.num_heads and not masked
-    return compute != "fp64" and not (compute == "fp32" and grouped)
-
-
 @dataclass(frozen=True)
 class _Moment:
     phase: Phase
@@ -231,7 +215,7 @@ def _runs(work: Work, stage: Stage, recompute: tuple[str, ...], backend: Backend
     embedding, head, plain, again = _recomputed(recompute, stage.layers)
 
     def block_of(kind: BlockKind, whole: bool) -> BlockActivations:
-        return block_activation_bytes(replace(work, recompute="full") if whole else work, kind, backend)
+        return block_activation_bytes(replace(work, recompute="full") if whole else work, _COMPUTES[kind], backend)
 
     runs, kept = [], 0
     if stage.embedding:

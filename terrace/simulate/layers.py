@@ -22,6 +22,7 @@ from functools import lru_cache
 from terrace.cluster.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.model.loss_chunks import chunk_rows
+from terrace.model.spec import Computes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys
@@ -52,20 +53,26 @@ class BlockSeconds:
         return self.input_s + self.weight_s + self.again_s
 
 
-def block_seconds(device: Device, work: Work, block: int, *, accumulate: bool = False) -> BlockSeconds:
-    """Seconds of block `block` (0 the embedding, then the layers, then the head) on a micro-batch.
+def block_seconds(device: Device, work: Work, computes: Computes, *, accumulate: bool = False) -> BlockSeconds:
+    """Seconds of a block on a micro-batch.
 
     `accumulate`: the weight gradient is added to an existing one, which reads and writes it once more. Raises
-    `IndexError` for a block that does not exist and `ClusterError` for a dtype without a peak.
+    `ClusterError` for a dtype without a peak.
     """
-    num_blocks = work.model.num_blocks
-    if not 0 <= block < num_blocks:
-        raise IndexError(f"block {block} of a model with {num_blocks} blocks")
-    if block == 0:
-        return _embedding_seconds(device, work, accumulate)
-    if block == num_blocks - 1:
-        return _head_seconds(device, work, accumulate)
-    return _layer_seconds(device, work, accumulate)
+    return _SECONDS[computes](device, work, accumulate)
+
+
+@lru_cache(maxsize=65536)
+def chain_seconds(device: Device, work: Work, matrices: tuple[tuple[int, int], ...], accumulate: bool) -> BlockSeconds:
+    """Seconds of products with (inputs, outputs), one after the other; `work.recompute` counts as for other blocks."""
+    cut = [(work.tokens, inputs, math.ceil(outputs / work.tensor)) for inputs, outputs in matrices]
+    weight_s = sum(gemm_s(device, k, m, n, 1, work.compute) for m, k, n in cut)
+    if accumulate:
+        weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in cut), len(cut))
+    forward_s = sum(gemm_s(device, m, k, n, 1, work.compute) for m, k, n in cut)
+    input_s = sum(gemm_s(device, m, n, k, 1, work.compute) for m, k, n in cut)
+    again_s = forward_s if work.recompute == "full" else 0.0
+    return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, again_s=again_s)
 
 
 @lru_cache(maxsize=65536)
@@ -78,12 +85,12 @@ def optimizer_s(device: Device, num_params_shard: float) -> float:
     return stream_s(device, _OPTIMIZER_BYTES * num_params_shard) + device.kernels.optimizer_s
 
 
-def at_once(head: BlockSeconds) -> BlockSeconds:
-    """Seconds of a head that computes its loss in chunks: forward and backward both run in its backward.
+def at_once(logits: BlockSeconds) -> BlockSeconds:
+    """Seconds of logits whose loss is computed in chunks: forward and backward both run in the backward.
 
     The runtime does this where no tensor ranks share the vocabulary (terrace.runtime.head).
     """
-    return BlockSeconds(forward_s=0.0, input_s=head.forward_s + head.input_s + head.weight_s, weight_s=0.0)
+    return BlockSeconds(forward_s=0.0, input_s=logits.forward_s + logits.input_s + logits.weight_s, weight_s=0.0)
 
 
 def model_flops(model: ModelConfig, sequence: int, batch: int) -> int:
@@ -108,7 +115,7 @@ def hardware_flops(work: Work, batch: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _layer_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     products = _layer_products(work)
     forward_s = sum(gemm_s(device, m, k, n, 1, work.compute) for m, k, n in products)
     input_s = sum(gemm_s(device, m, n, k, 1, work.compute) for m, k, n in products)
@@ -222,7 +229,7 @@ def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: i
 
 
 @lru_cache(maxsize=65536)
-def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+def _look_up_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     model, item = work.model, FORMATS[work.compute].element_bytes
     row = item * model.hidden_size
     rows = work.tokens * (2 + (2 if model.learned_positions else 0)) * row
@@ -235,9 +242,9 @@ def _embedding_seconds(device: Device, work: Work, accumulate: bool) -> BlockSec
 
 
 @lru_cache(maxsize=65536)
-def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
+def _logits_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     model, item, tokens = work.model, FORMATS[work.compute].element_bytes, work.tokens
-    # The hidden size is whole: tensor columns cut the head's vocabulary, too.
+    # The hidden size is whole: tensor columns cut the vocabulary, too.
     words, hidden = math.ceil(model.vocab_size / work.tensor), model.hidden_size
     logits = _LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
     norm = item * tokens * hidden / work.stream_cut
@@ -254,3 +261,10 @@ def _head_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
         + again_s,
         weight_s=weight_s,
     )
+
+
+_SECONDS = {
+    Computes.LOOK_UP: _look_up_seconds,
+    Computes.RESIDUAL: _residual_seconds,
+    Computes.LOGITS: _logits_seconds,
+}

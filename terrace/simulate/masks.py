@@ -6,6 +6,7 @@ heads are repeated for a kernel that takes a mask. The documents are unknown her
 counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
 """
 
+from terrace.model.config import ModelConfig
 from terrace.plan.wire import FORMATS
 from terrace.simulate.work import Work
 
@@ -34,6 +35,23 @@ def core_keys(work: Work, backend: str) -> tuple[int, bool]:
         return sequence, False
     # The first piece sees its own keys, each later piece also the piece before.
     return (length + 2 * (sequence - length)) * length // sequence, False
+
+
+def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend: str, documents: bool = False) -> bool:
+    """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
+
+    On CUDA torch's flash kernel takes half precision; its other fused kernel takes fp32 and masks too, but no grouped
+    heads (torch's documentation of `scaled_dot_product_attention`): under a mask these are repeated. All other cases
+    use plain products. On a CPU plain products are used for short rows, or pieces of rows, in bf16; with documents,
+    pieces may be short, so plain products are assumed.
+    """
+    masked = documents or 0 < model.sliding_window < sequence
+    if backend == "cpu":
+        # Short pieces in bf16 attend by plain products, and documents may be short.
+        longest = piece_tokens(model.sliding_window, sequence)
+        return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
+    grouped = model.num_kv_heads != model.num_heads and not masked
+    return compute != "fp64" and not (compute == "fp32" and grouped)
 
 
 def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:

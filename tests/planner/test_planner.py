@@ -29,10 +29,10 @@ from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, 
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
 from terrace.program.lowering import build
+from terrace.simulate.blocks import seconds_of
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
-from terrace.simulate.layers import block_seconds
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
@@ -217,7 +217,7 @@ def test_what_is_kept_of_a_micro_batch_grows_in_a_straight_line() -> None:
     task = estimator.task
     for kind in (EMBEDDING, HEAD):  # they see tokens alone, so half of a sequence twice is one sequence
         works = (estimator.work(mesh_of((1, 2, context, 1), (2, 1, 1, 1), (2, 1, 1, 1)), context) for context in (1, 2))
-        one, two = (block_seconds(task.cluster.device, work, estimator.index(kind)) for work in works)
+        one, two = (seconds_of(task.cluster.device, work, task.blocks[estimator.index(kind)]) for work in works)
         assert one == two
     assert whole[EMBEDDING] + 4 * whole[LAYER] + whole[HEAD] == sum(b.num_trainable for b in estimator.task.blocks)
 

@@ -19,6 +19,7 @@ from terrace.cluster.cluster import Cluster, Device, Kernels
 from terrace.cluster.presets import load_cluster, parse_cluster
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
+from terrace.model.spec import Computes
 from terrace.probe.assemble import assemble
 from terrace.probe.fit import (
     AttentionSample,
@@ -154,7 +155,7 @@ def layers(true: Device) -> list[LayerSample]:
     samples = []
     for config, sequence, micro_batch in layer_shapes(1e13):
         work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute="fp32")
-        seconds = block_seconds(true, work, 1, accumulate=True)
+        seconds = block_seconds(true, work, Computes.RESIDUAL, accumulate=True)
         samples.append(LayerSample(work=work, forward_s=seconds.forward_s, backward_s=seconds.backward_s))
     return samples
 

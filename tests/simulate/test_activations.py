@@ -12,6 +12,7 @@ from terrace.model.attention import SHORT_SEQUENCE
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.model.spec import Computes
 from terrace.runtime.head import chunked_head
 from terrace.simulate.activations import BlockActivations, block_activation_bytes
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
@@ -74,9 +75,9 @@ def test_the_layer_of_table_2(name: str, t: int, sequence_parallel: bool) -> Non
     table = sbh * 34 // t if sequence_parallel else sbh * 10 + sbh * 24 // t
     cut = t if sequence_parallel else 1
     statistics = 2 * 2 * s * b * 4 // cut + s * b * (a // t) * 4
-    assert block_activation_bytes(work, "layer", "cuda").kept_bytes == table - 2 * sbh // cut + statistics
+    assert block_activation_bytes(work, Computes.RESIDUAL, "cuda").kept_bytes == table - 2 * sbh // cut + statistics
     # With full recomputation the table keeps the whole input on every rank, and this runtime the rank's part.
-    full = block_activation_bytes(replace(work, recompute="full"), "layer", "cuda")
+    full = block_activation_bytes(replace(work, recompute="full"), Computes.RESIDUAL, "cuda")
     assert full.input_bytes == 2 * sbh // cut
 
 
@@ -141,7 +142,7 @@ def predict(config: ModelConfig, compute: str, sequence: int, index: int, again:
         flash=not (compute == "bf16" and sequence <= CPU_PLAIN_SEQUENCE),
         compute=compute,  # type: ignore[arg-type]
     )
-    return block_activation_bytes(work, ("embedding", "layer", "head")[index], "cpu")
+    return block_activation_bytes(work, tuple(Computes)[index], "cpu")
 
 
 def rotary_tables(block: nn.Module) -> list[Tensor]:
@@ -188,14 +189,14 @@ def test_a_recomputed_block(name: str, index: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fused_rms_norm_and_cut_heads_keep_less(name: str) -> None:
     work = Work(model=MODELS[name], sequence=256)
-    cpu, cuda = (block_activation_bytes(work, "layer", backend) for backend in ("cpu", "cuda"))
+    cpu, cuda = (block_activation_bytes(work, Computes.RESIDUAL, backend) for backend in ("cpu", "cuda"))
     if MODELS[name].norm == "rms":
         assert cuda.kept_bytes < cpu.kept_bytes
-    cut = block_activation_bytes(replace(work, tensor=2), "layer")
-    whole_streams = block_activation_bytes(replace(work, tensor=2, sequence_parallel=False), "layer")
+    cut = block_activation_bytes(replace(work, tensor=2), Computes.RESIDUAL)
+    whole_streams = block_activation_bytes(replace(work, tensor=2, sequence_parallel=False), Computes.RESIDUAL)
     assert 2 * cut.kept_bytes == cuda.kept_bytes
     assert cut.kept_bytes < whole_streams.kept_bytes < cuda.kept_bytes
-    assert 2 * block_activation_bytes(replace(work, ring=2), "layer").kept_bytes == cuda.kept_bytes
+    assert 2 * block_activation_bytes(replace(work, ring=2), Computes.RESIDUAL).kept_bytes == cuda.kept_bytes
 
 
 def test_a_tape_by_hand() -> None:
@@ -221,10 +222,8 @@ def test_a_tape_by_hand() -> None:
     assert backward_peak(tape, sizes) == 10 + 10 + 10 + 3 + 10 + 10
 
 
-def test_unknown_kinds_are_refused() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     work: Any = Work(model=MODELS["llama"], sequence=8)
     wrong: Any = "layers"
-    with pytest.raises(PlanError, match="block kind 'layers' is not known; did you mean 'layer'"):
-        block_activation_bytes(work, wrong)
     with pytest.raises(PlanError, match="backend = 'layers' is not known"):
-        block_activation_bytes(work, "layer", wrong)
+        block_activation_bytes(work, Computes.RESIDUAL, wrong)

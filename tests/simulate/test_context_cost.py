@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import forward_flops
+from terrace.model.spec import Computes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.plan.traffic import step_bytes
@@ -119,7 +120,7 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     assert attention is not None
     first, later = ((scale * forward, scale * backward) for forward, backward in core_rounds(task.cluster.device, work))
     rounds: Rounds = (first, later)
-    costs = replace(step_costs(program, work), rounds=rounds)
+    costs = replace(step_costs(program, work), rounds=(rounds,) * len(program.blocks))
     block = program.block_program(LAYER)
     forward_s, recomputed_s = (
         costs.waits_inside(Instruction(op, LAYER))[MessageClass.CONTEXT] for op in (Op.FORWARD, Op.BACKWARD)
@@ -210,7 +211,7 @@ def test_the_forms_of_a_space_split_heads_and_chunks() -> None:
 def test_activations_of_a_rank_fall_as_one_over_the_context_ranks() -> None:
     whole = Work(model=SMALL, sequence=4096)
     for backend in ("cpu", "cuda"):
-        kept = partial(block_activation_bytes, kind="layer", backend=backend)
+        kept = partial(block_activation_bytes, computes=Computes.RESIDUAL, backend=backend)
         for ulysses, ring in ((1, 2), (2, 1), (2, 2), (4, 4)):
             part = kept(replace(whole, ulysses=ulysses, ring=ring))
             # With Ulysses the output is kept where it was attended to and, for the next product, where its tokens are.
@@ -228,7 +229,7 @@ def test_what_costs_balance_is_predicted_for_the_most_that_a_place_may_attend_to
     assert even.most_attended == even.attended == 4096 // ring
     work = replace(even, balance="cost", pooled=pooled)
     assert work.most_attended == 3 * even.attended
-    part = block_activation_bytes(work, "layer")
+    part = block_activation_bytes(work, Computes.RESIDUAL)
     row = even.attended * 512 // ulysses * 2  # bytes that an even share has in a rank's heads; all 4 have keys
     assert part.saved["attention"] == 3 * (4 * row + even.attended * 4 // ulysses * 4)
     assert part.saved["attention output"] == even.tokens * 512 * 2

@@ -12,8 +12,10 @@ from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
 from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_model
+from terrace.model.spec import Computes
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
+from terrace.simulate.blocks import seconds_of
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
@@ -127,10 +129,11 @@ def test_a_dtype_without_a_peak_is_refused() -> None:
 @FAMILIES
 def test_with_free_memory_a_forward_is_its_flops(model: ModelConfig) -> None:
     work = Work(model=model, sequence=512, micro_batch=2, causal=False)
-    for block in range(model.num_blocks):
-        seconds = block_seconds(COMPUTE_ONLY, work, block)
-        flops = forward_flops(model, block, 2, 512)
-        core = 4 * 2 * 512**2 * model.num_heads * model.head_dim if 0 < block < model.num_blocks - 1 else 0
+    for index, block in enumerate(block_specs(model)):
+        seconds = seconds_of(COMPUTE_ONLY, work, block)
+        flops = forward_flops(model, index, 2, 512)
+        assert block.forward_flops(2, 512) == flops
+        core = 4 * 2 * 512**2 * model.num_heads * model.head_dim if block.computes is Computes.RESIDUAL else 0
         assert seconds.forward_s * 312e12 == pytest.approx(flops, abs=1e-3)
         assert seconds.weight_s * 312e12 == pytest.approx(flops - core, abs=1e-3)
         assert seconds.input_s * 312e12 == pytest.approx(flops - core + 2.5 * core, abs=1e-3)
@@ -138,8 +141,10 @@ def test_with_free_memory_a_forward_is_its_flops(model: ModelConfig) -> None:
 
 @FAMILIES
 def test_tensor_and_context_ranks_share_the_flops(model: ModelConfig) -> None:
-    whole = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2), 1)
-    cut = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2, tensor=4, ulysses=2), 1)
+    whole = block_seconds(COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2), Computes.RESIDUAL)
+    cut = block_seconds(
+        COMPUTE_ONLY, Work(model=model, sequence=512, micro_batch=2, tensor=4, ulysses=2), Computes.RESIDUAL
+    )
     assert cut.forward_s * 8 == pytest.approx(whole.forward_s)
     assert cut.backward_s * 8 == pytest.approx(whole.backward_s)
 
@@ -148,7 +153,7 @@ def test_tensor_and_context_ranks_share_the_flops(model: ModelConfig) -> None:
 def test_passes_of_a_gpt_layer_are_the_known_bytes(tensor: int) -> None:
     """(22 + 28/t) and (34 + 44/t) bytes an element of the residual stream, beside scores and products."""
     work = Work(model=GPT, sequence=512, tensor=tensor, sequence_parallel=False, flash=False, dropout=True)
-    seconds = block_seconds(MEMORY_ONLY, work, 1)
+    seconds = block_seconds(MEMORY_ONLY, work, Computes.RESIDUAL)
     core = attention_s(
         MEMORY_ONLY, batch=1, heads=16 // tensor, queries=512, keys=512, head_dim=64, flash=False, dropout=True
     )
@@ -167,8 +172,8 @@ def test_no_preset_is_faster_than_its_peaks(name: str, model: ModelConfig) -> No
     ideal = replace(device, kernels=Kernels())
     for tensor in (1, 4):
         work = Work(model=model, sequence=512, tensor=tensor)
-        for block in (0, 1, model.num_blocks - 1):
-            real, best = block_seconds(device, work, block), block_seconds(ideal, work, block)
+        for computes in Computes:
+            real, best = block_seconds(device, work, computes), block_seconds(ideal, work, computes)
             for part in ("forward_s", "input_s", "weight_s"):
                 assert getattr(best, part) <= getattr(real, part) < math.inf
             assert real.forward_s > best.forward_s or device.kernels == Kernels()
@@ -176,16 +181,16 @@ def test_no_preset_is_faster_than_its_peaks(name: str, model: ModelConfig) -> No
 
 def test_sequence_parallelism_cuts_what_stands_outside_the_products() -> None:
     work = Work(model=GPT, sequence=512, tensor=4)
-    saved = block_seconds(MEMORY_ONLY, replace(work, sequence_parallel=False), 1).forward_s
-    saved -= block_seconds(MEMORY_ONLY, work, 1).forward_s
+    saved = block_seconds(MEMORY_ONLY, replace(work, sequence_parallel=False), Computes.RESIDUAL).forward_s
+    saved -= block_seconds(MEMORY_ONLY, work, Computes.RESIDUAL).forward_s
     assert saved == pytest.approx((1 - 1 / 4) * 20 * 512 * 1024 / 2.039e12)
 
 
 @FAMILIES
 def test_what_is_recomputed_is_priced(model: ModelConfig) -> None:
     work = Work(model=model, sequence=512, flash=False)
-    plain = block_seconds(A100, work, 1)
-    full = block_seconds(A100, replace(work, recompute="full"), 1)
+    plain = block_seconds(A100, work, Computes.RESIDUAL)
+    full = block_seconds(A100, replace(work, recompute="full"), Computes.RESIDUAL)
     assert plain.again_s == 0
     assert full.again_s == plain.forward_s
     assert full.backward_s == pytest.approx(plain.backward_s + plain.forward_s)
@@ -193,29 +198,24 @@ def test_what_is_recomputed_is_priced(model: ModelConfig) -> None:
 
 def test_accumulating_reads_and_writes_the_gradient_once_more() -> None:
     work = Work(model=GPT, sequence=512)
-    for block, weights in ((0, 51200 * 1024), (1, 12 * 1024**2), (5, 51200 * 1024)):
-        once, more = (block_seconds(MEMORY_ONLY, work, block, accumulate=again) for again in (False, True))
+    weights_of = {Computes.LOOK_UP: 51200 * 1024, Computes.RESIDUAL: 12 * 1024**2, Computes.LOGITS: 51200 * 1024}
+    for computes, weights in weights_of.items():
+        once, more = (block_seconds(MEMORY_ONLY, work, computes, accumulate=again) for again in (False, True))
         assert (more.weight_s - once.weight_s) * 2.039e12 == pytest.approx(6 * weights)
         assert (more.forward_s, more.input_s) == (once.forward_s, once.input_s)
 
 
 def test_a_small_layer_waits_for_its_host() -> None:
     slow = replace(A100, kernels=replace(A100.kernels, host_layer_s=1.0))
-    seconds = block_seconds(slow, Work(model=GPT, sequence=512), 1)
+    seconds = block_seconds(slow, Work(model=GPT, sequence=512), Computes.RESIDUAL)
     assert seconds.forward_s == 1.0
     assert seconds.input_s + seconds.weight_s == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("block", [-1, 6])
-def test_a_block_that_does_not_exist(block: int) -> None:
-    with pytest.raises(IndexError, match=f"block {block} of a model with 6"):
-        block_seconds(A100, Work(model=GPT, sequence=512), block)
 
 
 def test_a_shape_is_priced_with_little_effort() -> None:
     """The search prices thousands."""
     work = Work(model=LLAMA, sequence=512, micro_batch=7)
-    assert lines_run(lambda: block_seconds(A100, work, 1)) < 1500
+    assert lines_run(lambda: block_seconds(A100, work, Computes.RESIDUAL)) < 1500
 
 
 def test_the_optimizer_moves_44_bytes_a_parameter() -> None:
@@ -249,7 +249,7 @@ def _program(num_micros: int = 2, **changes: object):  # type: ignore[no-untyped
 def test_step_costs_take_work() -> None:
     program = _program()
     costs = step_costs(program, Work(model=LLAMA, sequence=512))
-    layer = block_seconds(A100, Work(model=LLAMA, sequence=512), 1, accumulate=True)
+    layer = block_seconds(A100, Work(model=LLAMA, sequence=512), Computes.RESIDUAL, accumulate=True)
     assert costs.forward_s[1] == layer.forward_s
     assert costs.backward_s[1] == layer.input_s + layer.weight_s
     constants = A100.kernels.optimizer_s + len(program.blocks) * A100.kernels.launch_s
@@ -264,10 +264,20 @@ def test_work_that_is_not_the_plan_s_is_refused() -> None:
         (Work(model=LLAMA, sequence=512, micro_batch=3), "3 sequences in bf16"),
         (Work(model=LLAMA, sequence=512, compute="fp32"), "1 sequences in fp32"),
         (Work(model=LLAMA, sequence=512, recompute="full"), "the plan says what is recomputed"),
-        (Work(model=replace(LLAMA, num_layers=2), sequence=512), "a model of 4 blocks, and a program of 6"),
     ):
         with pytest.raises(PlanError, match=message):
             step_costs(program, work)
+
+
+def test_blocks_are_priced_at_their_own_sizes() -> None:
+    program = _program()
+    work = Work(model=LLAMA, sequence=512)
+    other = replace(work, model=replace(LLAMA, intermediate_size=8, num_layers=1))
+    assert step_costs(program, other) == step_costs(program, work)
+    wide = replace(program.blocks[1], config=replace(LLAMA, intermediate_size=2 * LLAMA.intermediate_size))
+    blocks = (program.blocks[0], wide, *program.blocks[2:])
+    costs = step_costs(replace(program, blocks=blocks), work)
+    assert costs.forward_s[1] > costs.forward_s[2] == step_costs(program, work).forward_s[2]
 
 
 def test_what_a_run_measures_is_not_scaled_again() -> None:

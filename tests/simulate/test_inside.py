@@ -12,6 +12,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster, Tier
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs, parse_model
+from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
@@ -226,7 +227,7 @@ def test_columns_share_products_and_the_stream_but_not_attention() -> None:
     device = replace(device, kernels=kernels)
     model = gpt(2, 4096, 32)
     whole, rows, columns = (
-        block_seconds(device, Work(model=model, sequence=1024, tensor=tensor, columns=c), 1)
+        block_seconds(device, Work(model=model, sequence=1024, tensor=tensor, columns=c), Computes.RESIDUAL)
         for tensor, c in ((1, 1), (4, 1), (4, 4))
     )
     assert whole.weight_s == pytest.approx(4 * rows.weight_s) == pytest.approx(4 * columns.weight_s)
@@ -255,14 +256,14 @@ def test_a_plan_s_layer_keeps_what_the_published_formulas_say(sequence_parallel:
     plan = Plan(mapping=mapping, compute="bf16", sequence_parallel=sequence_parallel, **places)
     work = replace(work_of(cluster, plan, gpt(96, 12288, 96), 2048), recompute=recompute)
     expected = 2048 * 12288 * FORMULAS[sequence_parallel, recompute](t)
-    assert block_activation_bytes(work, "layer", "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
+    assert block_activation_bytes(work, Computes.RESIDUAL, "cuda").kept_bytes == pytest.approx(expected, rel=0.05)
 
 
 def test_columns_cut_the_stream_whether_or_not_tokens_are_split() -> None:
     work = Work(model=LLAMA, sequence=64, tensor=4, columns=2, sequence_parallel=False)
     flat = replace(work, tensor=2, columns=1)
     # The rows see the same inside; the stream outside, 2 inputs of regions and 2 norms, is half.
-    for kind in ("layer", "head"):
-        cut, whole = (block_activation_bytes(each, kind, "cuda") for each in (work, flat))
+    for computes in (Computes.RESIDUAL, Computes.LOGITS):
+        cut, whole = (block_activation_bytes(each, computes, "cuda") for each in (work, flat))
         assert cut.input_bytes == whole.input_bytes / 2
         assert cut.kept_bytes < whole.kept_bytes

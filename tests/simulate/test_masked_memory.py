@@ -11,12 +11,13 @@ from terrace.model import attention
 from terrace.model.attention import AttentionPlans, Pieces
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
+from terrace.model.spec import Computes
 from terrace.plan.presets import preset
 from terrace.sequence.pairs import SHORT_PIECE
 from terrace.simulate.activations import block_activation_bytes
-from terrace.simulate.footprint import footprint, has_flash_attention
+from terrace.simulate.footprint import footprint
 from terrace.simulate.layers import block_seconds
-from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, mask_bytes
+from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, has_flash_attention, mask_bytes
 from terrace.simulate.work import Work
 from tests.simulate.test_activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
@@ -56,7 +57,7 @@ class Measured:
             flash=has_flash_attention(config, sequence, compute, "cpu", rows is not None),
             documents=rows is not None,
         )
-        self.predicted = block_activation_bytes(self.work, "layer", "cpu")
+        self.predicted = block_activation_bytes(self.work, Computes.RESIDUAL, "cpu")
 
     def _masks(self) -> list[Tensor]:
         plans = self.block.attention.plans
@@ -131,7 +132,8 @@ def test_the_footprint_has_positions_and_masks() -> None:
 def test_grouped_heads_that_are_repeated_are_kept() -> None:
     work = Work(model=MODELS["llama"], sequence=256, micro_batch=BATCH)
     plain, masked = (
-        block_activation_bytes(one, "layer", "cuda").kept_bytes for one in (work, replace(work, documents=True))
+        block_activation_bytes(one, Computes.RESIDUAL, "cuda").kept_bytes
+        for one in (work, replace(work, documents=True))
     )
     assert masked - plain == 2 * work.tokens * HIDDEN * 2
 
@@ -153,7 +155,9 @@ def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
     cpu = cluster_of(1).device
     model = MODELS["llama"]
     whole, cut = (
-        block_seconds(cpu, Work(model=replace(model, sliding_window=window), sequence=4096), 1).forward_s
+        block_seconds(
+            cpu, Work(model=replace(model, sliding_window=window), sequence=4096), Computes.RESIDUAL
+        ).forward_s
         for window in (0, 128)
     )
     assert cut < 0.7 * whole

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.launch.start import LocalPool
+from terrace.model.spec import Computes
 from terrace.plan.presets import preset
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
@@ -40,8 +41,8 @@ def test_what_a_layer_keeps_on_context_ranks(pool: LocalPool, size: int, forms: 
     by_rank = pool.run(size, layer_memory, cluster, plans, MODEL, SEQUENCE, timeout_s=100.0)
     for index, (ulysses, ring) in enumerate(forms):
         work = work_of(cluster, plans[index], MODEL, SEQUENCE, "cpu")
-        predicted = block_activation_bytes(work, "layer", "cpu")
-        alone = block_activation_bytes(replace(work, ulysses=1, ring=1), "layer", "cpu")
+        predicted = block_activation_bytes(work, Computes.RESIDUAL, "cpu")
+        alone = block_activation_bytes(replace(work, ulysses=1, ring=1), Computes.RESIDUAL, "cpu")
         output = SEQUENCE * BATCH * MODEL.hidden_size * 4
         for held in (results[index] for results in by_rank):
             assert held.saved == sum(predicted.saved.values()), (ulysses, ring)

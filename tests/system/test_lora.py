@@ -25,6 +25,7 @@ from terrace.model.init import initial_value
 from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
 from terrace.model.lora.modules import Value, add_adapters, merged
 from terrace.model.lora.peft import write_adapter
+from terrace.model.spec import BlockSpec
 from terrace.plan.memory import model_state_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -61,7 +62,8 @@ def values_of(config: ModelConfig, lora: LoraConfig) -> dict[tuple[str, str], Te
 
 def blocks_with(config: ModelConfig, lora: LoraConfig | None, value: Value) -> list[nn.Module]:
     """Blocks on the CPU in fp64, with adapters or without."""
-    blocks, specs = build_blocks(config, "cpu", torch.float64), block_specs(config)
+    blocks = build_blocks(config, "cpu", torch.float64)
+    specs: tuple[BlockSpec, ...] = block_specs(config)
     if lora is not None:
         add_adapters(blocks, config, lora)
         specs = with_adapters(specs, lora)
