@@ -274,7 +274,7 @@ def test_blocks_are_priced_at_their_own_sizes() -> None:
     work = Work(model=LLAMA, sequence=512)
     other = replace(work, model=replace(LLAMA, intermediate_size=8, num_layers=1))
     assert step_costs(program, other) == step_costs(program, work)
-    wide = replace(program.blocks[1], config=replace(LLAMA, intermediate_size=2 * LLAMA.intermediate_size))
+    wide = replace(program.blocks[1], config=replace(LLAMA, intermediate_size=64 * LLAMA.intermediate_size))
     blocks = (program.blocks[0], wide, *program.blocks[2:])
     costs = step_costs(replace(program, blocks=blocks), work)
     assert costs.forward_s[1] > costs.forward_s[2] == step_costs(program, work).forward_s[2]
