@@ -3,7 +3,7 @@
 from bench.validation.rows import Row, Table, gpt, read_rows
 from terrace.cluster.presets import load_cluster
 from terrace.model.config import block_specs
-from terrace.simulate.blocks import seconds_of
+from terrace.simulate.layers import seconds_of
 from terrace.simulate.work import Work
 
 _VOCAB = 50304  # GPT-2's, padded to a multiple of 128: assumed

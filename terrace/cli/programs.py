@@ -5,7 +5,7 @@ from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.verify_ranks import verify_stages
 from terrace.report.tables import quantity
-from terrace.simulate.blocks import activations_by_block
+from terrace.simulate.activations import activations_by_block
 from terrace.simulate.footprint import work_of
 from terrace.simulate.stages import activation_bytes
 from terrace.train.config import RunConfig

@@ -72,6 +72,12 @@ class BlockSpec:
         return self.params == other.params and replace(other, name=self.name) == self
 
     @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(Inputs, outputs) of its matrices in order, before slicing."""
+        shapes = (param.whole or param.shape for param in self.params)
+        return tuple((shape[1], shape[0]) for shape in shapes if len(shape) == 2)
+
+    @property
     def num_trainable(self) -> int:
         """Number of trainable elements owned."""
         return sum(param.numel for param in self.params if param.trainable)

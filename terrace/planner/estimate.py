@@ -21,14 +21,14 @@ from terrace.plan.wire import FORMATS
 from terrace.planner.inner import Inner, InnerSeconds
 from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
-from terrace.simulate.blocks import activations_of, seconds_of
+from terrace.simulate.activations import activations_of
 from terrace.simulate.footprint import (
     CPU_CONTEXT_BYTES,
     CUDA_ALLOCATOR_FACTOR,
     CUDA_CONTEXT_BYTES,
     footprint,
 )
-from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s
+from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
 from terrace.simulate.links import gather_s, rate_bytes_per_s, send_s
 from terrace.simulate.masks import has_flash_attention
 from terrace.simulate.states import Stage, model_states, stage_of, state_layout

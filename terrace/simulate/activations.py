@@ -21,15 +21,18 @@ kernels. RoPE's tables are shared by all layers and are not counted here.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
-from terrace.model.spec import Computes
+from terrace.model.spec import BlockSpec, Computes
+from terrace.plan.plan import Plan
+from terrace.plan.residency import recomputed
 from terrace.simulate.block_tape import Backend, BlockTape
-from terrace.simulate.masks import copied_bytes
+from terrace.simulate.masks import copied_bytes, work_in
 from terrace.simulate.tape import INPUT, OUTPUT, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
 
@@ -58,6 +61,26 @@ class BlockActivations:
     @property
     def kept_bytes(self) -> int:
         return self.input_bytes + sum(self.saved.values())
+
+
+def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActivations:
+    """Bytes that a block holds for one micro-batch."""
+    if block.computes is None:
+        return chain_activation_bytes(work, block.matrices, backend)
+    return block_activation_bytes(work_in(work, block, backend), block.computes, backend)
+
+
+def activations_by_block(
+    work: Work, plan: Plan, blocks: Sequence[BlockSpec], backend: Backend
+) -> list[tuple[int, int]]:
+    """For every block: bytes one micro-batch keeps from forward to backward, and extra bytes while its backward runs.
+
+    The plan's patterns say which blocks are recomputed.
+    """
+    # The plan's patterns decide per block, so `work` itself recomputes nothing.
+    again, whole = recomputed(plan, blocks), replace(work, recompute="full")
+    held = [activations_of(whole if index in again else work, block, backend) for index, block in enumerate(blocks)]
+    return [(block.kept_bytes, max(0, block.backward_peak_bytes - block.kept_bytes)) for block in held]
 
 
 @lru_cache(maxsize=4096)

@@ -31,11 +31,11 @@ from terrace.plan.newton_schulz import NUM_STEPS, iteration_flops, iteration_pro
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.instruction import Instruction, Op
-from terrace.simulate.blocks import seconds_of, work_in
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import fresh_s, gemm_s
-from terrace.simulate.layers import core_rounds, optimizer_s
+from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
 from terrace.simulate.links import hop_s, send_s, tier_penalty
+from terrace.simulate.masks import work_in
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def _from_work(program: "Program", work: Work) -> Costs:
         weight.append(seconds.weight_s * _trained_part(block))
         backward.append(seconds.input_s + weight[-1])
     rounds = [core_rounds(device, work_in(work, block, device.backend)) for block in program.blocks]
-    return _costs(program, forward, backward, update_seconds(program), weight, rounds, in_chunks=program.blocks[-1].computes is Computes.LOGITS)
+    in_chunks = program.blocks[-1].computes is Computes.LOGITS
+    return _costs(program, forward, backward, update_seconds(program), weight, rounds, in_chunks)
 
 
 def _costs(
@@ -245,7 +246,8 @@ def _from_flops(program: "Program", forward_flops: Sequence[float]) -> Costs:
         products_s = NUM_STEPS * sum(map(iteration_flops, whole)) / peak
         update.append(_owned(parts) * (_ADAMW_PASSES * master + copied) / bandwidth + products_s)
     rounds = [_rounds(program, peak)] * len(program.blocks)
-    return _costs(program, forward, backward, update, weight, rounds, in_chunks=True)
+    # Any last block's loss is taken to be computed in chunks: FLOPs alone do not tell.
+    return _costs(program, forward, backward, update, weight, rounds, True)
 
 
 def _rounds(program: "Program", peak: float) -> Rounds:

@@ -12,7 +12,8 @@ not flash, 2e(Q + 2K)T/t each way to lay its operands out, and eIT/t to sum the 
 is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. Sequence parallelism cuts everything outside the
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
 repeat the rest. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
-of a ring and covers the heads of a Ulysses rank. Messages are priced in `terrace.simulate.inside`.
+of a ring and covers the heads of a Ulysses rank. A block that declares its parameters alone is priced as a chain of
+matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in `terrace.simulate.inside`.
 """
 
 import math
@@ -22,10 +23,10 @@ from functools import lru_cache
 from terrace.cluster.cluster import Device
 from terrace.model.config import ModelConfig, forward_flops
 from terrace.model.loss_chunks import chunk_rows
-from terrace.model.spec import Computes
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
-from terrace.simulate.masks import core_keys
+from terrace.simulate.masks import core_keys, work_in
 from terrace.simulate.work import Work
 
 # Cross-entropy passes over bf16 logits in fp32 (cast, maximum, exponent and sum; backward, softmax and cast).
@@ -51,6 +52,13 @@ class BlockSeconds:
     def backward_s(self) -> float:
         """Seconds of both gradients and of recomputation."""
         return self.input_s + self.weight_s + self.again_s
+
+
+def seconds_of(device: Device, work: Work, block: BlockSpec, *, accumulate: bool = False) -> BlockSeconds:
+    """Seconds of a block on a micro-batch; `accumulate` as in `block_seconds`."""
+    if block.computes is None:
+        return chain_seconds(device, work, block.matrices, accumulate)
+    return block_seconds(device, work_in(work, block, device.backend), block.computes, accumulate=accumulate)
 
 
 def block_seconds(device: Device, work: Work, computes: Computes, *, accumulate: bool = False) -> BlockSeconds:

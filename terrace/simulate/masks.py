@@ -6,7 +6,10 @@ heads are repeated for a kernel that takes a mask. The documents are unknown her
 counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
 """
 
-from terrace.model.config import ModelConfig
+from dataclasses import replace
+
+from terrace.model.config import DecoderBlock, ModelConfig
+from terrace.model.spec import BlockSpec
 from terrace.plan.wire import FORMATS
 from terrace.simulate.work import Work
 
@@ -52,6 +55,14 @@ def has_flash_attention(model: ModelConfig, sequence: int, compute: str, backend
         return compute != "bf16" or (longest > CPU_PLAIN_SEQUENCE and not documents)
     grouped = model.num_kv_heads != model.num_heads and not masked
     return compute != "fp64" and not (compute == "fp32" and grouped)
+
+
+def work_in(work: Work, block: BlockSpec, backend: str) -> Work:
+    """The work of a micro-batch in a block that has its own sizes."""
+    if not isinstance(block, DecoderBlock) or block.config is work.model or block.config == work.model:
+        return work
+    flash = has_flash_attention(block.config, work.sequence, work.compute, backend, work.documents)
+    return replace(work, model=block.config, flash=work.flash and flash)
 
 
 def copied_bytes(work: Work, backend: str, key_bytes: int, query_bytes: int) -> int:

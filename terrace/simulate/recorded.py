@@ -7,7 +7,7 @@ prediction's (terrace.simulate.step), which all commands share.
 from dataclasses import dataclass
 from functools import cached_property
 
-from terrace.simulate.blocks import activations_by_block
+from terrace.simulate.activations import activations_by_block
 from terrace.simulate.critical import CriticalPath, critical_path, exposed_by_axis
 from terrace.simulate.curve import MemoryCurve, memory_curve
 from terrace.simulate.recording import Recording

@@ -29,10 +29,10 @@ from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, 
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
 from terrace.program.lowering import build
-from terrace.simulate.blocks import seconds_of
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
+from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, sized, small_task

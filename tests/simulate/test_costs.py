@@ -15,11 +15,10 @@ from terrace.model.config import ModelConfig, block_specs, forward_flops, parse_
 from terrace.model.spec import Computes
 from terrace.plan.presets import preset
 from terrace.program.lowering import build
-from terrace.simulate.blocks import seconds_of
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.kernels import attention_s, gemm_s, gemm_share, memory_s, peak_flops_per_s
-from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s
+from terrace.simulate.layers import block_seconds, hardware_flops, model_flops, optimizer_s, seconds_of
 from terrace.simulate.links import rate_bytes_per_s
 from terrace.simulate.work import Work
 from terrace.train.calibrate import _measured
