@@ -13,7 +13,8 @@ is (22 + 28/t)TH forward and (34 + 44/t)TH backward in bf16. Sequence parallelis
 tensor-parallel products over the rows. Tensor columns cut the residual stream and the hidden side of every product, and
 repeat the rest. Query, key and value count as one product, and so do gate and up. Attention is summed over the rounds
 of a ring and covers the heads of a Ulysses rank. A block that declares its parameters alone is priced as a chain of
-matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in `terrace.simulate.inside`.
+matrix products: all its matrices, in order, each shared evenly by tensor ranks. Messages are priced in
+`terrace.simulate.inside`.
 """
 
 import math
