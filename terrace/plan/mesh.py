@@ -70,6 +70,10 @@ class Mesh:
     def _groups(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         return {}
 
+    @cached_property
+    def _parts(self) -> dict[tuple[str, ...], "Mesh"]:
+        return {}
+
     def group(self, *axes: str) -> tuple[int, ...]:
         """The product of the degrees of `axes`, per tier: the shape of a group of ranks that differ only on them."""
         found = self._groups.get(axes)
@@ -103,8 +107,12 @@ class Mesh:
 
     def only(self, *axes: str) -> "Mesh":
         """The mesh with every axis but `axes` at degree 1."""
-        kept = _positions(axes)
-        return _interned(tuple(tuple(d if i in kept else 1 for i, d in enumerate(row)) for row in self.degrees))
+        found = self._parts.get(axes)
+        if found is None:
+            kept = _positions(axes)
+            found = _interned(tuple(tuple(d if i in kept else 1 for i, d in enumerate(row)) for row in self.degrees))
+            self._parts[axes] = found
+        return found
 
     def with_ulysses(self, degrees: Sequence[int]) -> "Mesh":
         """The mesh with `degrees` of the context ranks per tier in Ulysses form, the rest of them in a ring."""

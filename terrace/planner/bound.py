@@ -54,17 +54,18 @@ class Bounds:
         self.mail = Mail(estimator)
         self._space = Space(task=self.task)
         self._known_forms: dict[Mesh, Sequence[Mesh]] = {}
-        self._block_works: dict[tuple[Mesh, bool, int, int, bool], list[Work]] = {}
+        self._block_works: dict[tuple[Mesh, bool, int, int, bool, bool], list[Work]] = {}
         self._most_layer: dict[tuple[Mesh, int, int, bool], list[Work]] = {}
         self._pipelines: dict[tuple[object, ...], Pipeline] = {}
         self._first_played: dict[tuple[object, ...], Pipeline] = {}  # by `_orders_key`
 
-    def root(self, shape: OpenMesh, micro_batch: int, recompute: int) -> PartialCandidate:
+    def root(self, shape: OpenMesh, micro_batch: int, recompute: int, *, context: bool = True) -> PartialCandidate:
         """Bound over all schedules of a shape, with the stages of the lightest possible pipeline.
 
-        For an open shape it is also a bound over its context forms.
+        For an open shape it is also a bound over its context forms. Without `context` it leaves out the messages of
+        context ranks: lower, and found in less time.
         """
-        works, kept = self._works(shape, micro_batch, recompute), self._kept(shape, micro_batch, recompute)
+        works, kept = self._works(shape, micro_batch, recompute, context), self._kept(shape, micro_batch, recompute)
         numels = self.estimator.own_numels(shape.mesh)
         micros = self.task.batch // (shape.mesh.total("data") * micro_batch)
         stages, layers = shape.mesh.total("pipeline"), self.num_layers
@@ -328,13 +329,13 @@ class Bounds:
         least = max(numel * states + times * kept for numel, kept in core.stages) + gathered
         return self.estimator.whole_bytes(least) * SLACK
 
-    def _works(self, shape: OpenMesh, micro_batch: int, recompute: int) -> list[Work]:
+    def _works(self, shape: OpenMesh, micro_batch: int, recompute: int, context: bool = True) -> list[Work]:
         accumulate = self.estimator.accumulates(shape.mesh, micro_batch)
-        key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate)
+        key = (shape.mesh.inside, shape.is_open, micro_batch, recompute, accumulate, context)
         found = self._block_works.get(key)
         if found is None:
-            forms = self._forms(shape)
-            found = [block_work(self.estimator, kind, forms, micro_batch, recompute, accumulate) for kind in KINDS]
+            forms, numbers = self._forms(shape), (micro_batch, recompute, accumulate)
+            found = [block_work(self.estimator, kind, forms, *numbers, context=context) for kind in KINDS]
             self._block_works[key] = found
         return found
 

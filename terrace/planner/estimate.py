@@ -18,7 +18,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
 from terrace.plan.wire import FORMATS
-from terrace.planner.inner import Inner, InnerSeconds
+from terrace.planner.inner import Inner, PassSeconds
 from terrace.planner.task import EMBEDDING, HEAD, LAYER, Choice, Placement, Task, plan_of
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
@@ -86,7 +86,8 @@ class Estimator:
         attends = has_flash_attention(task.model, task.sequence, task.compute, task.backend)
         self._flash = attends and task.software.flash
         self._works: dict[tuple[Mesh, int, int], Work] = {}
-        self._blocks: dict[tuple[int, Mesh, int, int, bool], Seconds] = {}
+        self._blocks: dict[tuple[object, ...], Seconds] = {}
+        self._tensors: dict[tuple[int, Mesh, int, bool], PassSeconds] = {}
         self._kernels: dict[tuple[int, ...], BlockSeconds] = {}
         self._states: dict[tuple[tuple[int, ...], Placement], float] = {}
         self._kept: dict[tuple[int, Mesh, int], int] = {}
@@ -125,41 +126,57 @@ class Estimator:
         """Whether a step adds up the gradients of several micro-batches."""
         return mesh.total("data") * micro_batch < self.task.batch
 
-    def least_block(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
-        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks, sorted by Ulysses degree."""
+    def least_block(
+        self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, *, context: bool = True
+    ) -> Seconds:
+        """Lower bound on the seconds of a block over `forms` of a mesh's context ranks, sorted by Ulysses degree.
+
+        Without `context` it leaves out the messages of context ranks, most of what a bound costs.
+        """
         if kind != LAYER:
             return self._block(kind, forms[:1], micro_batch, accumulate)
         # With flash attention the form with the highest Ulysses degree computes least: equal FLOPs in the fewest ring
         # rounds. Overlap saves at most the computing it hides behind, so that computing plus the least messages is a
         # bound.
         if self._flash:
-            return self._block(kind, forms, micro_batch, accumulate)
-        each = [self._block(kind, (form,), micro_batch, accumulate) for form in forms]
+            return self._block(kind, forms, micro_batch, accumulate, context)
+        each = [self._block(kind, (form,), micro_batch, accumulate, context) for form in forms]
         numbers = zip(*((one.forward_s, one.backward_s, one.weight_s, one.again_s) for one in each), strict=True)
         # Without it no form is best in all four; the minima may come from different forms.
         return Seconds(*map(min, numbers))
 
-    def _block(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
+    def _block(
+        self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, context: bool = True
+    ) -> Seconds:
         mesh = forms[-1]
-        key = (kind, mesh, len(forms), micro_batch, accumulate)
+        key: tuple[object, ...] = (kind, mesh, len(forms), micro_batch, accumulate, context)
+        if kind != LAYER:  # it sees tokens only, whatever the context ranks
+            key = (kind, mesh.only("tensor"), self.work(mesh, micro_batch).tokens, accumulate)
         found = self._blocks.get(key)
         if found is None:
-            found = self._blocks[key] = self._summed(kind, forms, micro_batch, accumulate)
+            found = self._blocks[key] = self._summed(kind, forms, micro_batch, accumulate, context)
         return found
 
-    def _summed(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool) -> Seconds:
+    def _summed(self, kind: int, forms: Sequence[Mesh], micro_batch: int, accumulate: bool, context: bool) -> Seconds:
         mesh = forms[-1]
         own = self._compute(kind, mesh, micro_batch, accumulate)
-        inner = self.inner.seconds(kind, mesh, self.work(mesh, micro_batch), own)
-        if len(forms) > 1:
+        forward_s, backward_s, again_s = self._tensor(kind, mesh, micro_batch, accumulate)
+        if context and kind == LAYER and mesh.total("context") > 1:
             # Several forms ask for a bound: the computing of the last with the cheapest messages of any.
             waits = [self.inner.context(form, self.work(form, micro_batch)) for form in forms]
-            forward_s, backward_s, again_s = map(min, zip(*waits, strict=True))
-            inner = inner._replace(context=(forward_s, backward_s, again_s))
-        forward_s, backward_s, again_s = map(math.fsum, zip(*inner, strict=True))
+            least = list(map(min, zip(*waits, strict=True)))
+            forward_s, backward_s, again_s = forward_s + least[0], backward_s + least[1], again_s + least[2]
         return Seconds(
             own.forward_s + forward_s, own.input_s + own.weight_s + backward_s, own.weight_s, own.forward_s + again_s
         )
+
+    def _tensor(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:
+        key = (kind, mesh, micro_batch, accumulate)
+        found = self._tensors.get(key)
+        if found is None:
+            own = self._compute(kind, mesh, micro_batch, accumulate)
+            found = self._tensors[key] = self.inner.tensor(kind, mesh, self.work(mesh, micro_batch), own)
+        return found
 
     def compute(self, kind: int, choice: Choice) -> BlockSeconds:
         """Seconds of a block on one micro-batch without messages."""
@@ -178,11 +195,6 @@ class Estimator:
             found = seconds_of(device, work, block, accumulate=accumulate)
             found = self._kernels[key] = at_once(found) if kind == HEAD and mesh.total("tensor") == 1 else found
         return found
-
-    def inner_seconds(self, kind: int, choice: Choice) -> InnerSeconds:
-        """Seconds a block waits for its tensor and context ranks on one micro-batch."""
-        work = self.work(choice.mesh, choice.micro_batch)
-        return self.inner.seconds(kind, choice.mesh, work, self.compute(kind, choice))
 
     def boundary_s(self, mesh: Mesh, micro_batch: int) -> float:
         """Seconds to send an activation to the next stage, on the slowest tier that a boundary crosses."""

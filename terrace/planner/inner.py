@@ -4,13 +4,11 @@ The steps of an embedding, a layer and a head do not depend on the tiers of the 
 steps are cached by degrees and tokens, prices by mapping.
 """
 
-from typing import NamedTuple
-
 from terrace.plan.mesh import TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import MessageClass
-from terrace.planner.task import LAYER, Task
+from terrace.planner.task import Task
 from terrace.program.block_program.attention import attention_moments
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import Moment, moments_of
@@ -25,13 +23,6 @@ Passes = tuple[tuple[PricedMoment, ...], ...]  # of a forward, a backward, and a
 _NOTHING: PassSeconds = (0.0, 0.0, 0.0)
 
 
-class InnerSeconds(NamedTuple):
-    """Seconds by which messages inside a block lengthen its passes."""
-
-    tensor: PassSeconds
-    context: PassSeconds
-
-
 class Inner:
     """Messages inside the blocks of one task, cached."""
 
@@ -42,13 +33,12 @@ class Inner:
         self._priced: dict[tuple[int, Mesh, int], Passes] = {}
         self._prices: dict[Mesh, InBlockPrices] = {}
         self._contexts: dict[tuple[object, ...], PassSeconds] = {}
+        self._sends: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> InnerSeconds:
-        """Seconds a block waits on one micro-batch, if its computing takes `own`."""
-        tensor = self._tensor(kind, mesh, work, own) if work.tensor > 1 else _NOTHING
-        return InnerSeconds(tensor, self.context(mesh, work) if kind == LAYER and work.context > 1 else _NOTHING)
-
-    def _tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
+    def tensor(self, kind: int, mesh: Mesh, work: Work, own: BlockSeconds) -> PassSeconds:
+        """Seconds a block waits for its tensor ranks on one micro-batch, if its computing takes `own`."""
+        if work.tensor == 1:
+            return _NOTHING
         hides = self.task.software.hides_messages
         rooms = rooms_of(own.forward_s, own.input_s, own.weight_s) if hides else {}
         forward_s, backward_s, with_forward_s = (
@@ -67,7 +57,7 @@ class Inner:
             rounds = core_rounds(cluster.device, work)
             rooms = rooms_of(0.0, 0.0, 0.0, rounds) if self.task.software.hides_messages else {}
             bytes_of = attention_bytes(work, *degrees)
-            prices = InBlockPrices(cluster, None, bytes_of)
+            prices = InBlockPrices(cluster, None, bytes_of, self._sends)
             forward_s, backward_s = (
                 exposed(prices.priced(moments), rooms).get(MessageClass.CONTEXT, 0.0)
                 for moments in attention_moments(bytes_of.parts, bytes_of.ring)
@@ -77,6 +67,13 @@ class Inner:
 
     def _passes(self, kind: int, mesh: Mesh, num_tokens: int) -> Passes:
         group = mesh.only("tensor")
+        key = (kind, group, num_tokens)
+        found = self._priced.get(key)
+        if found is None:
+            found = self._priced[key] = self._interpolated(kind, group, num_tokens)
+        return found
+
+    def _interpolated(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
         num_ranks = group.total("tensor")
         # Seconds are latency plus bytes over a rate, and bytes are linear in the tokens, so two sizes determine all
         # others. Padding of tokens or of encoded messages breaks the line; such sizes are priced one by one.
@@ -84,23 +81,19 @@ class Inner:
             return self._passes_of(kind, group, num_tokens)
         size = num_ranks * self.task.sequence
         key = (kind, group)
-        found = self._lines.get(key)
-        if found is None:
-            found = self._lines[key] = self._passes_of(kind, group, size), self._passes_of(kind, group, 2 * size)
+        ends = self._lines.get(key)
+        if ends is None:
+            ends = self._lines[key] = self._passes_of(kind, group, size), self._passes_of(kind, group, 2 * size)
         more = num_tokens / size - 1
         return tuple(
             tuple(_on_the_line(one, two, more) for one, two in zip(first, second, strict=True))
-            for first, second in zip(*found, strict=True)
+            for first, second in zip(*ends, strict=True)
         )
 
     def _passes_of(self, kind: int, group: Mesh, num_tokens: int) -> Passes:
-        key = (kind, group, num_tokens)
-        if key not in self._priced:
-            if group not in self._prices:
-                self._prices[group] = InBlockPrices(self.task.cluster, self._axis(group, 1), None)
-            priced = self._prices[group].priced
-            self._priced[key] = tuple(map(priced, self._moments_of(kind, group, num_tokens)))
-        return self._priced[key]
+        if group not in self._prices:
+            self._prices[group] = InBlockPrices(self.task.cluster, self._axis(group, 1), None)
+        return tuple(map(self._prices[group].priced, self._moments_of(kind, group, num_tokens)))
 
     def _moments_of(self, kind: int, group: Mesh, num_tokens: int) -> list[tuple[Moment, ...]]:
         key = (kind, group.total("rows"), group.total("columns"), num_tokens)

@@ -163,10 +163,20 @@ def layers_of(stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def block_work(
-    estimator: Estimator, kind: int, forms: Sequence[Mesh], micro_batch: int, recompute: int, accumulate: bool
+    estimator: Estimator,
+    kind: int,
+    forms: Sequence[Mesh],
+    micro_batch: int,
+    recompute: int,
+    accumulate: bool,
+    *,
+    context: bool = True,
 ) -> Work:
-    """Seconds of a block on a micro-batch, the minimum over `forms`; only layers are recomputed."""
-    block = estimator.least_block(kind, forms, micro_batch, accumulate)
+    """Seconds of a block on a micro-batch, the minimum over `forms`; only layers are recomputed.
+
+    Without `context` the messages of context ranks are left out.
+    """
+    block = estimator.least_block(kind, forms, micro_batch, accumulate, context=context)
     # `recompute` in a plan names layers only.
     again_s = block.again_s if recompute and kind == LAYER else 0.0
     return block.forward_s, block.backward_s + again_s, block.weight_s

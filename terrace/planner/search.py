@@ -1,9 +1,9 @@
 """Best-first search by lower bounds; choices bounded above the best found are never evaluated.
 
-1. Every mapping table, micro-batch and recomputation gets a bound on its computing, shared by all its context forms.
-   Those that do not fit with all states sharded as far as possible are dropped.
-2. The entry of lowest bound is opened: each of its schedules gets a bound, then the bound with its cheapest placement,
-   then each of its context forms likewise.
+1. Every mapping table, micro-batch and recomputation gets a bound on its computing, shared by all its context forms,
+   without their messages. Those that do not fit with all states sharded as far as possible are dropped.
+2. The entry of lowest bound is opened: the messages of context ranks are counted, each of its schedules gets a bound,
+   then the bound with its cheapest placement, then each of its context forms likewise.
 3. Next its orders are played, and every placement and unit gets its own bounds on time and memory.
 4. At last it is evaluated: its step is built and simulated.
 
@@ -67,10 +67,11 @@ class Found:
 class Level(IntEnum):
     """Stage of refinement of a search entry."""
 
-    ROOT = 0  # no schedule yet
-    CORE = 1  # the bound in closed form
-    CHEAPEST = 2  # with the messages of its cheapest placement
-    PLACED = 3  # a whole choice
+    OUTLINE = 0  # no schedule yet, and no messages of context ranks
+    ROOT = 1  # no schedule yet
+    CORE = 2  # the bound in closed form
+    CHEAPEST = 3  # with the messages of its cheapest placement
+    PLACED = 4  # a whole choice
 
 
 Entry = tuple[float, Level, tuple[object, ...], PartialCandidate, Placement, int]
@@ -90,7 +91,10 @@ class Search:
 
     def run(self, count: int = 5, limit: int = 400) -> Found:
         """The `count` best choices after at most `limit` evaluations."""
-        heap: list[Entry] = [(core.bound_s, Level.ROOT, core.key, core, _NOWHERE, 0) for core in self._roots()]
+        heap: list[Entry] = [
+            (root.bound_s, Level.OUTLINE if root.shape.is_open else Level.ROOT, root.key, root, _NOWHERE, 0)
+            for root in self._roots()
+        ]
         heapq.heapify(heap)
         num_roots, tried = len(heap), 0
         fitting: list[Estimate] = []  # in ascending order of time
@@ -136,7 +140,8 @@ class Search:
             places = placements(space, shape.mesh)[::-1]  # the one that shards most first
             for micro_batch in micro_batches(space, shape.mesh.total("data")):
                 # Memory grows with the micro-batch, so the first one that fits nowhere ends the shape.
-                roots = roots_of(space, self.bounds, shape, micro_batch)
+                # Most are never opened, so the messages of their context ranks need no price.
+                roots = roots_of(space, self.bounds, shape, micro_batch, context=False)
                 fitting = [root for root in roots if self._fits_somewhere(root, places)]
                 yield from fitting
                 if not fitting:
@@ -144,7 +149,10 @@ class Search:
 
     def _opened(self, entry: Entry) -> Iterator[Entry]:
         bound_s, level, _, core, _, _ = entry
-        if level is Level.ROOT:
+        if level is Level.OUTLINE:
+            root = self.bounds.root(core.shape, core.micro_batch, core.recompute)
+            yield max(bound_s, root.bound_s), Level.ROOT, root.key, root, _NOWHERE, 0
+        elif level is Level.ROOT:
             for open_core in self.bounds.cores(core, self._schedules_of(core.shape.mesh.total("pipeline"))):
                 for further in in_units(self.space, open_core):
                     yield max(bound_s, further.bound_s), Level.CORE, further.key, further, _NOWHERE, 0
@@ -255,9 +263,12 @@ def units_of(space: Space, core: PartialCandidate, placement: Placement) -> tupl
     return (core.unit,) if core.unit else units(space, core.num_micros, placement, pipelined)
 
 
-def roots_of(space: Space, bounds: Bounds, shape: OpenMesh, micro_batch: int) -> list[PartialCandidate]:
+def roots_of(
+    space: Space, bounds: Bounds, shape: OpenMesh, micro_batch: int, *, context: bool = True
+) -> list[PartialCandidate]:
     """Roots of a shape and a micro-batch: with and without recomputation, as pins allow."""
-    return [bounds.root(shape, micro_batch, again) for again in (0, 1) if space.pins.allows("recompute", again)]
+    allowed = (again for again in (0, 1) if space.pins.allows("recompute", again))
+    return [bounds.root(shape, micro_batch, again, context=context) for again in allowed]
 
 
 def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:

@@ -32,6 +32,7 @@ WAIT_CONTEXT = f"wait {MessageClass.CONTEXT.value}"
 Rounds = tuple[tuple[float, float], tuple[float, float]]  # (forward, backward) s of the first and of later rounds
 Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages hide
 
+_CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT)  # all that travel inside a block
 _PIECES = (
     *map(Compute, (Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS)),
     *(Compute(kind, step) for kind in (Kind.ROUND, Kind.ROUND_GRADIENTS) for step in (0, 1)),
@@ -50,10 +51,20 @@ class PricedMoment(NamedTuple):
 
 
 class InBlockPrices:
-    """Cached seconds of single messages inside a block."""
+    """Cached seconds of single messages inside a block.
 
-    def __init__(self, cluster: Cluster, tensor: TensorTraffic | None, attention: AttentionBytes | None) -> None:
+    `sends` has the seconds of messages of context ranks by their bytes; blocks on one cluster may share it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        tensor: TensorTraffic | None,
+        attention: AttentionBytes | None,
+        sends: dict[tuple[object, ...], float] | None = None,
+    ) -> None:
         self._cluster, self._tensor, self._attention = cluster, tensor, attention
+        self._sends = {} if sends is None else sends
         self._known: dict[InBlockMessage, tuple[float, float]] = {}
 
     def by_tier(self, message: InBlockMessage) -> dict[int, float]:
@@ -76,7 +87,18 @@ class InBlockPrices:
             own_tier = -1 if isinstance(message, TensorMessage) else message.tier
             device_penalty = self._cluster.device.overlap_penalty
             penalty = device_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
-            found = self._known[message] = sum(self.by_tier(message).values()), penalty
+            found = self._known[message] = self._seconds(message), penalty
+        return found
+
+    def _seconds(self, message: InBlockMessage) -> float:
+        if isinstance(message, TensorMessage) or self._attention is None:
+            return sum(self.by_tier(message).values())
+        # Forward and backward, keys and their gradients often have the same bytes.
+        dealt = self._attention.ulysses if message.tier < 0 else ()
+        key = (dealt, self._attention.sends(message))
+        found = self._sends.get(key)
+        if found is None:
+            found = self._sends[key] = sum(self.by_tier(message).values())
         return found
 
     def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
@@ -110,15 +132,16 @@ def exposed(moments: Iterable[PricedMoment], rooms: Rooms) -> dict[MessageClass,
     """Seconds that messages add to compute, by message class."""
     total: dict[MessageClass, float] = defaultdict(float)
     for moment in moments:
-        left_s = 0.0 if moment.behind is None else rooms.get(moment.behind, 0.0)
+        message_class, behind, parts, times = moment
+        left_s = 0.0 if behind is None else rooms.get(behind, 0.0)
         added_s = 0.0
-        for seconds, penalty in moment.parts:
+        for seconds, penalty in parts:
             # Compute hides this part, and is slowed by its penalty; the rest is exposed.
-            covered_s = min(seconds, left_s)
+            covered_s = seconds if seconds < left_s else left_s
             left_s -= covered_s
             added_s += seconds - covered_s + penalty * covered_s
-        total[moment.message_class] += moment.times * added_s
-    return {each: total[each] for each in MessageClass if each in total}
+        total[message_class] += times * added_s
+    return {each: total[each] for each in _CLASSES if each in total}
 
 
 def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds = NO_ROUNDS) -> Rooms:

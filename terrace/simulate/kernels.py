@@ -56,7 +56,6 @@ def gemm_share(device: Device, m: int, k: int, n: int, batch: int = 1) -> float:
     return kernels.gemm * (best if kernels.tiles else 1.0) * k / (k + kernels.gemm_half_depth)
 
 
-@lru_cache(maxsize=65536)
 def attention_s(
     device: Device,
     *,
@@ -83,6 +82,13 @@ def attention_s(
         flops = 4.0 * pairs * queries * keys * head_dim * (0.5 if causal else 1.0)
         forward = flops / (peak_flops_per_s(device, dtype) * device.kernels.attention)
         return forward + device.kernels.launch_s, _FLASH_BACKWARD * forward + device.kernels.launch_s
+    return _plain_attention_s(device, pairs, queries, keys, head_dim, dropout, dtype)
+
+
+@lru_cache(maxsize=65536)
+def _plain_attention_s(
+    device: Device, pairs: int, queries: int, keys: int, head_dim: int, dropout: bool, dtype: str
+) -> tuple[float, float]:
     item = FORMATS[dtype].element_bytes
     scores = pairs * queries * keys
     # Scores read and written once more, and a mask of one byte.

@@ -126,9 +126,7 @@ def hardware_flops(work: Work, batch: int) -> int:
 @lru_cache(maxsize=65536)
 def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeconds:
     products = _layer_products(work)
-    forward_s = sum(gemm_s(device, m, k, n, 1, work.compute) for m, k, n in products)
-    input_s = sum(gemm_s(device, m, n, k, 1, work.compute) for m, k, n in products)
-    weight_s = sum(gemm_s(device, k, m, n, 1, work.compute) for m, k, n in products)
+    forward_s, input_s, weight_s = _products_seconds(device, products, work.compute)
     if accumulate:
         # Later micro-batches add their weight gradients to the ones of the first.
         weight_s += _accumulation_s(device, work, sum(k * n for _, k, n in products), len(products))
@@ -145,6 +143,17 @@ def _residual_seconds(device: Device, work: Work, accumulate: bool) -> BlockSeco
     return replace(seconds, again_s=seconds.forward_s) if work.recompute == "full" else seconds
 
 
+@lru_cache(maxsize=65536)
+def _products_seconds(
+    device: Device, products: tuple[tuple[int, int, int], ...], dtype: str
+) -> tuple[float, float, float]:
+    """Seconds of products and of both their gradients; the same for all context forms of as many tokens."""
+    forward_s = sum(gemm_s(device, m, k, n, 1, dtype) for m, k, n in products)
+    input_s = sum(gemm_s(device, m, n, k, 1, dtype) for m, k, n in products)
+    weight_s = sum(gemm_s(device, k, m, n, 1, dtype) for m, k, n in products)
+    return forward_s, input_s, weight_s
+
+
 def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
     # The bound holds for the backward as a whole, so both parts stretch alike.
     slower = max(1.0, host_s / (seconds.input_s + seconds.weight_s))
@@ -155,17 +164,17 @@ def _host_bound(seconds: BlockSeconds, host_s: float) -> BlockSeconds:
     )
 
 
-def _layer_products(work: Work) -> list[tuple[int, int, int]]:
+def _layer_products(work: Work) -> tuple[tuple[int, int, int], ...]:
     model, tokens = work.model, work.tokens
     query, key = _widths(work)
     intermediate = math.ceil(model.intermediate_size / work.rows)
     hidden = math.ceil(model.hidden_size / work.columns)
-    return [
+    return (
         (tokens, hidden, query + 2 * key),
         (tokens, query, hidden),
         (tokens, hidden, intermediate * (2 if model.gated_mlp else 1)),
         (tokens, intermediate, hidden),
-    ]
+    )
 
 
 def _widths(work: Work) -> tuple[int, int]:

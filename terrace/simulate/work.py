@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from terrace.base.errors import PlanError
@@ -56,7 +57,7 @@ class Work:
         """Whether a token may not see all earlier tokens of its row."""
         return self.documents or 0 < self.model.sliding_window < self.sequence
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Tensor ranks that cut heads and the inner size of the MLP."""
         return self.tensor // self.columns
@@ -75,12 +76,12 @@ class Work:
         """Ring places that attend together; with `balance = "cost"`, of all pooled data ranks."""
         return self.ring * (self.pooled if self.balance == "cost" else 1)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of the micro-batch on a rank between attention."""
         return count_local_tokens(self.micro_batch, self.sequence, self.ulysses, self.ring, self.balance)
 
-    @property
+    @cached_property
     def attended(self) -> int:
         """Tokens of the micro-batch that a rank has in attention, equal to the tokens of all ranks of its place."""
         return self.ulysses * self.tokens
@@ -100,7 +101,7 @@ class Work:
         """Key-value heads that a rank has in attention."""
         return self._part.keys
 
-    @property
+    @cached_property
     def _part(self) -> Heads:
         # Tensor rows cut the heads first, then the Ulysses ranks divide a row's heads.
         heads, keys = (math.ceil(each / self.rows) for each in (self.model.num_heads, self.model.num_kv_heads))
