@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -89,14 +90,14 @@ def test_tiles_and_waves_by_hand() -> None:
 
 
 def test_flash_attention_by_hand() -> None:
-    shape = {"batch": 2, "heads": 3, "queries": 512, "keys": 512, "head_dim": 64}
+    shaped = partial(attention_s, batch=2, heads=3, queries=512, keys=512, head_dim=64, flash=True)
     full = 4 * 2 * 3 * 512 * 512 * 64 / 312e12
-    forward, backward = attention_s(IDEAL, **shape, flash=True, causal=False)
+    forward, backward = shaped(IDEAL, causal=False)
     assert forward == pytest.approx(full)
     assert backward == pytest.approx(2.5 * full)
-    assert attention_s(IDEAL, **shape, flash=True, causal=True)[0] == pytest.approx(full / 2)
+    assert shaped(IDEAL, causal=True)[0] == pytest.approx(full / 2)
     half = replace(IDEAL, kernels=Kernels(attention=0.5))
-    assert attention_s(half, **shape, flash=True, causal=False)[0] == pytest.approx(2 * full)
+    assert shaped(half, causal=False)[0] == pytest.approx(2 * full)
 
 
 def test_unfused_attention_moves_the_scores() -> None:
