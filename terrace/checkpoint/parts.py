@@ -35,7 +35,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BoxValues:
     """A box of a whole parameter, and by kind this rank's values of it: views of the box's shape."""
 
     parameter: str
@@ -63,7 +63,7 @@ def held(flat: FlatParam) -> list[Held]:
     ]
 
 
-def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False) -> Iterator[tuple[str, Part]]:
+def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False) -> Iterator[tuple[str, BoxValues]]:
     """(block, part) for every box of whole parameters that a rank holds in `flats`.
 
     With `first`, only boxes that no earlier rank holds, so that all ranks together write each element once.
@@ -74,7 +74,7 @@ def parts_of(flats: Iterable[FlatParam], slices: Slices, *, first: bool = False)
                 yield from ((flat.name, part) for part in _parts(own, slices))
 
 
-def _parts(own: Held, slices: Slices) -> Iterator[Part]:
+def _parts(own: Held, slices: Slices) -> Iterator[BoxValues]:
     stop = own.start + next(iter(own.values.values())).numel()
     for spec, first, last in own.flat.extents:
         place = slices(spec)
@@ -87,7 +87,7 @@ def _parts(own: Held, slices: Slices) -> Iterator[Part]:
             at += numel(box)
             clipped = overlap(box, real)
             if clipped is not None:
-                yield Part(
+                yield BoxValues(
                     parameter=spec.name,
                     box=shifted(clipped, [part.start for part in place]),
                     values={

@@ -23,7 +23,7 @@ from terrace.checkpoint.layout import (
     is_intact,
     tensor_name,
 )
-from terrace.checkpoint.parts import Part, Slices, held, parts_of, slices_of
+from terrace.checkpoint.parts import BoxValues, Slices, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.model_state import ModelState
@@ -101,7 +101,7 @@ class Checkpoint:
         if not intact:
             raise CheckpointError(f"{path} is damaged (its checksum differs): {_INSTEAD}")
 
-    def fill(self, block: str, wanted: Sequence[Part]) -> None:
+    def fill(self, block: str, wanted: Sequence[BoxValues]) -> None:
         """Read boxes of one block's parameters into the parts' values.
 
         Reads overlapping elements only, with one file open and one overlap in memory at a time. Raises

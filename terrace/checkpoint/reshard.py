@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from terrace.checkpoint.boxes import Box, overlap, uncovered, within
-from terrace.checkpoint.parts import Part
+from terrace.checkpoint.parts import BoxValues
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def reshard(stored: Sequence[Box], wanted: Sequence[Box]) -> list[Copy]:
     return copies
 
 
-def hand_over(stored: Iterable[Part], wanted: Iterable[Part]) -> None:
+def hand_over(stored: Iterable[BoxValues], wanted: Iterable[BoxValues]) -> None:
     """Fill the values of `wanted`, parts of one block, from `stored`, parts of the same block in another layout.
 
     Copies every kind of state of a wanted part, cast to its dtype and device. Raises `MissingElements`, and `KeyError`
     for a kind that a stored part lacks.
     """
-    sources, targets = defaultdict[str, list[Part]](list), defaultdict[str, list[Part]](list)
+    sources, targets = defaultdict[str, list[BoxValues]](list), defaultdict[str, list[BoxValues]](list)
     for found, given in ((sources, stored), (targets, wanted)):
         for part in given:
             found[part.parameter].append(part)

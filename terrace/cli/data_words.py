@@ -1,10 +1,10 @@
 """A summary of the data before a run: sources, shares, epochs, padding, documents left out."""
 
 from terrace.data.batches import Batches, Source, SourceUse
-from terrace.train.job import Job
+from terrace.train.job import RunJob
 
 
-def data_words(job: Job) -> str:
+def data_words(job: RunJob) -> str:
     """One line on the data, plus one per source of a mixture and one per packed source."""
     run, train = job.run, job.run.train
     uses = Batches(job.sources, train.sequence, train.batch, train.seed, run.data.holdout).uses(train.steps)

@@ -21,7 +21,7 @@ from terrace.report.tables import quantity, seconds
 from terrace.train.config import RunConfig
 
 if TYPE_CHECKING:
-    from terrace.probe.network import Link
+    from terrace.probe.network import MeasuredTier
 
 _MARKS = {"fine": "ok", "absent": "absent", "note": "note", "blocks": "BLOCKS"}
 _STYLES = {"fine": "", "absent": "dim", "note": "yellow", "blocks": "bold red"}
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # Without options of a run the doctor looks at the machine only.
     if rest or any(each is not None for each in asked):
         found += _run_findings(options, rest, machine)
-    links: list[Link] | None = []
+    links: list[MeasuredTier] | None = []
     if options.network:
         links = _links(options, rest, machine, found)
     if not is_first or links is None:  # under a launcher only rank 0 prints
@@ -109,7 +109,7 @@ def _plan_command(options: argparse.Namespace, config: RunConfig) -> str:
 
 def _links(
     options: argparse.Namespace, rest: Sequence[str], machine: Machine, found: list[Finding]
-) -> "list[Link] | None":
+) -> "list[MeasuredTier] | None":
     # None on all ranks of a launcher but the first; blocking findings are appended to `found`.
     if not _has_torch(machine):
         words = "measuring needs torch, which is not there or does not work"
@@ -122,7 +122,7 @@ def _links(
     return probing.run_links(cluster, options.seconds, quiet=options.json)
 
 
-def _link_finding(link: "Link") -> Finding:
+def _link_finding(link: "MeasuredTier") -> Finding:
     reached = f"{quantity(link.bandwidth_bytes_per_s, 'B/s')} after {seconds(link.latency_s)}"
     told = f"{quantity(link.told_bandwidth_bytes_per_s, 'B/s')} after {seconds(link.told_latency_s)}"
     words, about = f"{reached}; the cluster's file says {told}", f"tier {link.tier}"

@@ -25,7 +25,7 @@ from terrace.runtime.compiled import check_compiler, check_compiles
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
-from terrace.train.job import Job
+from terrace.train.job import RunJob
 from terrace.train.lock import folder_lock
 from terrace.train.prediction import resolved_run
 from terrace.train.trackers import check_installed
@@ -37,7 +37,7 @@ class CompleteError(CheckpointError):
     """The run has made all its steps."""
 
 
-def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool = False) -> Job:
+def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_on: bool = False) -> RunJob:
     """Job of the ranks: verifies the program, tokenises the data, checks everything that will be read and written.
 
     With `going_on` the run continues from `folder`'s checkpoint, or begins there. Raises `CompleteError` if nothing is
@@ -83,7 +83,7 @@ def prepare(config: RunConfig, folder: Path | None, resume: Path | None, going_o
         if resume is None:
             shutil.rmtree(chosen, ignore_errors=True)
         raise _unusable(chosen, error) from error
-    return Job(
+    return RunJob(
         run=resolved_run(config),  # a resumed run may have other stages, so its file names none that nobody gave
         folder=chosen,
         sources=sources,

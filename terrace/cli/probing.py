@@ -11,7 +11,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import detect, join, launch_local, pace
 from terrace.launch.world import World
 from terrace.probe.measure import measure
-from terrace.probe.network import Link, measure_links
+from terrace.probe.network import MeasuredTier, measure_links
 from terrace.probe.samples import Samples
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples 
     return _on_all_ranks(cluster, run_rank, (cluster, seconds), check, print)
 
 
-def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[Link] | None:
+def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[MeasuredTier] | None:
     """Like `run`, for the links only; prints no progress if `quiet`."""
     say = _nothing if quiet else print
     return _on_all_ranks(cluster, run_links_rank, (cluster, seconds, quiet), lambda: None, say)
@@ -65,7 +65,7 @@ def run_rank(world: World, cluster: Cluster, seconds: float) -> Samples:
     return measure(world, cluster, seconds, _say if world.rank == 0 else _nothing)
 
 
-def run_links_rank(world: World, cluster: Cluster, seconds: float, quiet: bool) -> list[Link]:
+def run_links_rank(world: World, cluster: Cluster, seconds: float, quiet: bool) -> list[MeasuredTier]:
     """One rank of `run_links`; top-level for the same reason."""
     replace_unprintable()
     return measure_links(world, cluster, seconds, _say if world.rank == 0 and not quiet else _nothing)

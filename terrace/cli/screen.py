@@ -42,13 +42,13 @@ from terrace.report.tables import (
     wire_words,
 )
 from terrace.train.folder import start_words
-from terrace.train.job import Job, device_of
+from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
 from terrace.train.prediction import utilisation_of
 from terrace.train.recorder import plain
 
 
-def show_plan(job: Job) -> None:
+def show_plan(job: RunJob) -> None:
     """Print the plan and its predicted cost, before any process is started."""
     console = Terminal()
     run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
@@ -74,7 +74,7 @@ def show_plan(job: Job) -> None:
     sys.stdout.flush()
 
 
-def _show_rank(job: Job, console: Terminal) -> None:
+def _show_rank(job: RunJob, console: Terminal) -> None:
     run, num_micros = job.run, job.run.num_micros()
     # A tensor rank holds slices of the blocks.
     held, sequence = slice_blocks(run.blocks(), Mesh.of(run.cluster, run.plan)), run.train.sequence
@@ -84,7 +84,7 @@ def _show_rank(job: Job, console: Terminal) -> None:
     console.print(bytes_table(step_bytes(run.cluster, run.plan, held, num_micros, sequence), tiers))
 
 
-def _show_stages(job: Job, console: Terminal) -> None:
+def _show_stages(job: RunJob, console: Terminal) -> None:
     run, tiers = job.run, [tier.name for tier in job.run.cluster.tiers]
     programs = checked_programs(run)
     console.print(stages_table(programs, run.blocks()))
@@ -98,7 +98,7 @@ def _show_stages(job: Job, console: Terminal) -> None:
 class Screen:
     """Observer on rank 0: a progress line, then the comparison, the run folder's files, the verdict."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RunJob) -> None:
         self._job = job
         self._console = Terminal()
         self._progress = ProgressLine(self._console, job.run.train.steps, job.run.train.log_every)

@@ -22,7 +22,7 @@ from terrace.launch.start import is_restarted, join, launch_local, pace, world_s
 from terrace.launch.stop import Stop
 from terrace.launch.world import World
 from terrace.train.config import RunConfig
-from terrace.train.job import Job
+from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent
 
@@ -57,7 +57,7 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         _end(launch_local(config.cluster.world_size, run_rank, (job,), stoppable=True))
 
 
-def run_rank(world: World, job: Job) -> str | None:
+def run_rank(world: World, job: RunJob) -> str | None:
     """One rank; rank 0 prints. Returns the name of the signal that ended the run, or None.
 
     Top-level, so that a child process can import it.
@@ -81,10 +81,10 @@ def _say_complete(complete: CompleteError, going_on: bool) -> None:
     print(complete, flush=True)
 
 
-def _run_joined(make: Callable[[], Job], cluster: Cluster, going_on: bool, changes: str) -> None:
+def _run_joined(make: Callable[[], RunJob], cluster: Cluster, going_on: bool, changes: str) -> None:
     world = join(timeout_s=JOIN_TIMEOUT_S)
 
-    def prepare_here() -> Job | str:
+    def prepare_here() -> RunJob | str:
         check_world(world, cluster)
         try:
             return make()
@@ -115,7 +115,7 @@ def _end(signal_name: str | None) -> None:
         raise Terminated(signal_name)
 
 
-def _sources_here(job: Job) -> tuple[Source, ...]:
+def _sources_here(job: RunJob) -> tuple[Source, ...]:
     # Once per machine: its run folder and its data must be rank 0's.
     if not (job.folder / "config.toml").is_file():
         raise CheckpointError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from terrace.base.errors import DataError
 from terrace.data.files import JSON_LINES_SUFFIXES, TABLE_SUFFIXES, find_documents
-from terrace.data.pieces import Piece, Unit, unreadable
+from terrace.data.pieces import DocumentPart, Unit, unreadable
 from terrace.data.sources import STDLIB
 from terrace.data.tables import read_table_unit, table_units
 from terrace.data.text import UNIT_BYTES, line_units, read_lines, read_text, text_units
@@ -29,7 +29,7 @@ def read_documents(path: str | Path, column: str = "text", split: str = "") -> I
             parts = []
 
 
-def read_pieces(path: str | Path, column: str = "text", split: str = "") -> Iterator[Piece]:
+def read_pieces(path: str | Path, column: str = "text", split: str = "") -> Iterator[DocumentPart]:
     """Yields the documents of the corpus `path` in pieces of bounded size; an empty document has one piece without
     text.
 
@@ -61,7 +61,7 @@ def corpus_units(path: str | Path, column: str = "text", split: str = "") -> Ite
             yield from _units(file, column)
 
 
-def read_unit(unit: Unit) -> Iterator[Piece]:
+def read_unit(unit: Unit) -> Iterator[DocumentPart]:
     readers = {"text": read_text, "lines": read_lines, "parquet": read_table_unit, "arrow": read_table_unit}
     return readers[unit.kind](unit)
 

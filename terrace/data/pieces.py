@@ -16,7 +16,7 @@ _NAMED_KEYS = 8  # enough to see what a record is
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPart:
     """A part of a document that is tokenised on its own; most documents are one piece."""
 
     text: str  # empty only for an empty document
@@ -64,7 +64,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"cannot read data {path}: {error.strerror}; check the path and its permissions")
 
 
-def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Piece]:
+def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[DocumentPart]:
     """Cuts one document after a line end if there is one, else before a space, else anywhere.
 
     Most tokenizers also split at line ends, so few ids, if any, differ from those of the uncut document. The cuts
@@ -83,9 +83,9 @@ def cut(blocks: Iterable[str], *, ends_document: bool = True) -> Iterator[Piece]
                 at = held.rfind(" ", start + 1, end)
             if at <= start:
                 at = end
-            yield Piece(held[start:at], ends_document=False)
+            yield DocumentPart(held[start:at], ends_document=False)
             any_text, start = True, at
         held = held[start:]
     # An empty document still has one piece, which tells its end.
     if held or (ends_document and not any_text):
-        yield Piece(held, ends_document=ends_document)
+        yield DocumentPart(held, ends_document=ends_document)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import DataError
-from terrace.data.pieces import Piece, Unit, check_text, cut, missing_column
+from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
 
 _ROWS = 1024  # at a time in memory
 _FILE_MAGIC = b"ARROW1"
@@ -38,7 +38,7 @@ def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Uni
     ]
 
 
-def read_table_unit(unit: Unit) -> Iterator[Piece]:
+def read_table_unit(unit: Unit) -> Iterator[DocumentPart]:
     """Yields the pieces of the rows of `unit`; a row without text yields a piece without text.
 
     Raises `DataError` naming the file and the row, counted from 0.
@@ -62,7 +62,7 @@ def read_table_unit(unit: Unit) -> Iterator[Piece]:
             yield from _pieces(unit, mine, row)
 
 
-def _pieces(unit: Unit, batches: Iterable[Any], row: int) -> Iterator[Piece]:
+def _pieces(unit: Unit, batches: Iterable[Any], row: int) -> Iterator[DocumentPart]:
     for batch in batches:
         column = batch.column(unit.column)
         column.validate(full=True)  # offsets of a damaged file would be followed anywhere

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from terrace.base.errors import DataError
-from terrace.data.pieces import Piece, Unit, check_text, cut, missing_column, unreadable
+from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column, unreadable
 
 UNIT_BYTES = 16 << 20  # some seconds of a tokenizer's work
 MAX_LINE_BYTES = 100_000_000  # a longer line is more likely a file without line ends than a document
@@ -46,12 +46,12 @@ def line_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Unit
     return [Unit(file, "lines", first, end, True, end - first, column) for first, end in zip(places, ends, strict=True)]
 
 
-def read_text(unit: Unit) -> Iterator[Piece]:
+def read_text(unit: Unit) -> Iterator[DocumentPart]:
     """Yields the pieces of a part of a text file. Raises `DataError` naming the byte that is not UTF-8."""
     yield from cut(_blocks(unit), ends_document=unit.ends_document)
 
 
-def read_lines(unit: Unit) -> Iterator[Piece]:
+def read_lines(unit: Unit) -> Iterator[DocumentPart]:
     """Yields the pieces of the lines of a part of a JSONL file; a line without text yields a piece without text.
 
     At most one line is whole in memory. Raises `DataError` for a bad line, naming the file and the line.

@@ -39,7 +39,7 @@ from terrace.data.corpus import corpus_units, read_unit
 from terrace.data.files import find_documents
 from terrace.data.indexed import is_indexed, open_indexed
 from terrace.data.partial import Noted, Partial, alone
-from terrace.data.pieces import Piece, Unit
+from terrace.data.pieces import DocumentPart, Unit
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
@@ -172,11 +172,11 @@ def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Un
 
 
 def _encoded(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, noted: Noted
-) -> Iterator[tuple[Piece, npt.NDArray[np.int64]]]:
+    pieces: Iterable[DocumentPart], tokenizer: Tokenizer, noted: Noted
+) -> Iterator[tuple[DocumentPart, npt.NDArray[np.int64]]]:
     # The next batch is encoded while the caller works on this one.
     with ThreadPoolExecutor(1) as ahead:
-        waiting: deque[tuple[list[Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
+        waiting: deque[tuple[list[DocumentPart], Future[list[npt.NDArray[np.int64]]]]] = deque()
         for batch in _batched(pieces, noted):
             waiting.append((batch, ahead.submit(tokenizer.encode_batch, [piece.text for piece in batch])))
             if len(waiting) > 1:
@@ -186,8 +186,8 @@ def _encoded(
             yield from zip(done, ids.result(), strict=True)
 
 
-def _batched(pieces: Iterable[Piece], noted: Noted) -> Iterator[list[Piece]]:
-    held: list[Piece] = []
+def _batched(pieces: Iterable[DocumentPart], noted: Noted) -> Iterator[list[DocumentPart]]:
+    held: list[DocumentPart] = []
     size, begins = 0, noted.begins
     for piece in pieces:
         is_empty = begins and piece.ends_document and not piece.text

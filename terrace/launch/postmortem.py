@@ -53,7 +53,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     rule: Literal["silent", "failed", "behind", "nobody"]
     message: str
 
@@ -94,7 +94,7 @@ def in_words(ranks: Iterable[int]) -> str:
     return ("rank " if len(chosen) == 1 else "ranks ") + text
 
 
-def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: float) -> Verdict:
+def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: float) -> Diagnosis:
     """Name the rank that stopped the step, from two readings of every rank `window_s` apart."""
     # Among equal candidates the one that others wait for is the likelier cause.
     awaited = frozenset().union(*(expand(group) for group in {beat.group for beat in after}))
@@ -103,13 +103,13 @@ def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: 
     ]
     if silent:
         culprit = min(silent, key=lambda beat: (beat.rank not in awaited, beat.position, beat.rank))
-        return Verdict("silent", _silent(culprit, silent, after, window_s))
+        return Diagnosis("silent", _silent(culprit, silent, after, window_s))
     failed = [beat for beat in after if beat.state == "failed"]
     if failed:
         # The earliest failure: the others may follow from it.
         culprit = min(failed, key=lambda beat: (beat.position, beat.rank))
         head = f"rank {culprit.rank} left at {culprit.where()} ({culprit.reason}{_at(culprit)})"
-        return Verdict("failed", head + _others(culprit, failed) + _waiters(culprit, after))
+        return Diagnosis("failed", head + _others(culprit, failed) + _waiters(culprit, after))
     moved = {
         new.rank for old, new in zip(before, after, strict=True) if (old.position, old.text) != (new.position, new.text)
     }
@@ -118,7 +118,7 @@ def diagnose(before: Sequence[Heartbeat], after: Sequence[Heartbeat], window_s: 
     if free:
         culprit = min(free, key=lambda beat: (beat.rank in moved, beat.rank not in awaited, beat.position, beat.rank))
         same = [beat for beat in free if beat.position == culprit.position]
-        return Verdict("behind", _free(culprit) + _others(culprit, same) + _waiters(culprit, after))
+        return Diagnosis("behind", _free(culprit) + _others(culprit, same) + _waiters(culprit, after))
     return _all_waiting(after)
 
 
@@ -147,7 +147,7 @@ def _free(culprit: Heartbeat) -> str:
     return f"rank {culprit.rank} has not moved{since} from {culprit.where()} ({doing}{_at(culprit)})"
 
 
-def _all_waiting(after: Sequence[Heartbeat]) -> Verdict:
+def _all_waiting(after: Sequence[Heartbeat]) -> Diagnosis:
     rows: dict[str, list[Heartbeat]] = {}
     for beat in sorted(after, key=lambda beat: (beat.position, beat.rank)):
         rows.setdefault(beat.where(), []).append(beat)
@@ -156,11 +156,11 @@ def _all_waiting(after: Sequence[Heartbeat]) -> Verdict:
     if first[0].state == "waiting" and first[0].position < max(beat.position for beat in after):
         head = f"rank {first[0].rank} is furthest behind, at {first[0].where()}, itself waiting for "
         head += in_words(expand(first[0].group) - {first[0].rank})
-        return Verdict("behind", head + _others(first[0], first) + _waiters(first[0], after))
+        return Diagnosis("behind", head + _others(first[0], first) + _waiters(first[0], after))
     pieces = [f"{in_words(beat.rank for beat in beats)} at {where}" for where, beats in rows.items()]
     if len(pieces) > _MAX_PIECES:
         pieces = [*pieces[:_MAX_PIECES], f"{len(pieces) - _MAX_PIECES} more positions"]
-    return Verdict("nobody", "the step stopped and no rank stands out: " + "; ".join(pieces))
+    return Diagnosis("nobody", "the step stopped and no rank stands out: " + "; ".join(pieces))
 
 
 def _waiters(culprit: Heartbeat, after: Sequence[Heartbeat]) -> str:

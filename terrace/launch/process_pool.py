@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from terrace.base.errors import HangError
 from terrace.launch.postmortem import in_words
 from terrace.launch.stop import ask
-from terrace.launch.workers import LOOPBACK, Job, Report, serve
+from terrace.launch.workers import LOOPBACK, PoolJob, Report, serve
 from terrace.launch.world import open_store
 
 _STOP_S = 1.0  # between SIGTERM and SIGKILL; a rank has had its grace by then
@@ -117,7 +117,7 @@ class ProcessPool:
         limit_s = timeout_s or _TORCH_LIMIT_S
         deaths: list[str] = []
         for rank, member in enumerate(members):
-            job = Job(self._num_jobs, rank, world_size, num_threads, limit_s, backend, payload)
+            job = PoolJob(self._num_jobs, rank, world_size, num_threads, limit_s, backend, payload)
             # A process that died while idle is reported below.
             with suppress(OSError):
                 member.link.send(job)

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
-class Job:
+class PoolJob:
     """One rank's part of one call; `payload` is the pickled function and its arguments."""
 
     number: int
@@ -68,7 +68,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
     # The second line of defence, after `_listen`: the kernel also ends a process that is stopped, or whose main
     # thread never releases the interpreter lock.
     _die_with_the_forkserver()
-    inbox: queue.SimpleQueue[Job | str] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[PoolJob | str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(link, inbox), name="link", daemon=True).start()
     lock = threading.Lock()
 
@@ -77,7 +77,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         with lock:
             link.send(report)
 
-    while isinstance(job := inbox.get(), Job):
+    while isinstance(job := inbox.get(), PoolJob):
         try:
             send(_run(job, port, send))
         except BaseException as error:
@@ -90,7 +90,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
         dist.destroy_process_group()
 
 
-def _run(job: Job, port: int, send: Any) -> Report:
+def _run(job: PoolJob, port: int, send: Any) -> Report:
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=job.timeout_s)
     store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, host_it=False, timeout_s=job.timeout_s))
@@ -114,7 +114,7 @@ def _run(job: Job, port: int, send: Any) -> Report:
     return Report(job.number, job.rank, "done", pickle.dumps(function(world, *arguments)))
 
 
-def _failure(job: Job, error: BaseException) -> Report:
+def _failure(job: PoolJob, error: BaseException) -> Report:
     message, trace = str(error), "".join(traceback.format_exception(error))
     if isinstance(error, HangError):
         return Report(job.number, job.rank, "hang", message=message)
@@ -124,7 +124,7 @@ def _failure(job: Job, error: BaseException) -> Report:
     return Report(job.number, job.rank, kind, message=f"{type(error).__name__}: {message}", trace=trace)
 
 
-def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[Job | str]") -> None:
+def _listen(link: "Connection[Any, Any]", inbox: "queue.SimpleQueue[PoolJob | str]") -> None:
     while True:
         try:
             inbox.put(link.recv())

@@ -68,7 +68,7 @@ class PerMicroBatch:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MaskPiece:
     """Consecutive tokens that attend together: to themselves and, if `sees_before`, to the previous piece.
 
     `mask` (L, keys) is added to the scores; without one, attention within the piece is causal.
@@ -80,11 +80,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class MaskPieces:
     """All tokens of a row in pieces, the same of every row; or, if `joined`, of all rows as if they were one."""
 
     joined: bool
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MaskPiece, ...]
 
 
 class Declared(Protocol):
@@ -97,7 +97,7 @@ class Declared(Protocol):
         ...
 
 
-MaskPlan = Pieces | Tensor | Declared | None  # the tensor is a mask (B or 1, 1, S, S)
+MaskPlan = MaskPieces | Tensor | Declared | None  # the tensor is a mask (B or 1, 1, S, S)
 
 
 class Plans(Protocol):
@@ -160,7 +160,7 @@ def whole_mask(begins: Tensor, window: int, dtype: torch.dtype) -> Tensor:
     return additive_mask(first, places, places, window, dtype).unsqueeze(1)
 
 
-def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
+def cut(begins: Tensor, window: int, dtype: torch.dtype) -> MaskPieces | None:
     """The pieces of rows in which documents begin where `begins` (B, S) is true; None if every row is one document."""
     # Rows with different documents share no cut, so they are laid end to end as one row.
     joined = bool((begins != begins[:1]).any())
@@ -169,7 +169,7 @@ def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
     sizes = [end - begin for begin, end in pairwise(bounds)]
     if len(sizes) == 1 and not 0 < window < sizes[0]:
         return None
-    pieces: list[Piece] = []
+    pieces: list[MaskPiece] = []
     group: list[int] = []
     bands: dict[tuple[int, int], Tensor] = {}
     for size in [*sizes, 0]:  # the last closes the last group
@@ -180,35 +180,35 @@ def cut(begins: Tensor, window: int, dtype: torch.dtype) -> Pieces | None:
             group.append(size)
         elif size:
             pieces += _document(size, window, dtype, bands)
-    return Pieces(joined, tuple(pieces))
+    return MaskPieces(joined, tuple(pieces))
 
 
-def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> Piece:
+def _group(sizes: Sequence[int], window: int, dtype: torch.dtype) -> MaskPiece:
     if len(sizes) == 1 and not 0 < window < sizes[0]:
-        return Piece(sizes[0], False, None)
+        return MaskPiece(sizes[0], False, None)
     # First key of each token: where its document begins.
     ends = torch.tensor(sizes).cumsum(0)
     first = torch.repeat_interleave(ends - torch.tensor(sizes), torch.tensor(sizes))
     places = torch.arange(len(first))
-    return Piece(len(first), False, additive_mask(first, places, places, window, dtype))
+    return MaskPiece(len(first), False, additive_mask(first, places, places, window, dtype))
 
 
-def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int, int], Tensor]) -> list[Piece]:
+def _document(size: int, window: int, dtype: torch.dtype, bands: dict[tuple[int, int], Tensor]) -> list[MaskPiece]:
     if not 0 < window < size:
-        return [Piece(size, False, None)]
+        return [MaskPiece(size, False, None)]
     length = max(window, _SHORT_PIECE)  # so that none sees beyond the piece before
     pieces = []
     for begin in range(0, size, length):
         num, before = min(length, size - begin), length if begin else 0
         # The first piece lies within the window: plain causal attention.
         if num + before <= window:
-            pieces.append(Piece(num, False, None))
+            pieces.append(MaskPiece(num, False, None))
             continue
         # All middle pieces of a document share one band.
         if (num, before) not in bands:
             keys = torch.arange(before + num)
             bands[num, before] = additive_mask(torch.zeros(num).long(), keys[before:], keys, window, dtype)
-        pieces.append(Piece(num, before > 0, bands[num, before]))
+        pieces.append(MaskPiece(num, before > 0, bands[num, before]))
     return pieces
 
 
@@ -231,12 +231,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
         return _core(query, key, value, None)
     if isinstance(plan, Tensor):
         return _core(query, key, value, plan)
-    if isinstance(plan, Pieces):
+    if isinstance(plan, MaskPieces):
         return attend_in_pieces(query, key, value, plan)
     return plan.attend(query, key, value)
 
 
-def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: Pieces) -> Tensor:
+def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, plan: MaskPieces) -> Tensor:
     """Attend piece by piece; shapes as in `attend`."""
     batch, heads, sequence, size = query.shape
     parts = (part.transpose(1, 2) for part in (query, key, value))  # (B, S, ., D), as they lie in memory

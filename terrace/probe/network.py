@@ -21,7 +21,7 @@ _TIMEOUT = timedelta(seconds=240)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class MeasuredTier:
     """Measured latency per neighbour and sent bytes per second of a tier, and the cluster file's figures (`told_`)."""
 
     tier: str
@@ -36,7 +36,7 @@ class Link:
         return self.bandwidth_bytes_per_s / self.told_bandwidth_bytes_per_s
 
 
-def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[[str], None]) -> list[Link]:
+def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[[str], None]) -> list[MeasuredTier]:
     """Measure all tiers with more than one member in about `seconds`. A collective: every rank gets the same result.
 
     Raises `HangError` when another rank stopped.
@@ -58,7 +58,7 @@ def measure_links(world: World, cluster: Cluster, seconds: float, say: Callable[
             links.close()
             latency_s, bandwidth = fitted(small_s / (tier.size - 1), large_s / (tier.size - 1))
             found.append(
-                Link(
+                MeasuredTier(
                     tier=tier.name,
                     latency_s=latency_s,
                     bandwidth_bytes_per_s=bandwidth,

@@ -32,7 +32,7 @@ from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message
 
 
-class Span(NamedTuple):
+class Lifetime(NamedTuple):
     """One life of a buffer, in positions of instructions.
 
     The instruction at `first` takes the memory and the one at `last` is the last to use it. The memory is back before
@@ -51,7 +51,7 @@ class Buffer:
     name: str
     category: str
     num_bytes: int
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Lifetime, ...] = ()
 
 
 def peak_bytes(buffers: Iterable[Buffer]) -> dict[str, int]:
@@ -133,20 +133,20 @@ def _visiting(
     item = FORMATS[plan.compute].element_bytes
     # (op that takes, block) -> position, until the op that gives it back.
     taken: dict[tuple[Op, int], int] = {}
-    spans: dict[tuple[Op, int], list[Span]] = defaultdict(list)
+    spans: dict[tuple[Op, int], list[Lifetime]] = defaultdict(list)
     for position, instruction in enumerate(instructions):
         op, block = instruction.op, instruction.block
         # A TIE's receive buffer lives for its own instruction alone.
         if op is Op.TIE:
-            spans[op, block].append(Span(position, position, position + 1))
+            spans[op, block].append(Lifetime(position, position, position + 1))
         elif op in _TAKES:
             taken[op, block] = position
         # UPDATE also comes without ORTHOGONALISE, for blocks or optimizers without whole matrices.
         elif op in _GIVES and (_GIVES[op], block) in taken:
             first = taken.pop((_GIVES[op], block))
-            spans[_GIVES[op], block].append(Span(first, position, position))
+            spans[_GIVES[op], block].append(Lifetime(first, position, position))
     for (op, block), position in taken.items():  # never given back
-        spans[op, block].append(Span(position, len(instructions), len(instructions)))
+        spans[op, block].append(Lifetime(position, len(instructions), len(instructions)))
     for (op, block), lives in spans.items():
         parts, name = flats[block], blocks[block].name
         if op is Op.GATHER:
@@ -177,13 +177,13 @@ def _gradients(
         return
     opened: dict[int, int] = {}
     reducing: list[tuple[int, int, int]] = []  # block, first, last
-    spans: dict[int, list[Span]] = defaultdict(list)
+    spans: dict[int, list[Lifetime]] = defaultdict(list)
 
     # Reductions of a lane finish in the order of issue, so waiting frees the oldest first.
     def wait(num_left: int, position: int) -> None:
         while len(reducing) > num_left:
             block, first, last = reducing.pop(0)
-            spans[block].append(Span(first, last, position))
+            spans[block].append(Lifetime(first, last, position))
 
     for position, instruction in enumerate(instructions):
         op, block = instruction.op, instruction.block
@@ -201,6 +201,6 @@ def _gradients(
             wait(0, position)
     wait(0, len(instructions))
     for block, first in opened.items():  # never reduced
-        spans[block].append(Span(first, len(instructions), len(instructions)))
+        spans[block].append(Lifetime(first, len(instructions), len(instructions)))
     for block, lives in spans.items():
         yield Buffer(f"gradient of {blocks[block].name}", "grads_full", sizes[block], tuple(lives))

@@ -20,14 +20,14 @@ from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.dims import CUT_BY, hidden_size
 
 
-class Cost(NamedTuple):
+class BlockCost(NamedTuple):
     """Multiplications per token of a block's forward: of weights, and of attention's scores and values."""
 
     products: int
     scores: int
 
 
-def block_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[Cost]:
+def block_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[BlockCost]:
     """The cost of every block."""
     hidden = hidden_size(blocks)
     return [_cost(blocks, index, sequence * hidden) for index in range(len(blocks))]
@@ -99,7 +99,7 @@ def _parts_needed(starts: Sequence[int], held: Sequence[int], limit: int, room: 
     return parts
 
 
-def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> Cost:
+def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
     block = blocks[index]
     # Each element of a matrix is one multiplication per token.
     products = sum(param.numel for param in block.params if _is_product(param, index, len(blocks)))
@@ -108,7 +108,7 @@ def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> Cost:
         products += sum(param.numel for param in blocks[lender].params if _is_table(param))
     # A layer is known by its row-cut dims (heads or the inner MLP size); embedding and head have none.
     attends = any(CUT_BY.get(name) == ("rows",) for param in block.params for name, _ in param.dims)
-    return Cost(products, scores if attends else 0)
+    return BlockCost(products, scores if attends else 0)
 
 
 def _is_product(param: ParamSpec, index: int, num_blocks: int) -> bool:

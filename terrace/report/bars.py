@@ -27,7 +27,7 @@ class Bar(NamedTuple):
     words: str
 
 
-class Piece(NamedTuple):
+class Interval(NamedTuple):
     """Time interval of one category; `key` finds its description."""
 
     start_s: float
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 def join_bars(
-    rows: Mapping[int, Sequence[Piece]], length_s: float, words: Callable[[int, int], str], max_bars: int
+    rows: Mapping[int, Sequence[Interval]], length_s: float, words: Callable[[int, int], str], max_bars: int
 ) -> tuple[dict[int, list[Bar]], float]:
     """(bars of every row, seconds below which pieces were merged); 0 s if each piece has its own bar.
 
@@ -62,11 +62,11 @@ def bars_by_lane(
     """
     first_s, last_s = window or (0.0, recording.report.step_s)
     # Lanes without a span still get their row.
-    lanes: dict[int, list[Piece]] = {lane: [] for lane in recording.lanes}
+    lanes: dict[int, list[Interval]] = {lane: [] for lane in recording.lanes}
     for number, span in recording.visible():
         start_s, end_s = max(first_s, span.start_s), min(last_s, span.end_s)
         if end_s > start_s:
-            lanes[span.lane].append(Piece(start_s, end_s, span.category, number))
+            lanes[span.lane].append(Interval(start_s, end_s, span.category, number))
 
     def words(_: int, number: int) -> str:
         return _words(recording, recording.spans[number])
@@ -88,9 +88,9 @@ def middle_unit(recording: Recording) -> Window | None:
     return min(recording.started_s[at] for at in passes), max(recording.done_s[at] for at in passes)
 
 
-def _bars(row: int, pieces: Sequence[Piece], least_s: float, words: Callable[[int, int], str]) -> list[Bar]:
+def _bars(row: int, pieces: Sequence[Interval], least_s: float, words: Callable[[int, int], str]) -> list[Bar]:
     bars: list[Bar] = []
-    group: list[Piece] = []
+    group: list[Interval] = []
     for piece in pieces:
         long = piece.end_s - piece.start_s >= least_s
         # A group ends before a long piece, and is at most twice the threshold wide.
@@ -117,7 +117,7 @@ def _words(recording: Recording, span: Span) -> str:
     return f"{span.category}: {words} waits for {', then '.join(names)}"
 
 
-def _joined(row: int, group: Sequence[Piece], words: Callable[[int, int], str]) -> Bar:
+def _joined(row: int, group: Sequence[Interval], words: Callable[[int, int], str]) -> Bar:
     first, last = group[0], group[-1]
     if len(group) == 1:
         return Bar(first.start_s, first.end_s, ((first.category, 1.0),), words(row, first.key))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrace.report.bars import Piece, join_bars
+from terrace.report.bars import Interval, join_bars
 from terrace.report.svg import Row
 from terrace.report.timeline import Timeline
 
@@ -22,7 +22,7 @@ def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeli
     """
     words: list[str] = []
     rows: list[Row] = []
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[Interval]] = {}
     titles: list[tuple[str, int]] = []
     top = 0
     for process, title in headings.items():
@@ -49,7 +49,7 @@ def run_timeline(events: Sequence[Event], headings: Mapping[int, str]) -> Timeli
     )
 
 
-def _lanes(events: Sequence[Event], process: int, words: list[str]) -> list[tuple[str, list[Piece]]]:
+def _lanes(events: Sequence[Event], process: int, words: list[str]) -> list[tuple[str, list[Interval]]]:
     # (name, pieces) of each lane, the compute stream first. Appends the description of each piece to `words`.
     # Names are metadata events of the trace.
     names = {
@@ -57,12 +57,12 @@ def _lanes(events: Sequence[Event], process: int, words: list[str]) -> list[tupl
         for event in events
         if event["ph"] == "M" and event["name"] == "thread_name" and event["pid"] == process
     }
-    pieces: dict[int, list[Piece]] = defaultdict(list)
+    pieces: dict[int, list[Interval]] = defaultdict(list)
     for event in events:
         # Complete events; their times are in microseconds.
         if event["ph"] == "X" and event["pid"] == process:
             start_s = event["ts"] / _US
-            pieces[event["tid"]].append(Piece(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
+            pieces[event["tid"]].append(Interval(start_s, start_s + event["dur"] / _US, event["name"], len(words)))
             instruction = str(event["args"].get("instruction", ""))
             # A wait is named with its instruction; other spans are the instruction.
             is_wait = str(event["name"]).startswith("wait ")

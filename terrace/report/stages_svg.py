@@ -6,7 +6,7 @@ They share the time axis and the script of the other page (terrace.report.svg).
 from collections.abc import Iterator, Sequence
 
 from terrace.plan.stage import Kind
-from terrace.report.bars import Bar, Piece, Window, join_bars
+from terrace.report.bars import Bar, Interval, Window, join_bars
 from terrace.report.svg import Row, box, memory_columns, rows_svg, staircase
 from terrace.report.tables import quantity
 from terrace.report.timeline import Stretch, Timeline, joined
@@ -32,7 +32,7 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
     Bars are cut at the ends of the window, by default the whole step.
     """
     first_s, last_s = window or (0.0, recorded.end_s)
-    rows: dict[int, list[Piece]] = {}
+    rows: dict[int, list[Interval]] = {}
     named: dict[int, list[str]] = {}
     for stage, program in enumerate(recorded.whole.programs):
         tasks = task_spans(program.stage, recorded.passes[stage])
@@ -41,7 +41,7 @@ def stage_bars(recorded: RecordedStep, window: Window | None = None) -> tuple[di
         named[stage] = [words for *_, words in drawn]
         # Pieces outside the window become empty and drop out below.
         cut = (
-            Piece(max(first_s, start_s), min(last_s, end_s), category, number)
+            Interval(max(first_s, start_s), min(last_s, end_s), category, number)
             for number, (start_s, end_s, category, _) in enumerate(drawn)
         )
         rows[stage] = [each for each in cut if each.end_s > each.start_s]

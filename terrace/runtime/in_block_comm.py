@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from terrace.comm.lane import Lane, Ticket
-from terrace.program.block_program.steps import Await, Compute, InBlockMessage, Kind, Send, Step
+from terrace.program.block_program.steps import Await, Compute, ComputeKind, InBlockMessage, Send, Step
 from terrace.runtime.clock import Clock
 from terrace.runtime.linear import WeightGradients
 
@@ -54,14 +54,14 @@ class InBlockComm:
         if self.recording is not None:
             self.recording.append(Await(flight.send))
 
-    def computes(self, kind: Kind, ring_step: int = 0) -> None:
+    def computes(self, kind: ComputeKind, ring_step: int = 0) -> None:
         """Record a piece of computing behind which messages may hide."""
         if self.recording is not None:
             self.recording.append(Compute(kind, ring_step))
 
     def compute_weight_gradients(self) -> None:
         """Compute the weight gradients that are held back, while a message travels."""
-        self.computes(Kind.WEIGHT_GRADIENTS)
+        self.computes(ComputeKind.WEIGHT_GRADIENTS)
         # Outside a step no queue exists.
         if self.weights.current is not None:
             self.weights.current.run()

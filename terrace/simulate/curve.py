@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from terrace.program.buffers import Span
+from terrace.program.buffers import Lifetime
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.simulate.recording import Recording
@@ -89,7 +89,7 @@ def _steps(recording: Recording, kept: Sequence[float], working: Sequence[float]
     return sorted(steps, key=lambda step: step[:2])
 
 
-def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) -> Iterator[tuple[str, Span, float]]:
+def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) -> Iterator[tuple[str, Lifetime, float]]:
     for buffer in program.buffers:
         if buffer.category in _VARYING:
             yield from ((buffer.category, span, buffer.num_bytes) for span in buffer.spans)
@@ -100,6 +100,6 @@ def _lives(program: Program, kept: Sequence[float], working: Sequence[float]) ->
             begun[key] = position
         # The weight gradients still read the activations, so a split backward frees them last.
         if instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            yield "activations", Span(begun.pop(key), position, position + 1), kept[block]
+            yield "activations", Lifetime(begun.pop(key), position, position + 1), kept[block]
         if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield "activations", Span(position, position, position + 1), working[block]
+            yield "activations", Lifetime(position, position, position + 1), working[block]

@@ -18,7 +18,7 @@ from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass
-from terrace.program.block_program.steps import Compute, InBlockMessage, Kind, Moment
+from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment
 from terrace.program.instruction import Instruction
 from terrace.simulate.links import exchange_tiers, hop_s, send_s, tier_penalty
 from terrace.simulate.work import Work
@@ -34,8 +34,8 @@ Rooms = Mapping[Compute, float]  # seconds of the pieces behind which messages h
 
 _CLASSES = (MessageClass.TENSOR, MessageClass.CONTEXT)  # all that travel inside a block
 _PIECES = (
-    *map(Compute, (Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS)),
-    *(Compute(kind, step) for kind in (Kind.ROUND, Kind.ROUND_GRADIENTS) for step in (0, 1)),
+    *map(Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)),
+    *(Compute(kind, step) for kind in (ComputeKind.ROUND, ComputeKind.ROUND_GRADIENTS) for step in (0, 1)),
 )
 
 NO_ROUNDS: Rounds = ((0.0, 0.0), (0.0, 0.0))

@@ -11,7 +11,7 @@ from terrace.train.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """Input of every rank: the run, its folder, its data, and the checkpoint to resume from."""
 
     run: RunConfig

@@ -46,7 +46,7 @@ from terrace.train.calibrate import calibrate
 from terrace.train.context_batches import ContextBatches
 from terrace.train.gauges import Gauges
 from terrace.train.generate import generate
-from terrace.train.job import Job, device_of
+from terrace.train.job import RunJob, device_of
 from terrace.train.lock import folder_lock
 from terrace.train.metrics import MetricsFile, Observer, Outcome, StepRecord, Summary
 from terrace.train.micro_batches import MicroBatches, StepBatches
@@ -60,7 +60,7 @@ _PROMPT_TOKENS, _SAMPLE_TOKENS = 24, 300
 _SAMPLE_MAX_PARAMS = 100_000_000
 
 
-def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
+def train(world: World, job: RunJob, observer: Observer) -> Outcome | Stop:
     """Trains to the last step. Every rank calls this, each with its own observer.
 
     SIGTERM and the other causes in terrace.launch.stop end a run early: after the same step on every rank, with a
@@ -81,7 +81,7 @@ def train(world: World, job: Job, observer: Observer) -> Outcome | Stop:
 
 
 class _Run:
-    def __init__(self, world: World, job: Job, observer: Observer, dog: Watchdog, stop_signal: StopSignal) -> None:
+    def __init__(self, world: World, job: RunJob, observer: Observer, dog: Watchdog, stop_signal: StopSignal) -> None:
         run, rate = job.run, pace()
         if rate is not None and device_of().type == "cuda":
             raise ConfigError("TERRACE_PACE paces messages of CPU ranks only: unset it, or set CUDA_VISIBLE_DEVICES=''")

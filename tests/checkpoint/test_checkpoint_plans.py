@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from terrace.base.errors import CheckpointError
 from terrace.checkpoint.layout import checkpoint_bytes, encode, manifest_of
-from terrace.checkpoint.parts import Part, held, parts_of, slices_of
+from terrace.checkpoint.parts import BoxValues, held, parts_of, slices_of
 from terrace.checkpoint.reading import Checkpoint, restore_flat
 from terrace.checkpoint.reshard import hand_over
 from terrace.model.config import block_specs, parse_model
@@ -110,7 +110,7 @@ def test_a_decoder_saved_under_one_plan_is_there_under_every_other(source: str, 
 def test_ranks_of_one_plan_hand_over_to_ranks_of_another_without_files(source: str, target: str) -> None:
     """Every element is given by one rank and arrives where a checkpoint would have brought it."""
     blocks = DECODERS["llama, frozen in part"]()
-    truth, given = Truth(blocks), dict[str, list[Part]]()
+    truth, given = Truth(blocks), dict[str, list[BoxValues]]()
     for rank, program in enumerate(SPREADS[source].programs(blocks)):
         for block, part in parts_of(filled(program, rank, truth), slices_of(program.mesh, rank), first=True):
             given.setdefault(block, []).append(part)

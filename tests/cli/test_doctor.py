@@ -24,7 +24,7 @@ from terrace.planner.search import runs_today
 from terrace.probe.environment import launcher_variables
 from terrace.probe.findings import Finding, findings
 from terrace.probe.machine import NEEDED, PACKAGES, Gpu, Machine, look
-from terrace.probe.network import Link, fitted, measure_links
+from terrace.probe.network import MeasuredTier, fitted, measure_links
 from terrace.report.tables import seconds
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import predict
@@ -231,7 +231,7 @@ def test_links_are_measured_by_tier(pool: LocalPool) -> None:
         assert link.told_bandwidth_bytes_per_s == cluster.tiers[0].bandwidth_bytes_per_s
 
 
-def links_of(world: World, cluster: Any) -> list[Link]:
+def links_of(world: World, cluster: Any) -> list[MeasuredTier]:
     return measure_links(world, cluster, 0.5, lambda what: None)
 
 
@@ -243,7 +243,7 @@ def test_latency_and_bandwidth_come_from_two_sizes() -> None:
 def test_a_network_that_is_slower_than_its_file_is_told() -> None:
     from terrace.cli.doctor import _link_finding
 
-    link = Link(
+    link = MeasuredTier(
         tier="node", latency_s=1e-4, bandwidth_bytes_per_s=4e8, told_latency_s=1e-5, told_bandwidth_bytes_per_s=1e9
     )
     assert _link_finding(link).level == "note"

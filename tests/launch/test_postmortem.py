@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from terrace.launch.postmortem import Heartbeat, Verdict, compress, decode, diagnose, expand
+from terrace.launch.postmortem import Diagnosis, Heartbeat, compress, decode, diagnose, expand
 from tests.support.effort import lines_run
 
 
@@ -15,7 +15,7 @@ def beats(*rows: dict[str, Any], number: int = 1) -> list[Heartbeat]:
     ]
 
 
-def look(*rows: dict[str, Any]) -> Verdict:
+def look(*rows: dict[str, Any]) -> Diagnosis:
     """Diagnose ranks that all beat between the two readings, and do not move."""
     return diagnose(beats(*rows), beats(*rows, number=2), 2.0)
 

@@ -16,7 +16,7 @@ from terrace.model.spec import Computes
 from terrace.plan.plan import Plan
 from terrace.plan.traffic import step_bytes
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Compute, Kind, moments_of
+from terrace.program.block_program.steps import Compute, ComputeKind, moments_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
@@ -71,7 +71,7 @@ def program_of(cluster: Cluster, tensor: Any, num_micros: int = 2, **more: Any) 
     return program
 
 
-def behind(program: Program, op: Op) -> dict[Kind | None, float]:
+def behind(program: Program, op: Op) -> dict[ComputeKind | None, float]:
     """Seconds of the messages of a layer's pass, by the computing that hides them."""
     moments = block_prices(program, 1).priced(moments_of(program.block_program(1).steps(op)))
     return {
@@ -79,7 +79,7 @@ def behind(program: Program, op: Op) -> dict[Kind | None, float]:
     }
 
 
-ALONE, OUTPUTS, INPUTS, WEIGHTS = None, Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS
+ALONE, OUTPUTS, INPUTS, WEIGHTS = None, ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS
 
 
 def test_messages_of_a_layer_by_hand() -> None:
@@ -104,7 +104,7 @@ def told(program: Program) -> list[list[str]]:
     with console.capture() as capture:
         console.print(inside_table(program))
     lines = [re.split(r" {2,}", line.strip()) for line in capture.get().splitlines()]
-    return [cells for cells in lines if cells[-1] in ("waited for", *(each.value for each in Kind))]
+    return [cells for cells in lines if cells[-1] in ("waited for", *(each.value for each in ComputeKind))]
 
 
 def test_people_read_the_messages_of_each_kind_of_block() -> None:
@@ -145,8 +145,8 @@ def test_what_hides_a_message_ends_and_is_slowed() -> None:
     assert added_s(0.0, 10.0, 3.0) == 1.0 + 0.0 + 1.0
     assert added_s(0.0, 0.5, 10.0) == 1.0 + 1.5 + 0.0
     assert added_s(0.25, 10.0, 10.0) == 1.0 + 0.5 + 1.0
-    ring = PricedMoment(MessageClass.CONTEXT, Compute(Kind.ROUND, 1), ((3.0, 0.5), (2.0, 0.0)), 4)
-    rooms = {Compute(Kind.ROUND, 1): 4.0}
+    ring = PricedMoment(MessageClass.CONTEXT, Compute(ComputeKind.ROUND, 1), ((3.0, 0.5), (2.0, 0.0)), 4)
+    rooms = {Compute(ComputeKind.ROUND, 1): 4.0}
     assert exposed([ring], rooms) == {MessageClass.CONTEXT: 4 * (1.5 + 1.0)}  # the first message takes its room first
 
 

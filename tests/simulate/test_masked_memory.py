@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from terrace.model import attention
-from terrace.model.attention import AttentionPlans, Pieces
+from terrace.model.attention import AttentionPlans, MaskPieces
 from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.model.spec import Computes
@@ -64,7 +64,7 @@ class Measured:
         made = [plan for each in plans._packed._made.values() for plan in each.values()]
         found: dict[int, Tensor] = {}
         for plan in [*made, *plans._whole.values()]:
-            assert isinstance(plan, Pieces)
+            assert isinstance(plan, MaskPieces)
             found |= {piece.mask.data_ptr(): piece.mask for piece in plan.pieces if piece.mask is not None}
         return list(found.values())
 
@@ -148,7 +148,7 @@ def test_a_window_is_priced_by_the_keys_that_are_multiplied() -> None:
         keys, causal = core_keys(work, "cpu")
         assert causal == (plan is None) == core_keys(work, "cuda")[1]
         assert core_keys(work, "cuda")[0] == sequence
-        if isinstance(plan, Pieces):
+        if isinstance(plan, MaskPieces):
             sizes = [piece.size for piece in plan.pieces]
             before = [size if piece.sees_before else 0 for size, piece in zip([0, *sizes], plan.pieces, strict=False)]
             assert keys == sum(size * (size + more) for size, more in zip(sizes, before, strict=True)) // sequence

@@ -18,7 +18,7 @@ from terrace.base.errors import ModelError
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model import attention
-from terrace.model.attention import AttentionPlans, Pieces, attend, document_begins, whole_mask
+from terrace.model.attention import AttentionPlans, MaskPieces, attend, document_begins, whole_mask
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from tests.support.parity import Case, Outcome, check, data_rows, deviation, exact, reference, run, train
@@ -90,7 +90,7 @@ def test_pieces_and_mask_are_what_the_definition_says(
     wanted = naive(query, key, value, positions, window)
     with short_pieces(short):
         plan = AttentionPlans(window).plan(positions, query)
-    assert plan is None or isinstance(plan, Pieces)
+    assert plan is None or isinstance(plan, MaskPieces)
     torch.testing.assert_close(attend(query, key, value, plan), wanted, atol=1e-12, rtol=0)
     mask = whole_mask(document_begins(positions), window, torch.float64)
     torch.testing.assert_close(attend(query, key, value, mask), wanted, atol=1e-12, rtol=0)

@@ -23,7 +23,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.launch.stop import Stop
 from terrace.train import loop
 from terrace.train.config import parse_run, resolve_table
-from terrace.train.job import Job
+from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Silent, StepRecord
 from tests.support.tiny_runs import metrics, write_run
@@ -58,7 +58,7 @@ def _half_then_killed(file: Any, data: memoryview) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_of(world: World, job: Job, how: str) -> int | None:
+def rank_of(world: World, job: RunJob, how: str) -> int | None:
     """One rank; returns after which step it was stopped, None at the end."""
     loop._SAMPLE_TOKENS = 1
     with _writing_again():

@@ -18,7 +18,7 @@ from terrace.launch.start import World, launch_local
 from terrace.runtime.step_runner import StepRunner
 from terrace.train import loop
 from terrace.train.config import resolve
-from terrace.train.job import Job
+from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, read_metrics
 from tests.support.tiny_runs import (
     all_gone,
@@ -101,7 +101,7 @@ class Strike:
             Saver.start = lambda saver, step: time.sleep(1000) if step else start(saver, step)  # type: ignore
 
 
-def struck(world: World, job: Job, folder: Path, victim: int, how: str) -> None:
+def struck(world: World, job: RunJob, folder: Path, victim: int, how: str) -> None:
     """One rank of a run that is about to be stopped."""
     Strike(world, folder, victim, how)
     loop.train(world, job, Silent())

@@ -15,7 +15,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
 from terrace.train import loop
 from terrace.train.config import parse_run, resolve_table
-from terrace.train.job import Job
+from terrace.train.job import RunJob
 from terrace.train.loop import train
 from terrace.train.metrics import Outcome, Silent
 from terrace.train.recorder import EVENTS
@@ -44,7 +44,7 @@ def table_of(folder: Path, *sizes: int, plan: dict[str, Any], **train: Any) -> d
     return resolve_table(str(path), {}, own)
 
 
-def rank_of(world: World, job: Job) -> float:
+def rank_of(world: World, job: RunJob) -> float:
     """One rank; returns the last loss."""
     loop._SAMPLE_TOKENS = 1
     end = train(world, job, Silent())

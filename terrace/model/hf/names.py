@@ -18,7 +18,7 @@ DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class StoredTensor:
     """Part `part` of `num_parts` of the tensor `name`; the parts' rows alternate within each of `num_groups` groups."""
 
     name: str
@@ -110,7 +110,7 @@ NAMES: Mapping[str, Names] = {
 }
 
 
-def sources(config: ModelConfig) -> dict[tuple[str, str], Source]:
+def sources(config: ModelConfig) -> dict[tuple[str, str], StoredTensor]:
     """(block, parameter) -> its place in the files, in the order of the blocks; a tied head is not stored."""
     names = NAMES[config.family]
     return {
@@ -125,15 +125,15 @@ def output_name(config: ModelConfig) -> str:
     return f"{NAMES[config.family].output}.weight"
 
 
-def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tuple[int, ...]) -> Source:
+def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tuple[int, ...]) -> StoredTensor:
     module, _, ending = param.rpartition(".")
     if block == "embedding":
-        return Source(
+        return StoredTensor(
             name=f"{names.base}{names.positions if param == 'positions' else names.embedding}.weight", shape=shape
         )
     if block == "head":
         name = f"{names.output}.weight" if param == "weight" else f"{names.base}{names.final_norm}.{ending}"
-        return Source(name=name, shape=shape)
+        return StoredTensor(name=name, shape=shape)
     index = block.removeprefix("layers.")
     name = f"{names.base}{names.layers}.{index}.{names.layer[module]}.{ending}"
     # Fused tensors hold query, key and value in one matrix.
@@ -141,7 +141,7 @@ def _source(config: ModelConfig, names: Names, block: str, param: str, shape: tu
     # GPT-2 stores Conv1D weights as (in, out); biases have one dim.
     transposed = names.transposed and len(shape) == 2
     stored = (num_parts * shape[0], *shape[1:])
-    return Source(
+    return StoredTensor(
         name=name,
         shape=stored[::-1] if transposed else stored,
         transposed=transposed,

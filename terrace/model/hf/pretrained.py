@@ -27,7 +27,7 @@ from terrace.base.files import sync_folder, write_atomic
 from terrace.model.config import ModelConfig, load_model, to_table
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, INDEX, SINGLE, carried_files, token_ids, weight_files
-from terrace.model.hf.names import DERIVED, NAMES, Source, num_stored, output_name, sources
+from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, num_stored, output_name, sources
 
 SHARD_BYTES = 5_000_000_000  # what transformers cuts files at
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -110,7 +110,7 @@ class Pretrained:
             )
 
     @cached_property
-    def _sources(self) -> dict[tuple[str, str], Source]:
+    def _sources(self) -> dict[tuple[str, str], StoredTensor]:
         return sources(self.config)
 
     def _fix(self, missing: list[str]) -> str:
@@ -153,7 +153,7 @@ def _listed(what: str, names: list[str]) -> Iterator[str]:
         yield f"it {what} {', '.join(names[:_NAMED])}{more}"
 
 
-def _taken(stored: Any, source: Source) -> Tensor:
+def _taken(stored: Any, source: StoredTensor) -> Tensor:
     if source.num_parts > 1 and source.num_groups == 1:
         # Rows of one part follow one another, so only they are read.
         rows = source.shape[-1 if source.transposed else 0] // source.num_parts
@@ -220,7 +220,8 @@ def write_pretrained(
     return sorted([*shards, *others])
 
 
-_Parts = list[tuple[str, str, Source]]  # (block, parameter, where it belongs) of one tensor, in the order of its parts
+# (block, parameter, where it belongs) of one tensor, in the order of its parts
+_Parts = list[tuple[str, str, StoredTensor]]
 
 
 def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[str, _Parts]]:
@@ -258,7 +259,7 @@ def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> T
     return whole
 
 
-def _joined(parts: list[Tensor], source: Source) -> Tensor:
+def _joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
     whole = parts[0]
     if source.num_parts > 1:
         whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.base.files import write_atomic
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.hf.names import NAMES, Source, sources
+from terrace.model.hf.names import NAMES, StoredTensor, sources
 from terrace.model.lora.config import LoraConfig, adapter_names, targets
 from terrace.model.lora.modules import Value
 
@@ -56,7 +56,7 @@ def write_adapter(folder: str | Path, config: ModelConfig, lora: LoraConfig, val
     return [CONFIG, WEIGHTS]
 
 
-_Part = tuple[str, str, Source]  # block, weight, where the weight lies
+_Part = tuple[str, str, StoredTensor]  # block, weight, where the weight lies
 
 
 def _by_module(config: ModelConfig, lora: LoraConfig) -> dict[str, list[_Part]]:

@@ -21,7 +21,7 @@ from math import prod
 
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
-from terrace.program.block_program.steps import Await, Compute, Kind, Moment, Send, Step, Steps
+from terrace.program.block_program.steps import Await, Compute, ComputeKind, Moment, Send, Step, Steps
 
 
 @lru_cache(maxsize=4096)
@@ -36,7 +36,7 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
     tiers = ring_step_tiers(ring)
     yield from _dealt(ulysses, ContextLeg.INTO, backward=False)
     for step in range(len(tiers) + 1):
-        piece = Compute(Kind.ROUND, step)
+        piece = Compute(ComputeKind.ROUND, step)
         # The slice is empty in the last round, which has no next keys to fetch.
         keys = [Send((ContextMessage(ContextLeg.KEYS, tier=tier),), piece) for tier in tiers[step : step + 1]]
         yield from keys
@@ -47,10 +47,10 @@ def _forward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
 
 def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
     tiers = ring_step_tiers(ring)
-    yield from _dealt(ulysses, ContextLeg.INTO, backward=True, meanwhile=(Compute(Kind.WEIGHT_GRADIENTS),))
+    yield from _dealt(ulysses, ContextLeg.INTO, backward=True, meanwhile=(Compute(ComputeKind.WEIGHT_GRADIENTS),))
     returning: list[Send] = []  # gradients of the round before
     for step in range(len(tiers) + 1):
-        piece = Compute(Kind.ROUND_GRADIENTS, step)
+        piece = Compute(ComputeKind.ROUND_GRADIENTS, step)
         keys = [
             Send((ContextMessage(ContextLeg.KEYS, tier=tier, backward=True),), piece) for tier in tiers[step : step + 1]
         ]
@@ -60,14 +60,14 @@ def _backward(ulysses: int, ring: Sequence[int]) -> Iterator[Step]:
         returning = []
         if 0 < step < len(tiers):  # gradients of this round's keys follow the keys, beside the next round
             gradients = ContextMessage(ContextLeg.GRADIENTS, tier=tiers[step], backward=True)
-            returning = [Send((gradients,), Compute(Kind.ROUND_GRADIENTS, step + 1))]
+            returning = [Send((gradients,), Compute(ComputeKind.ROUND_GRADIENTS, step + 1))]
         # After the last round no computing is left to hide the final gradients.
         elif step:
             returning = [Send((ContextMessage(ContextLeg.RETURN_GRADIENTS, tier=max(tiers), backward=True),))]
         yield from returning
         yield from map(Await, keys)
     if tiers:
-        yield Compute(Kind.WEIGHT_GRADIENTS)
+        yield Compute(ComputeKind.WEIGHT_GRADIENTS)
         yield from map(Await, returning)
     yield from _dealt(ulysses, ContextLeg.BACK, backward=True)
 
@@ -107,7 +107,7 @@ def attention_moments(ulysses: int, ring: tuple[int, ...]) -> tuple[tuple[Moment
         gradients = [-1, -1, *tiers[1:]] if backward else [-1] * (len(tiers) + 1)
         # Equal rounds are counted, not listed: a ring of thousands has few distinct ones.
         rounds = Counter(zip([*tiers[1:], -1], gradients[1:], strict=True)) if tiers else Counter[tuple[int, int]]()
-        kind = Kind.ROUND_GRADIENTS if backward else Kind.ROUND
+        kind = ComputeKind.ROUND_GRADIENTS if backward else ComputeKind.ROUND
         # Held-back weight gradients hide the last message of the ring.
         if tiers:
             # The first round differs: no gradients travel during it yet.

@@ -23,9 +23,11 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.dims import hidden_size, is_inner, is_norm
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.tensor_traffic import TensorTraffic
-from terrace.program.block_program.steps import Await, Compute, Kind, Send, Step, Steps
+from terrace.program.block_program.steps import Await, Compute, ComputeKind, Send, Step, Steps
 
-_OUTPUTS, _INPUTS, _WEIGHTS = map(Compute, (Kind.OUTPUTS, Kind.INPUT_GRADIENTS, Kind.WEIGHT_GRADIENTS))
+_OUTPUTS, _INPUTS, _WEIGHTS = map(
+    Compute, (ComputeKind.OUTPUTS, ComputeKind.INPUT_GRADIENTS, ComputeKind.WEIGHT_GRADIENTS)
+)
 _ALL_REDUCE = Leg.REDUCE, Leg.GATHER
 
 

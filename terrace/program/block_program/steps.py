@@ -24,7 +24,7 @@ from terrace.program.instruction import PASSES, Op
 InBlockMessage = TensorMessage | ContextMessage
 
 
-class Kind(StrEnum):
+class ComputeKind(StrEnum):
     """Pieces of computing that hide messages."""
 
     OUTPUTS = "outputs"
@@ -39,7 +39,7 @@ class Kind(StrEnum):
 class Compute(NamedTuple):
     """A piece of computing; a round has the number of its ring step."""
 
-    kind: Kind
+    kind: ComputeKind
     ring_step: int = 0
 
 

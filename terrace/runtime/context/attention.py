@@ -35,7 +35,7 @@ from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pa
 from terrace.model.pair_kernels import precise, side_by_side
 from terrace.plan.context import Heads
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
-from terrace.program.block_program.steps import Kind
+from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
 
@@ -88,7 +88,7 @@ def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) ->
     for step in range(len(layout.ring_steps)):
         # The next round's keys travel while this round is computed.
         pending = _pass_on(layout, step, keys, ContextLeg.KEYS, backward=False)
-        layout.comm.in_block.computes(Kind.ROUND, step)
+        layout.comm.in_block.computes(ComputeKind.ROUND, step)
         for pair in layout.pairs(step, query.dtype):
             own = rows(query, pair.queries), rows(keys[0], pair.keys), rows(keys[1], pair.keys)
             attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
@@ -123,7 +123,7 @@ def _backward(
     keys: Sequence[Tensor] = (key, value)
     for step, ring_step in enumerate(layout.ring_steps):
         pending = _pass_on(layout, step, keys, ContextLeg.KEYS, backward=True)
-        layout.comm.in_block.computes(Kind.ROUND_GRADIENTS, step)
+        layout.comm.in_block.computes(ComputeKind.ROUND_GRADIENTS, step)
         pairs = layout.pairs(step, query.dtype)
         # Sums need room for rows that other ranks will add to.
         others = [ring_step.exchange] if step > 1 else []

@@ -22,7 +22,15 @@ from terrace.runtime.head import Objective
 from terrace.runtime.in_block_comm import InBlockComm
 from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.loss import vocabulary_loss
-from terrace.runtime.tensor.modules import ColumnLinear, Embedding, Head, HeadNorm, Norm, RowLinear, TensorAxis
+from terrace.runtime.tensor.modules import (
+    ColumnLinear,
+    HeadNorm,
+    Norm,
+    RowLinear,
+    TensorAxis,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 
 
 def make_axis(
@@ -80,14 +88,14 @@ class _Cutter:
         """This rank's part of a whole parameter."""
         return rank_slices(self._specs[block][name], self._mesh, self._rank)
 
-    def embedding(self, module: decoder.Embedding) -> Embedding:
+    def embedding(self, module: decoder.Embedding) -> VocabParallelEmbedding:
         positions = None if module.positions is None else self._parameter(0, "positions")
-        return Embedding(self._parameter(0, "weight"), positions, self.part(0, "weight")[0], self._axis)
+        return VocabParallelEmbedding(self._parameter(0, "weight"), positions, self.part(0, "weight")[0], self._axis)
 
-    def head(self, module: decoder.Head, tied: nn.Parameter | None) -> Head:
+    def head(self, module: decoder.Head, tied: nn.Parameter | None) -> VocabParallelHead:
         block = len(self._blocks) - 1
         weight = self._parameter(block, "weight") if tied is None else tied
-        return Head(weight, self._norm(block, "norm", module.norm), self._axis)
+        return VocabParallelHead(weight, self._norm(block, "norm", module.norm), self._axis)
 
     def layer(self, block: int, module: nn.Module) -> nn.Module:
         """Replace the linear layers and norms inside a layer, in place."""

@@ -193,7 +193,7 @@ class HeadNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, share(self.weight, self._axis.columns.degree), self.eps)
 
 
-class Embedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Tokens (B, S) to the residual stream; a rank looks up the part of the vocabulary that it has."""
 
     def __init__(self, weight: nn.Parameter, positions: nn.Parameter | None, part: slice, axis: TensorAxis) -> None:
@@ -235,7 +235,7 @@ class Embedding(nn.Module):
         return F.embedding(positions.flatten()[places % positions.numel()], self.positions)
 
 
-class Head(nn.Module):
+class VocabParallelHead(nn.Module):
     """Residual stream to the loss input: normalised hidden states (B, S, H) on every rank.
 
     The product with the output matrix is the loss's own (terrace.runtime.tensor.loss): logits never exist whole.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
-from terrace.program.block_program.steps import Kind
+from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.linear import record_product
 from terrace.runtime.tensor.axis_comm import AxisComm
 from terrace.runtime.tensor.regathered import RegatheredInput
@@ -44,7 +44,7 @@ class _Arriving(Function):
         values, num_rows = weight.detach(), held.num_rows
         y = x.new_empty((num_rows, held.num_tokens, weight.shape[0]))
         for start, stop, part in held.parts():
-            held.comm.in_block.computes(Kind.OUTPUTS)
+            held.comm.in_block.computes(ComputeKind.OUTPUTS)
             y[:, start:stop] = F.linear(part, values).view(num_rows, stop - start, -1)
         return y.flatten(0, 1)[: x.shape[0] * x.shape[1]].view(*shape, -1)
 
@@ -70,7 +70,7 @@ class _ProductScatter(Function):
         part = x.new_empty((tokens, weight.shape[0]))
         under_way = []
         for start, stop in chunk_bounds(tokens, held.num_chunks):
-            comm.in_block.computes(Kind.OUTPUTS)
+            comm.in_block.computes(ComputeKind.OUTPUTS)
             product = F.linear(by_rank[:, start:stop].flatten(0, 1), values)
             # The product must live until its message has been read.
             under_way.append((comm.start_reduce(part[start:stop], product), product))
@@ -96,7 +96,7 @@ class _ProductScatter(Function):
         inputs = torch.empty_like(x).view(comm.degree, gradient.shape[0], -1)
         for (start, stop), (flight, whole) in zip(bounds, under_way, strict=True):
             comm.wait(flight)
-            comm.in_block.computes(Kind.INPUT_GRADIENTS)
+            comm.in_block.computes(ComputeKind.INPUT_GRADIENTS)
             rows[:, start:stop] = whole.view(comm.degree, stop - start, -1)
             inputs[:, start:stop] = whole.mm(weight.detach()).view(comm.degree, stop - start, -1)
         rows = rows.flatten(0, 1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
-from terrace.program.block_program.steps import Kind
+from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.in_block_comm import InFlight
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
 
@@ -105,7 +105,7 @@ class RegatheredInput:
     def await_refilled(self, comm: AxisComm) -> None:
         """Wait until it is there; only the first caller of a region waits."""
         if self._refill is not None:
-            comm.in_block.computes(Kind.INPUT_GRADIENTS)  # by autograd, since the gather was begun
+            comm.in_block.computes(ComputeKind.INPUT_GRADIENTS)  # by autograd, since the gather was begun
             comm.wait(self._refill)
             self._refill = None
 
