@@ -13,43 +13,44 @@ remaining difference is not due to that.
 Target: the engine is at least as fast as unmodified FSDP2.
 """
 
-import argparse
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from bench.common import (
-    ADAMW,
+    Batch,
     Step,
     Timing,
     alternate,
-    block_names,
-    decay_groups,
+    bench_parser,
     decoder,
+    engine_of,
+    engine_step,
     free_port,
     local_cluster,
     loss_difference,
     micro_batches,
     print_table,
     ratio,
+    ratio_words,
     real_blocks,
-    spread,
+    torch_adamw,
+    torch_trainer,
 )
+from bench.lab.fsdp import ReduceScatter
 from terrace.model.config import num_params
 from terrace.model.decoder import token_loss
 from terrace.plan.presets import preset
-from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 
 TARGET = 1.0
@@ -69,31 +70,22 @@ class Job:
     batch: int
     sequence: int
     rounds: int
-    micros: tuple[int, ...]
-    placements: tuple[str, ...]
+    micros: Sequence[int]
+    placements: Sequence[str]
+
+    def batches(self, step: int, rank: int, num_micros: int) -> list[Batch]:
+        """A rank's micro-batches of a step."""
+        vocab = decoder(self.hidden, self.layers).vocab_size
+        return micro_batches(step, rank, num_micros, (self.batch, self.sequence), vocab)
 
 
-class AllToAllReduceScatter:
-    """FSDP2's reduce-scatter as an all-to-all and a local sum."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer; FSDP2 asks for its inputs and outputs here."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce `input_tensor` into `output_tensor`; blocks, as FSDP2 does on a CPU anyway."""
-        incoming = torch.empty_like(input_tensor)
-        dist.all_to_all_single(incoming, input_tensor, group=group)
-        torch.sum(incoming.view(group.size(), -1), 0, out=output_tensor.view(-1))
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
+def all_to_all_reduce(output: Tensor, given: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """Reduce `given` into `output` by an all-to-all and a local sum; blocks."""
+    incoming = torch.empty_like(given)
+    dist.all_to_all_single(incoming, given, group=group)
+    torch.sum(incoming.view(group.size(), -1), 0, out=output.view(-1))
+    if op == dist.ReduceOp.AVG:
+        output.div_(group.size())
 
 
 def fsdp_step(job: Job, rank: int, placement: str, num_micros: int, all_to_all: bool) -> Step:
@@ -108,63 +100,36 @@ def fsdp_step(job: Job, rank: int, placement: str, num_micros: int, all_to_all: 
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
         if all_to_all:
-            block.set_custom_reduce_scatter(AllToAllReduceScatter())
+            block.set_custom_reduce_scatter(ReduceScatter(all_to_all_reduce))
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        decay_groups(parameters), lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps, fused=True
-    )
     num_tokens = num_micros * job.batch * (job.sequence - 1)  # of one rank; FSDP2 averages over ranks
 
-    def step(number: int) -> float:
-        batches = micro_batches(number, rank, num_micros, (job.batch, job.sequence), config.vocab_size)
-        total = torch.zeros(())
-        for micro, (tokens, labels) in enumerate(batches):
-            model.set_requires_all_reduce(micro == num_micros - 1)
-            loss = token_loss(model(tokens), labels) / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(parameters, ADAMW.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total.item()
+    def loss_of(tokens: Tensor, labels: Tensor, is_last: bool) -> Tensor:
+        model.set_requires_all_reduce(is_last)
+        return token_loss(model(tokens), labels) / num_tokens
 
-    return step
+    train = torch_trainer(parameters, torch_adamw(parameters), loss_of)
+    return lambda number: train(job.batches(number, rank, num_micros))[0]
 
 
 def engine_for(job: Job, rank: int, placement: str, num_micros: int) -> Engine:
     """The engine at this placement."""
-    blocks = real_blocks(decoder(job.hidden, job.layers))
     if placement == "zero3":
         cluster = local_cluster({"node": job.world})  # one level, as the mesh of FSDP2
     else:
         cluster = local_cluster({"node": job.per_node, "system": job.world // job.per_node})
-    return Engine(
-        blocks,
-        names=block_names(blocks),
-        cluster=cluster,
-        plan=preset(placement, cluster),
-        num_micros=num_micros,
-        objective=token_loss,
-        rank=rank,
-        optimizer=ADAMW,
-        timeout=timedelta(seconds=120),
-    )
+    blocks = real_blocks(decoder(job.hidden, job.layers))
+    return engine_of(blocks, cluster, preset(placement, cluster), num_micros, rank=rank)
 
 
 def contest(job: Job, rank: int, placement: str, num_micros: int) -> dict[str, Timing]:
     """Time all contestants; wall times are the slowest rank's, losses are global."""
-    config = decoder(job.hidden, job.layers)
     engine = engine_for(job, rank, placement, num_micros)
-
-    def engine_step(number: int) -> float:
-        batches = micro_batches(number, rank, num_micros, (job.batch, job.sequence), config.vocab_size)
-        return engine.step([MicroBatch(*batch) for batch in batches], ADAMW.lr).loss
-
     steps: dict[str, Step] = {
         "FSDP2": fsdp_step(job, rank, placement, num_micros, all_to_all=False),
         "a2a": fsdp_step(job, rank, placement, num_micros, all_to_all=True),
-        "engine": engine_step,
+        "engine": engine_step(engine, lambda number: job.batches(number, rank, num_micros)),
     }
     timings = alternate(steps, job.rounds, warmup=3, before=dist.barrier)
     engine.drain()
@@ -179,13 +144,12 @@ def contest(job: Job, rank: int, placement: str, num_micros: int) -> dict[str, T
 
 def row(placement: str, num_micros: int, timings: Mapping[str, Timing]) -> list[str]:
     fsdp, other, engine = timings["FSDP2"], timings["a2a"], timings["engine"]
-    low, high = spread(engine.wall_s, fsdp.wall_s)
     return [
         placement,
         str(num_micros),
         str(len(fsdp.wall_s)),
         *(f"{statistics.median(timing.wall_s) * 1e3:.0f}" for timing in (fsdp, other, engine)),
-        f"{ratio(engine.wall_s, fsdp.wall_s):.3f} ({low:.3f} - {high:.3f})",
+        ratio_words(engine.wall_s, fsdp.wall_s),
         f"{ratio(engine.wall_s, other.wall_s):.3f}",
         f"{loss_difference(fsdp, engine):.0e}",
     ]
@@ -210,35 +174,17 @@ def work(rank: int, job: Job, port: int, found: Any) -> None:
 
 def main() -> int:
     """Print the table; return 1 when --check is given and the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=8)
-    parser.add_argument("--per-node", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser = bench_parser(__doc__, world=8, per_node=4, hidden=192, layers=6, batch=2, sequence=64, rounds=20)
     parser.add_argument("--micros", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
-    parser.add_argument("--check", action="store_true", help="exit 1 when the target is missed")
-    options = parser.parse_args()
-    job = Job(
-        world=options.world,
-        per_node=options.per_node,
-        hidden=options.hidden,
-        layers=options.layers,
-        batch=options.batch,
-        sequence=options.sequence,
-        rounds=options.rounds,
-        micros=tuple(options.micros),
-        placements=tuple(options.placements),
-    )
+    options = vars(parser.parse_args())
+    is_checked, job = options.pop("check"), Job(**options)
     size = num_params(decoder(job.hidden, job.layers)) / 1e6
     print(f"{size:.2f} M parameters, {job.batch} x {job.sequence} tokens a rank, {job.world} gloo ranks, fp32\n")
     found = multiprocessing.get_context("spawn").Value("d", 0.0)
     spawn(work, (job, free_port(), found), nprocs=job.world)  # type: ignore[no-untyped-call]
     print(f"\nworst ratio {found.value:.3f}, target {TARGET}: {'met' if found.value <= TARGET else 'MISSED'}")
-    return 1 if options.check and found.value > TARGET else 0
+    return 1 if is_checked and found.value > TARGET else 0
 
 
 if __name__ == "__main__":

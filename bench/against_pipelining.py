@@ -19,54 +19,43 @@ Targets: the engine is at least as fast as torch under the same schedule, with t
 under zero3 no rank's peak is above torch's largest.
 """
 
-import argparse
 import gc
-import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
+from bench import turns
 from bench.common import (
-    ADAMW,
     Batch,
     Step,
     Timing,
     alternate,
-    block_names,
+    bench_parser,
     decoder,
-    free_port,
+    engine_of,
+    judge,
     local_cluster,
-    loss_difference,
     micro_batches,
-    norm_difference,
     over_ranks,
     print_table,
-    ratio,
     real_blocks,
-    spread,
 )
 from bench.lab import counters
-from bench.torch_pipelining import Pipeline, Train, Trainer
+from bench.torch_pipelining import Pipeline, Trainer
+from bench.turns import DTYPES, LIBRARIES, Train
 from terrace.model.config import ModelConfig, block_specs, num_params
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.presets import preset
-from terrace.runtime.batch import Batch as MicroBatch
 from terrace.runtime.engine import Engine
 
-TARGET = 1.0
-LIBRARIES = ("torch", "engine")
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-LIMITS = {"fp32": 1e-3, "fp64": 1e-10}  # largest difference of losses, and relative difference of norms
 KEPT = ("params", "secondary", "gathered", "grads", "grads_full")  # of the engine's categories of memory
 HEADER = ["ranks", "case", "who", "rounds", "median s", "min s", "CPU s", "peak MB (mean)", "kept MB (mean)"]
 HEADER += ["engine / torch (quartiles)", "loss diff", "norm diff", "target"]
@@ -115,11 +104,9 @@ class Job:
 
 
 @dataclass
-class Result:
+class Result(turns.Result):
     """Figures of one contestant over all ranks."""
 
-    timing: Timing
-    norms: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)  # of every rank
     kept_bytes: list[int] = field(default_factory=list)
 
@@ -177,30 +164,18 @@ def engine_for(job: Job, rank: int, num_ranks: int, case: Case) -> Contestant:
         "master": job.dtype,
         "wire": {},
     }
-    blocks = build_blocks(config)
-    engine = Engine(
-        blocks,
-        names=block_names(blocks),
-        cluster=cluster,
-        plan=replace(preset("ddp", cluster), **changes),
-        num_micros=job.micros,
-        objective=token_loss,
+    engine = engine_of(
+        build_blocks(config),
+        cluster,
+        replace(preset("ddp", cluster), **changes),
+        job.micros,
         rank=rank,
-        optimizer=ADAMW,
         initial=lambda block, name, shape: initial_value(config, block, name, shape, 0),
-        timeout=timedelta(seconds=120),
         declared=block_specs(config),
         sequence=job.sequence,
     )
-    return Contestant(
-        train=partial(_figures, engine), kept_bytes=partial(_metered, engine), finish=partial(_end, engine)
-    )
-
-
-def _figures(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
-    result = engine.step([MicroBatch(*batch) for batch in batches], ADAMW.lr)
-    engine.drain()  # torch's step leaves nothing running either
-    return result.loss, result.grad_norm
+    train = turns.engine_train(engine)
+    return Contestant(train=train, kept_bytes=partial(_metered, engine), finish=partial(_end, engine))
 
 
 def _metered(engine: Engine, batches: Sequence[Batch]) -> int:
@@ -231,10 +206,11 @@ def contest(
     before = counters.resident_bytes()
     made = {library: MAKERS[library](job, rank, num_ranks, case) for library in job.libraries if library in libraries}
     counters.trim()  # memory used to build it does not count
-    steps: dict[str, Step] = dict.fromkeys(job.libraries, _sit_out)
+    steps: dict[str, Step] = dict.fromkeys(job.libraries, turns.sit_out)
     results = {library: Result(Timing()) for library in made}
     for library, contestant in made.items():
-        steps[library] = partial(_step, job, data_rank, contestant, results[library])
+        batches_of = partial(job.batches, data_rank=data_rank)
+        steps[library] = turns.step_of(contestant.train, batches_of, results[library])
     timings = alternate(steps, job.rounds, warmup=2, before=turn)
     for library in job.libraries:
         turn()
@@ -257,16 +233,6 @@ def _load_optimizer() -> None:
     torch.optim.AdamW([nn.Parameter(torch.zeros(2, 2))], fused=True)
 
 
-def _sit_out(number: int) -> float:
-    return 0.0
-
-
-def _step(job: Job, data_rank: int, contestant: Contestant, result: Result, number: int) -> float:
-    loss, norm = contestant.train(job.batches(number, data_rank))
-    result.norms.append(norm)
-    return loss
-
-
 def _everyone(figure: int) -> list[int]:
     figures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(figures, figure)
@@ -275,15 +241,10 @@ def _everyone(figure: int) -> list[int]:
 
 def verdict(job: Job, name: str, results: dict[str, Result]) -> list[str]:
     """Targets that the engine missed in case `name`."""
-    ours, theirs, missed = results["engine"], results["torch"], []
-    found = ratio(ours.timing.wall_s, theirs.timing.wall_s)
-    if found > TARGET:
-        missed.append(f"{name}: {found:.3f} of torch's time")
+    ours, theirs = results["engine"], results["torch"]
+    missed = turns.missed_targets(name, ours, theirs, job.dtype)
     if CASES[name].sharded and max(ours.peak_bytes) > max(theirs.peak_bytes):
         missed.append(f"{name}: {max(ours.peak_bytes) / max(theirs.peak_bytes):.3f} of torch's memory")
-    difference = max(loss_difference(ours.timing, theirs.timing), norm_difference(ours.norms, theirs.norms))
-    if difference > LIMITS[job.dtype]:
-        missed.append(f"{name}: losses or norms differ by {difference:.0e}")
     return missed
 
 
@@ -291,73 +252,39 @@ def rows(num_ranks: int, job: Job, name: str, results: dict[str, Result]) -> lis
     """Rows of the table for case `name`."""
     found = []
     for library, result in results.items():
-        timing = result.timing
-        row = [str(num_ranks), name, library, str(job.rounds)]
-        row += [f"{statistics.median(timing.wall_s):.3f}", f"{min(timing.wall_s):.3f}"]
-        row += [f"{statistics.median(timing.cpu_s):.2f}"]
+        row = [str(num_ranks), name, library, str(job.rounds), *turns.time_cells(result.timing)]
         for figures in (result.peak_bytes, result.kept_bytes):
             row += [f"{max(figures) / 1e6:.1f} ({statistics.mean(figures) / 1e6:.1f})"]
         if library == "engine" and "torch" in results:
             other = results["torch"]
-            low, high = spread(timing.wall_s, other.timing.wall_s)
-            row += [f"{ratio(timing.wall_s, other.timing.wall_s):.3f} ({low:.3f} - {high:.3f})"]
-            row += [f"{loss_difference(timing, other.timing):.0e}", f"{norm_difference(result.norms, other.norms):.0e}"]
+            row += [turns.ratio_cell(result, other), *turns.difference_cells(result, other)]
             row += ["missed" if verdict(job, name, results) else "met"]
         found.append(row + [""] * (len(HEADER) - len(row)))
     return found
 
 
-def work(index: int, num_ranks: int, job: Job, name: str, ports: Sequence[int], turns: Any, found: Any) -> None:
-    """One process: a rank of one of the libraries. The first rank of each leaves its results in `found`."""
-    place, rank = divmod(index, num_ranks)
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{ports[place]}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
-    results = contest(rank, num_ranks, job, name, job.libraries[place : place + 1], turns.wait)
-    if rank == 0:
-        found.put(results)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def hold(num_ranks: int, job: Job, name: str) -> dict[str, Result]:
-    """Run one case in processes of its own."""
-    context = multiprocessing.get_context("spawn")
-    num_processes, found = num_ranks * len(job.libraries), context.SimpleQueue()
-    ports = [free_port() for _ in job.libraries]
-    spawn(  # type: ignore[no-untyped-call]
-        work, (num_ranks, job, name, ports, context.Barrier(num_processes), found), nprocs=num_processes
-    )
-    results: dict[str, Result] = {}
-    for _ in job.libraries:
-        results |= found.get()
-    return {library: results[library] for library in job.libraries}
-
-
 def main() -> int:
     """Print a table; return 1 when --check is given and a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     defaults = Job()
-    for name in ("hidden", "layers", "vocab", "batch", "sequence", "micros", "rounds"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(defaults, name))
+    names = ("hidden", "layers", "vocab", "batch", "sequence", "micros", "rounds")
+    parser = bench_parser(__doc__, **{name: getattr(defaults, name) for name in names})
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
     options = vars(parser.parse_args())
-    check, ranks, names = options.pop("check"), options.pop("ranks"), options.pop("only")
+    check, ranks, cases = options.pop("check"), options.pop("ranks"), options.pop("only")
     job = Job(**options)
     tokens = f"{job.micros} micro-batches of {job.batch} x {job.sequence} tokens"
     print(f"{num_params(job.model) / 1e6:.2f} M parameters, {tokens}, {job.dtype}\n")
     table, missed = [], []
     for num_ranks in ranks:
-        for name in names:
-            results = hold(num_ranks, job, name)
+        for name in cases:
+            found = turns.hold(contest, job.libraries, num_ranks, job, name)
+            results = {library: found[library] for library in job.libraries}
             table += rows(num_ranks, job, name, results)
             missed += [f"{num_ranks} ranks, {line}" for line in verdict(job, name, results)]
     print_table(HEADER, table)
-    print("\nmet" if not missed else "\nMISSED: " + "; ".join(missed))
-    return 1 if check and missed else 0
+    return judge(missed, check)
 
 
 if __name__ == "__main__":

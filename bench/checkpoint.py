@@ -25,20 +25,19 @@ from bench.common import (
     ADAMW,
     Step,
     alternate,
-    block_names,
     decoder,
+    engine_of,
     local_cluster,
     micro_batches,
     print_table,
     ratio,
+    ratio_words,
     real_blocks,
-    spread,
 )
 from terrace.checkpoint.saving import Saver
 from terrace.checkpoint.writing import snapshot_of
 from terrace.launch.world import World
 from terrace.model.config import ModelConfig, num_params
-from terrace.model.decoder import token_loss
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
@@ -50,16 +49,8 @@ _CHUNK_BYTES = 8 << 20
 
 def make_engine(config: ModelConfig) -> Engine:
     """An engine on a world of one."""
-    blocks, cluster = real_blocks(config), local_cluster({"node": 1})
-    return Engine(
-        blocks,
-        names=block_names(blocks),
-        cluster=cluster,
-        plan=preset("ddp", cluster),
-        num_micros=1,
-        objective=token_loss,
-        optimizer=ADAMW,
-    )
+    cluster = local_cluster({"node": 1})
+    return engine_of(real_blocks(config), cluster, preset("ddp", cluster), 1)
 
 
 def rounds_of(engine: Engine, config: ModelConfig, folder: Path, every: int, batch: int) -> dict[str, Step]:
@@ -156,9 +147,7 @@ def main() -> int:
         timings = alternate(contestants, options.rounds, warmup=1, before=lambda: None)
     base, rows = timings["no save"].wall_s, []
     for contestant, timing in timings.items():
-        low, high = spread(timing.wall_s, base)
-        found = ratio(timing.wall_s, base)
-        rows.append([contestant, f"{statistics.median(timing.wall_s):.2f}", f"{found:.3f} ({low:.3f} - {high:.3f})"])
+        rows.append([contestant, f"{statistics.median(timing.wall_s):.2f}", ratio_words(timing.wall_s, base)])
     print()
     print_table(["save", f"s for {options.every} steps", "ratio (quartiles)"], rows)
     cost = ratio(timings["beside"].wall_s, base)

@@ -4,6 +4,7 @@ Machines that run these are seldom idle, so absolute times mean little. The cont
 the order flips every round, and the result is the median over rounds of the ratio within a round.
 """
 
+import argparse
 import gc
 import resource
 import socket
@@ -11,18 +12,25 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.model.config import ModelConfig, parse_model
-from terrace.model.decoder import IGNORE_INDEX, build_blocks
+from terrace.model.decoder import IGNORE_INDEX, build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.plan.plan import Plan
+from terrace.runtime.batch import Batch as MicroBatch
+from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 
 ADAMW = OptimizerConfig(lr=1e-3)
+_HELP = {"batch": "sequences of a micro-batch", "micros": "micro-batches of a step"}
 
 Step = Callable[[int], float]  # the number of a step -> its loss
 Batch = tuple[Tensor, Tensor]
@@ -67,6 +75,18 @@ def block_names(blocks: Sequence[nn.Module]) -> list[str]:
     return ["embedding", *(f"layers.{index}" for index in range(len(blocks) - 2)), "head"]
 
 
+def engine_of(blocks: list[nn.Module], cluster: Cluster, plan: Plan, num_micros: int, **options: Any) -> Engine:
+    """The engine on a decoder's blocks; `options` are further arguments of `Engine`."""
+    given: dict[str, Any] = {"optimizer": ADAMW, "timeout": timedelta(seconds=120), **options}
+    names = block_names(blocks)
+    return Engine(blocks, names=names, cluster=cluster, plan=plan, num_micros=num_micros, objective=token_loss, **given)
+
+
+def engine_step(engine: Engine, batches: Callable[[int], Sequence[Batch]]) -> Step:
+    """The engine's step on the micro-batches of a step."""
+    return lambda number: engine.step([MicroBatch(*batch) for batch in batches(number)], ADAMW.lr).loss
+
+
 def micro_batches(step: int, rank: int, num_micros: int, shape: tuple[int, int], vocab: int) -> list[Batch]:
     """A rank's micro-batches of a step; ten batches repeat, so that they can be learnt."""
     generator = torch.Generator().manual_seed(1000 * rank + step % 10)
@@ -88,12 +108,38 @@ def local_cluster(sizes: Mapping[str, int]) -> Cluster:
     )
 
 
-def decay_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, object]]:
-    """The two parameter groups of AdamW: matrices decay, norms do not."""
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def torch_adamw(parameters: Sequence[nn.Parameter], adamw: OptimizerConfig = ADAMW) -> torch.optim.AdamW:
+    """Torch's fused AdamW: matrices decay, norms do not. DTensors and plain tensors are in groups of their own."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dim() >= 2, isinstance(parameter, DTensor)), []).append(parameter)
+    decays = [{"params": own, "weight_decay": adamw.weight_decay * key[0]} for key, own in groups.items()]
+    return torch.optim.AdamW(decays, lr=adamw.lr, betas=(adamw.beta1, adamw.beta2), eps=adamw.eps, fused=True)
+
+
+def torch_trainer(
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[Tensor, Tensor, bool], Tensor],
+    clip: float = ADAMW.clip,
+) -> Callable[[Sequence[Batch]], tuple[float, Any]]:
+    """A plain training step: micro-batches -> (loss, gradient norm before clipping).
+
+    `loss_of(tokens, labels, is_last)` is the share of a micro-batch in the loss of the step.
+    """
+
+    def train(batches: Sequence[Batch]) -> tuple[float, Any]:
+        total = torch.zeros(())
+        for micro, (tokens, labels) in enumerate(batches):
+            loss = loss_of(tokens, labels, micro == len(batches) - 1)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total.item(), norm
+
+    return train
 
 
 def alternate(steps: Mapping[str, Step], rounds: int, warmup: int, before: Callable[[], None]) -> dict[str, Timing]:
@@ -139,6 +185,12 @@ def spread(numerator: Sequence[float], denominator: Sequence[float]) -> tuple[fl
     return low, high
 
 
+def ratio_words(numerator: Sequence[float], denominator: Sequence[float], digits: int = 3) -> str:
+    """The ratio with its quartiles."""
+    low, high = spread(numerator, denominator)
+    return f"{ratio(numerator, denominator):.{digits}f} ({low:.{digits}f} - {high:.{digits}f})"
+
+
 def loss_difference(first: Timing, second: Timing) -> float:
     """The largest difference of two contestants' losses of the same step."""
     return max(abs(a - b) for a, b in zip(first.losses, second.losses, strict=True))
@@ -157,6 +209,21 @@ def over_ranks(timing: Timing) -> Timing:
     dist.all_reduce(cpu)
     dist.all_reduce(faults)
     return Timing(wall.tolist(), cpu.tolist(), timing.losses, faults.tolist())
+
+
+def bench_parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """Parser of a benchmark: `--check`, and `numbers` as options with these defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=_HELP.get(name))
+    parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
+    return parser
+
+
+def judge(missed: Sequence[str], check: bool) -> int:
+    """Print the missed targets; the exit code."""
+    print("\nmet" if not missed else "\nMISSED: " + "; ".join(missed))
+    return 1 if check and missed else 0
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -27,14 +27,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.common import alternate, decoder, local_cluster, micro_batches, print_table, ratio, spread
+from bench.common import (
+    alternate,
+    decoder,
+    engine_of,
+    local_cluster,
+    micro_batches,
+    print_table,
+    ratio,
+    spread,
+)
 from terrace.cluster.cluster import Cluster
 from terrace.comm.group_p2p import GroupP2P
 from terrace.comm.lane import make_lane
 from terrace.comm.pace import Pacer
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig, block_specs
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.context import ContextGroup
 from terrace.plan.presets import preset
@@ -66,17 +75,15 @@ class Job:
     paced: bool = False
 
 
-def engine_of(world: World, job: Job) -> Engine:
+def job_engine(world: World, job: Job) -> Engine:
     """The engine of a job on this rank."""
     specs = block_specs(job.config)
     mapping = {tier: {"context": forms} for tier, forms in job.forms.items()}
-    return Engine(
+    return engine_of(
         build_blocks(job.config),
-        names=[spec.name for spec in specs],
-        cluster=job.cluster,
-        plan=replace(preset("ddp", job.cluster), mapping=mapping),
-        num_micros=1,
-        objective=token_loss,
+        job.cluster,
+        replace(preset("ddp", job.cluster), mapping=mapping),
+        1,
         rank=world.rank,
         initial=lambda block, name, shape: initial_value(job.config, block, name, shape, 0),
         declared=specs,
@@ -88,7 +95,7 @@ def engine_of(world: World, job: Job) -> Engine:
 def peak_bytes(world: World, job: Job) -> int:
     """Largest number of bytes that a step has allocated at once on this rank, for the step with the fewest."""
     torch.set_num_threads(1)
-    engine = engine_of(world, job)
+    engine = job_engine(world, job)
     peaks = []
     for step in range(job.num_steps):
         batch = micro_batches(step, 0, 1, (1, job.sequence), job.config.vocab_size)
@@ -106,7 +113,7 @@ def peak_bytes(world: World, job: Job) -> int:
 def step_seconds(world: World, jobs: Sequence[Job], rounds: int) -> list[list[float]]:
     """The wall seconds of the steps of each job, which take turns."""
     torch.set_num_threads(1)
-    engines = [engine_of(world, job) for job in jobs]
+    engines = [job_engine(world, job) for job in jobs]
     found: list[list[float]] = [[] for _ in jobs]
     for number in range(rounds + 1):
         order = list(enumerate(jobs))

@@ -18,7 +18,12 @@ from pathlib import Path
 
 import torch
 
-from bench.common import block_names, decoder, local_cluster, print_table
+from bench.common import (
+    decoder,
+    engine_of,
+    local_cluster,
+    print_table,
+)
 from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches
 from terrace.data.token_file import TokenFile
@@ -26,12 +31,11 @@ from terrace.data.tokenizer import load_tokenizer
 from terrace.data.tokens import prepare_tokens
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import num_params
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import build_blocks
 from terrace.model.init import initialise
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import TrainConfig
 from terrace.train.schedule import learning_rate
@@ -96,16 +100,8 @@ def run(world: World, job: Job) -> Found:
     initialise(blocks, config, seed=job.seed, dtype=torch.float32)
     optimizer = OptimizerConfig(lr=job.lr)
     schedule = TrainConfig(steps=job.steps, batch=8, sequence=job.sequence, warmup_steps=job.steps // 20)
-    engine = Engine(
-        blocks,
-        names=block_names(blocks),
-        cluster=cluster,
-        plan=plan_of(job.variant, cluster),
-        num_micros=1,
-        objective=token_loss,
-        rank=world.rank,
-        optimizer=optimizer,
-    )
+    plan = plan_of(job.variant, cluster)
+    engine = engine_of(blocks, cluster, plan, 1, rank=world.rank, optimizer=optimizer)
     batches = Batches(job.tokens, job.sequence, schedule.batch, job.seed)
     losses, errors, begin_s = [], [], time.monotonic()
     for step in range(job.steps):

@@ -21,10 +21,17 @@ from dataclasses import replace
 
 import torch
 
-from bench.common import ADAMW, block_names, decoder, local_cluster, micro_batches, print_table
+from bench.common import (
+    ADAMW,
+    decoder,
+    engine_of,
+    local_cluster,
+    micro_batches,
+    print_table,
+)
 from bench.gpu_codecs import codec_rows
 from terrace.model.config import ModelConfig, forward_flops, num_params
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import build_blocks
 from terrace.model.init import initial_value
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -39,7 +46,6 @@ Row = tuple[str, str, bool]  # subject, result, whether it passes
 
 def new_engine(config: ModelConfig, plan: Plan, device: str, micros: int, watch: Callable[[], object]) -> Engine:
     """An engine on one rank; `watch` is called at every instruction."""
-    blocks = build_blocks(config)  # on meta: the engine fills its own buffers from `initial`
 
     def progress(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         watch()
@@ -47,18 +53,9 @@ def new_engine(config: ModelConfig, plan: Plan, device: str, micros: int, watch:
     def initial(block: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return initial_value(config, block, name, shape, seed=0)
 
-    return Engine(
-        blocks,
-        names=block_names(blocks),
-        cluster=local_cluster({"node": 1}),
-        plan=plan,
-        num_micros=micros,
-        objective=token_loss,
-        device=device,
-        optimizer=ADAMW,
-        initial=initial,
-        progress=progress,
-    )
+    # On meta: the engine fills its own buffers from `initial`.
+    cluster = local_cluster({"node": 1})
+    return engine_of(build_blocks(config), cluster, plan, micros, device=device, initial=initial, progress=progress)
 
 
 def train(
@@ -194,12 +191,8 @@ def training(options: argparse.Namespace) -> list[Row]:
 def main() -> int:
     """Print the table; return 1 when a check fails, 0 without a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=18)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=2048)
-    parser.add_argument("--micros", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
+    for name, default in {"hidden": 2048, "layers": 18, "batch": 4, "sequence": 2048, "micros": 2, "steps": 10}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--preset", default="ddp")
     parser.add_argument("--recompute", action="store_true", help="recompute the layers in the backward")
     parser.add_argument(

@@ -137,19 +137,7 @@ def main() -> int:
             if not (options.keep and path.exists()):
                 train(place, folder, plan, options)
             rows.append(row(place, plan, json.loads(path.read_text(encoding="utf-8"))))
-    header = [
-        "place",
-        "plan",
-        "bytes",
-        "memory",
-        "predicted s",
-        "measured s",
-        "step",
-        "compute s",
-        "waits s",
-        "other s",
-    ]
-    print_table(header, rows)
+    print_table(HEADER, rows)
     return int(options.check and any("!" in cell or cell == "DIFFERENT" for line in rows for cell in line))
 
 

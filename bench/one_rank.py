@@ -7,35 +7,35 @@ code; with recomputation it wraps every layer in torch.utils.checkpoint.
 Target: the engine's step takes at most 5 % longer.
 """
 
-import argparse
 import statistics
 import sys
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.common import (
-    ADAMW,
+    Batch,
     Step,
     alternate,
-    block_names,
-    decay_groups,
+    bench_parser,
     decoder,
+    engine_of,
+    engine_step,
     local_cluster,
     loss_difference,
     micro_batches,
     print_table,
     ratio,
+    ratio_words,
     real_blocks,
-    spread,
+    torch_adamw,
+    torch_trainer,
 )
 from terrace.model.config import ModelConfig, num_params
 from terrace.model.decoder import token_loss
 from terrace.plan.presets import preset
-from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
 
 TARGET = 1.05
 SEQUENCE = 128
@@ -44,61 +44,34 @@ SEQUENCE = 128
 def plain_step(config: ModelConfig, num_micros: int, batch: int, recompute: bool) -> Step:
     """The step of a plain training loop."""
     blocks = nn.ModuleList(real_blocks(config))
-    parameters = list(blocks.parameters())
-    optimizer = torch.optim.AdamW(
-        decay_groups(parameters), lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps, fused=True
-    )
+    parameters, num_tokens = list(blocks.parameters()), num_micros * batch * (SEQUENCE - 1)
 
-    def step(number: int) -> float:
-        batches = micro_batches(number, 0, num_micros, (batch, SEQUENCE), config.vocab_size)
-        num_tokens = sum(int((labels >= 0).sum()) for _, labels in batches)
-        total = torch.zeros(())
-        for tokens, labels in batches:
-            x = blocks[0](tokens)
-            for layer in blocks[1:-1]:
-                x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-            loss = token_loss(blocks[-1](x), labels) / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(parameters, ADAMW.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total.item()
+    def loss_of(tokens: Tensor, labels: Tensor, is_last: bool) -> Tensor:
+        x = blocks[0](tokens)
+        for layer in blocks[1:-1]:
+            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        return token_loss(blocks[-1](x), labels) / num_tokens
 
-    return step
+    train = torch_trainer(parameters, torch_adamw(parameters), loss_of)
+    return lambda number: train(batches_of(config, number, num_micros, batch))[0]
 
 
-def engine_step(config: ModelConfig, num_micros: int, batch: int, recompute: bool) -> Step:
+def own_step(config: ModelConfig, num_micros: int, batch: int, recompute: bool) -> Step:
     """The step of the engine on a world of one."""
-    blocks = real_blocks(config)
     cluster = local_cluster({"node": 1})
     plan = replace(preset("ddp", cluster), recompute=("layers.*",) if recompute else ())
-    engine = Engine(
-        blocks,
-        names=block_names(blocks),
-        cluster=cluster,
-        plan=plan,
-        num_micros=num_micros,
-        objective=token_loss,
-        optimizer=ADAMW,
-    )
+    engine = engine_of(real_blocks(config), cluster, plan, num_micros)
+    return engine_step(engine, lambda number: batches_of(config, number, num_micros, batch))
 
-    def step(number: int) -> float:
-        batches = micro_batches(number, 0, num_micros, (batch, SEQUENCE), config.vocab_size)
-        return engine.step([Batch(*batch) for batch in batches], ADAMW.lr).loss
 
-    return step
+def batches_of(config: ModelConfig, step: int, num_micros: int, batch: int) -> list[Batch]:
+    return micro_batches(step, 0, num_micros, (batch, SEQUENCE), config.vocab_size)
 
 
 def main() -> int:
     """Print the table; return 1 when --check is given and the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--batch", type=int, default=4, help="sequences of a micro-batch")
+    parser = bench_parser(__doc__, rounds=30, hidden=192, layers=6, batch=4)
     parser.add_argument("--micros", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--check", action="store_true", help="exit 1 when the target is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = decoder(options.hidden, options.layers)
@@ -107,11 +80,10 @@ def main() -> int:
     for recompute in (False, True):
         for micros in options.micros:
             arguments = (config, micros, options.batch, recompute)
-            steps = {"plain": plain_step(*arguments), "engine": engine_step(*arguments)}
+            steps = {"plain": plain_step(*arguments), "engine": own_step(*arguments)}
             timings = alternate(steps, max(8, options.rounds // micros), warmup=3, before=lambda: None)
             plain, engine = timings["plain"], timings["engine"]
             found = ratio(engine.wall_s, plain.wall_s)
-            low, high = spread(engine.wall_s, plain.wall_s)
             worst = max(worst, found)
             rows.append(
                 [
@@ -120,7 +92,7 @@ def main() -> int:
                     str(len(plain.wall_s)),
                     f"{statistics.median(plain.wall_s) * 1e3:.1f}",
                     f"{statistics.median(engine.wall_s) * 1e3:.1f}",
-                    f"{found:.3f} ({low:.3f} - {high:.3f})",
+                    ratio_words(engine.wall_s, plain.wall_s),
                     f"{ratio(engine.cpu_s, plain.cpu_s):.3f}",
                     f"{loss_difference(plain, engine):.0e}",
                 ]

@@ -14,13 +14,11 @@ Target: all steps of equal tokens take at least 1.5 times as long, and the losse
 wait for each other anyway, so it needs an idle core for each.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +29,16 @@ from bench.common import (
     ADAMW,
     Timing,
     alternate,
-    block_names,
+    bench_parser,
+    engine_of,
+    judge,
     loss_difference,
     norm_difference,
     over_ranks,
     print_table,
-    ratio,
+    ratio_words,
     real_blocks,
 )
-from bench.common import spread as quartiles
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.comm.pace import Pacer
 from terrace.data.batches import Batches, Source
@@ -47,7 +46,6 @@ from terrace.data.token_file import TokenFile
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model.config import ModelConfig, block_specs, parse_model
-from terrace.model.decoder import token_loss
 from terrace.plan.context import is_context_parallel
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -175,19 +173,15 @@ def contest(world: World, job: Job, tokens: TokenFile) -> dict[str, Result]:
     batch = job.rows * cluster.world_size
     batches = Batches([source], job.sequence, batch, seed=0)
     for balance in BALANCES:
-        plan, blocks = plan_of(job, balance), real_blocks(job.model)
-        engine = engines[balance] = Engine(
-            blocks,
-            names=block_names(blocks),
-            cluster=cluster,
-            plan=plan,
-            num_micros=1,
-            objective=token_loss,
+        plan = plan_of(job, balance)
+        engine = engines[balance] = engine_of(
+            real_blocks(job.model),
+            cluster,
+            plan,
+            1,
             rank=world.rank,
-            optimizer=ADAMW,
             declared=block_specs(job.model),
             sequence=job.sequence,
-            timeout=timedelta(seconds=120),
             pacer=pacer,
         )
         train = TrainConfig(steps=1, batch=batch, sequence=job.sequence)
@@ -235,9 +229,8 @@ def rows(job: Job, results: dict[str, Result]) -> list[list[str]]:
             f"{100 * statistics.fmean(result.waits):.0f} %",
         ]
         if balance == "cost":
-            low, high = quartiles(equal.timing.wall_s, wall)
             row += [f"{statistics.fmean(result.balances):.2f}"]
-            row += [f"{ratio(equal.timing.wall_s, wall):.2f} ({low:.2f} - {high:.2f})"]
+            row += [ratio_words(equal.timing.wall_s, wall, digits=2)]
             row += [f"{sum(equal.timing.wall_s) / sum(wall):.2f}", f"{sum(equal.busiest_s) / sum(busiest):.2f}"]
             row += [f"{loss_difference(result.timing, equal.timing):.0e}"]
         found.append(row + [""] * (len(HEADER) - len(row)))
@@ -246,15 +239,13 @@ def rows(job: Job, results: dict[str, Result]) -> list[list[str]]:
 
 def main() -> int:
     """Print a table; return 1 when --check is given and the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("hidden", "layers", "scale", "documents", "rows", "rounds")
+    parser = bench_parser(__doc__, **{name: getattr(Job, name) for name in names})
     parser.add_argument("--tiers", type=int, nargs="+", default=[2], help="sizes of node, system, site")
     parser.add_argument("--pace", type=float, default=0.0, help="hold messages to this part of the cluster's rates")
-    for name in ("hidden", "layers", "scale", "documents", "rows", "rounds"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Job, name))
     parser.add_argument("--lengths", choices=("published", "bimodal"), default=Job.lengths)
-    parser.add_argument("--check", action="store_true", help="exit 1 when the target is missed")
     options = vars(parser.parse_args())
-    check = options.pop("check")
+    is_checked = options.pop("check")
     tiers = tuple(zip(("node", "system", "site"), options.pop("tiers"), strict=False))
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder=Path(folder), tiers=tiers, **options)
@@ -273,8 +264,7 @@ def main() -> int:
     missed = [f"{gain:.2f} < {TARGET}"] * (gain < TARGET) + [f"losses or norms differ by {differs:.0e}"] * (
         differs > LIMIT
     )
-    print("\nmet" if not missed else "\nMISSED: " + "; ".join(missed))
-    return 1 if check and missed else 0
+    return judge(missed, is_checked)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.common import ADAMW, Batch, decay_groups
+from bench.common import ADAMW, Batch, torch_adamw
 from terrace.model.decoder import IGNORE_INDEX, token_loss
 
 SCHEDULES = ("1f1b", "interleaved", "zbv")
@@ -64,9 +64,6 @@ class Pipeline:
         return range(end - self.stages[stage], end)
 
 
-Train = Callable[[Sequence[Batch]], tuple[float, float]]  # micro-batches of a step -> mean loss, gradient norm
-
-
 class Trainer:
     """This rank's stages, their schedule and their optimizer. Every rank of the world makes one at the same point.
 
@@ -89,13 +86,7 @@ class Trainer:
             self.stages.append(PipelineStage(module, index, len(pipeline.stages), torch.device("cpu"), group=group))
         self._schedule = _schedule(pipeline.schedule, self.stages, num_micros)
         self._parameters = [parameter for stage in self.stages for parameter in stage.submod.parameters()]
-        self._optimizer = torch.optim.AdamW(
-            decay_groups(self._parameters),
-            lr=ADAMW.lr,
-            betas=(ADAMW.beta1, ADAMW.beta2),
-            eps=ADAMW.eps,
-            fused=True,
-        )
+        self._optimizer = torch_adamw(self._parameters)
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Train on this data rank's micro-batches of (tokens, labels); (mean loss, gradient norm)."""

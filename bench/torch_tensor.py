@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.common import ADAMW, Batch, decay_groups
+from bench.common import ADAMW, Batch, torch_adamw
 from terrace.model.decoder import IGNORE_INDEX
 
 
@@ -89,13 +89,7 @@ def training_step(model: Decoder) -> Callable[[Sequence[Batch]], tuple[float, fl
     kinds: list[list[nn.Parameter]] = [[], []]
     for parameter in parameters:
         kinds[isinstance(parameter, DTensor)].append(parameter)
-    optimizer = torch.optim.AdamW(
-        [group for kind in kinds for group in decay_groups(kind) if group["params"]],
-        lr=ADAMW.lr,
-        betas=(ADAMW.beta1, ADAMW.beta2),
-        eps=ADAMW.eps,
-        fused=True,
-    )
+    optimizer = torch_adamw(parameters)
 
     def step(batches: Sequence[Batch]) -> tuple[float, float]:
         num_tokens = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in batches)

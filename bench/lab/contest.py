@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bench.common import decoder
+from bench.common import decoder, torch_adamw, torch_trainer
 from bench.lab.job import ADAMW, Job, read_text, windows
 from terrace.model.config import ModelConfig
 
@@ -91,10 +91,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return found
 
 
+def torch_contestant(
+    parameters: Sequence[nn.Parameter], loss_of: Callable[[Tensor, Tensor, bool], Tensor]
+) -> Contestant:
+    """A training loop of torch around the loss of a micro-batch (`bench.common.torch_trainer`)."""
+    optimizer = new_adamw(parameters)
+    train = torch_trainer(parameters, optimizer, loss_of, ADAMW.clip)
+
+    def step(batches: Sequence[Batch]) -> Result:
+        loss, norm = train(batches)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return Result(loss=loss, grad_norm=norm.item())
+
+    return Contestant(step=step, states=lambda: optimizer_tensors(optimizer))
+
+
 def new_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     """Torch's fused AdamW: matrices decay, norms do not."""
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps, fused=True)
+    return torch_adamw(parameters, ADAMW)

@@ -5,39 +5,35 @@ On gloo it needs three things, none of which slows it down: sums in place of ave
 CUDA streams alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from bench.lab.contest import Batch, Contestant, Result, Setting, local_part, new_adamw, optimizer_tensors
-from bench.lab.job import ADAMW
+from bench.lab.contest import Contestant, Setting, torch_contestant
 from bench.lab.ring import ring_reduce_scatter
 from terrace.model.decoder import token_loss
 
 
-class RingReduceScatter:
-    """FSDP2's reduce-scatter as a ring."""
+class ReduceScatter:
+    """FSDP2's reduce-scatter as `reduce(output, input, op, group)`, which blocks, as FSDP2 does on a CPU anyway."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def __init__(self, reduce: Callable[[Tensor, Tensor, Any, dist.ProcessGroup], None]) -> None:
+        self._reduce = reduce
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer; FSDP2 asks for its inputs and outputs here."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Reduce `input_tensor` into `output_tensor`; blocks, as FSDP2 does on a CPU anyway."""
-        ring_reduce_scatter(output_tensor, input_tensor, op, group)
+        self._reduce(output_tensor, input_tensor, op, group)
 
 
 def make(setting: Setting, *, mesh: str = "flat", reshard: str = "all") -> Contestant:
@@ -49,24 +45,13 @@ def make(setting: Setting, *, mesh: str = "flat", reshard: str = "all") -> Conte
     else:
         device_mesh = init_device_mesh("cpu", (job.world_size,), mesh_dim_names=("shard",))
     model = _shard(setting.blocks, device_mesh, True if reshard == "all" else job.ranks_per_node)
-    parameters = list(model.parameters())
-    optimizer = new_adamw(parameters)
     num_tokens = setting.num_micros * setting.micro_tokens  # of one rank; FSDP2 averages over ranks
 
-    def step(batches: Sequence[Batch]) -> Result:
-        total = torch.zeros(())
-        for micro, (tokens, labels) in enumerate(batches):
-            model.set_requires_all_reduce(micro == len(batches) - 1)
-            loss = token_loss(model(tokens), labels) / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        norm: Any = nn.utils.clip_grad_norm_(parameters, ADAMW.clip)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else local_part(norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return Result(loss=total.item(), grad_norm=norm.item())
+    def loss_of(tokens: Tensor, labels: Tensor, is_last: bool) -> Tensor:
+        model.set_requires_all_reduce(is_last)
+        return token_loss(model(tokens), labels) / num_tokens
 
-    return Contestant(step=step, states=lambda: optimizer_tensors(optimizer))
+    return torch_contestant(list(model.parameters()), loss_of)
 
 
 def _shard(blocks: list[nn.Module], mesh: Any, reshard: bool | int) -> Any:
@@ -74,7 +59,7 @@ def _shard(blocks: list[nn.Module], mesh: Any, reshard: bool | int) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        block.set_custom_reduce_scatter(RingReduceScatter())
+        block.set_custom_reduce_scatter(ReduceScatter(ring_reduce_scatter))
         block.set_force_sum_reduction_for_comms(True)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     model._set_unshard_async_op(True)  # the only way to overlap a gather without CUDA streams

@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.common import block_names, local_cluster
+from bench.common import engine_of, local_cluster
 from bench.lab.contest import Batch, Contestant, Result, Setting
 from bench.lab.job import ADAMW, WIRE
 from terrace.base.errors import PlanError
-from terrace.model.decoder import token_loss
 from terrace.plan.presets import PRESETS, parse_plan
 from terrace.runtime.batch import Batch as MicroBatch
-from terrace.runtime.engine import Engine
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -25,17 +23,8 @@ def make(setting: Setting, *, preset: str, plan: Mapping[str, Any]) -> Contestan
         raise PlanError(f"this version of Terrace has no preset {preset!r} yet")
     cluster = local_cluster(setting.job.tiers)
     table = {"preset": preset, "compute": WIRE, "micro_batch": setting.job.micro_batch, **plan}
-    engine = Engine(
-        setting.blocks,
-        names=block_names(setting.blocks),
-        cluster=cluster,
-        plan=parse_plan(table, cluster),
-        num_micros=setting.num_micros,
-        objective=token_loss,
-        rank=setting.rank,
-        optimizer=ADAMW,
-        timeout=TIMEOUT,
-    )
+    own: dict[str, Any] = {"rank": setting.rank, "optimizer": ADAMW, "timeout": TIMEOUT}
+    engine = engine_of(setting.blocks, cluster, parse_plan(table, cluster), setting.num_micros, **own)
     expected: dict[str, int] = defaultdict(int)
     for (_, tier), num_bytes in engine.program.sent_bytes.items():
         expected[tier] += num_bytes

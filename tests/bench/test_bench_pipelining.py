@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.against_pipelining import CASES, HEADER, Job, Result, contest, pipeline_for, rows, verdict
-from bench.common import ADAMW, Timing, decay_groups, real_blocks
+from bench.common import ADAMW, Timing, real_blocks, torch_adamw
 from bench.torch_pipelining import Pipeline
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
@@ -36,9 +36,7 @@ def serial(num_data_ranks: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of plain PyTorch in this process, on all micro-batches at once."""
     blocks = real_blocks(TINY.model, torch.float64)
     parameters = [parameter for block in blocks for parameter in block.parameters()]
-    optimizer = torch.optim.AdamW(
-        decay_groups(parameters), lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps
-    )
+    optimizer = torch_adamw(parameters)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         batches = [batch for rank in range(num_data_ranks) for batch in TINY.batches(step, rank)]
