@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from terrace.base.schema import check_text, merge
 from terrace.cli.files import check_writable, write_file
 from terrace.cli.options import parse_overrides, take_word
 from terrace.cli.output import Terminal
+from terrace.cli.task import faster_dtype
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import ModelConfig, parse_model
 from terrace.report.lengths import bins_of, histogram_table, lengths_svg, policies_table
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.distributions import batches, bimodal, one_huge, sample, scattered
-from terrace.sequence.policies import PolicyCost, policy_costs
+from terrace.sequence.policies import policy_costs
 from terrace.simulate.attention_cost import attention_cost
 
 _NUM_SAMPLES = 4096  # of a built-in distribution
@@ -85,7 +86,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     num_sequences = options.batch or cluster.world_size
     name, lengths = _lengths(options, data)
     batch = _batch(lengths, num_sequences, options.sequence)
-    costs = _costs(batch, cluster, model, num_sequences * options.sequence)
+    # Buffers are sized for an even share of the tokens, as in a run.
+    share, compute = math.ceil(num_sequences * options.sequence / cluster.world_size), faster_dtype(cluster)
+    capacity, cost = (
+        ring_rank_capacity(batch, cluster.world_size, share),
+        attention_cost(cluster, model, compute=compute),
+    )
+    costs = policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
     bins = bins_of(lengths)
     if options.picture is not None:  # before any output, so that a write error is not lost below tables
         write_file("--picture", options.picture, lengths_svg(bins, f"lengths of documents of {name}"))
@@ -95,7 +102,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(cluster.tiers))
     print(
         f"\n{num_sequences} sequences x {options.sequence} tokens on cluster {cluster.name}, {tiers}: "
-        f"{cluster.world_size} ranks that attend together in {_compute(cluster)}\n"
+        f"{cluster.world_size} ranks that attend together in {compute}\n"
         f"a batch of them: {len(batch):,} documents, the longest {max(batch):,} tokens\n"
     )
     console.print(policies_table(costs, [tier.name for tier in cluster.tiers]))
@@ -157,7 +164,7 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
 
 def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[int, ...]:
     # A fair sample of all documents; longer ones are cut into sequences.
-    pieces = scattered([piece for length in lengths for piece in _cut(length, sequence)])
+    pieces = scattered([min(sequence, length - start) for length in lengths for start in range(0, length, sequence)])
     num_documents = num_sequences * sequence * len(pieces) // sum(pieces)
     if num_documents > _MOST_DOCUMENTS:
         raise ConfigError(
@@ -165,21 +172,3 @@ def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[i
             f"{_MOST_DOCUMENTS:,} are assigned together: lower --batch or --sequence"
         )
     return batches(num_sequences * sequence, 1, pieces)[0]
-
-
-def _costs(batch: Sequence[int], cluster: Cluster, model: ModelConfig, num_tokens: int) -> tuple[PolicyCost, ...]:
-    cost = attention_cost(cluster, model, compute=_compute(cluster))
-    # Buffers are sized for an even share of the tokens, as in a run.
-    share = math.ceil(num_tokens / cluster.world_size)
-    capacity = ring_rank_capacity(batch, cluster.world_size, share)
-    return policy_costs(batch, [tier.size for tier in cluster.tiers], cost, capacity)
-
-
-def _compute(cluster: Cluster) -> str:
-    # The dtype in which the device is faster is the one a run would use.
-    peaks = cluster.device.peak_flops_per_s
-    return max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
-
-
-def _cut(length: int, sequence: int) -> Iterator[int]:
-    yield from (min(sequence, length - start) for start in range(0, length, sequence))

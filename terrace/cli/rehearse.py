@@ -25,7 +25,7 @@ from terrace.cli.options import CLUSTER_EPILOG, read_cluster
 from terrace.cli.output import Terminal, Terminated, sigterm_raises
 from terrace.cli.rehearse_screen import counts_table, figures_table, lost_delays
 from terrace.cluster.cluster import Cluster
-from terrace.rehearse import Wiring, wire
+from terrace.rehearse import wire
 from terrace.rehearse.launch import run_paced, run_ranks
 from terrace.rehearse.measure import experiments, figures
 from terrace.rehearse.names import existing, leftovers
@@ -109,7 +109,14 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # stdout belongs to the program.
     Console(stderr=True, width=None if sys.stderr.isatty() else 120).print(counts_table(wiring, carried))
     if options.counters is not None:
-        document = _document(wiring, carried.table(), taken_s, ended.code)
+        document = {
+            "cluster": wiring.cluster.name,
+            "scale": wiring.scale,
+            "world_size": wiring.cluster.world_size,
+            "seconds": taken_s,
+            "exit_code": ended.code,
+            "tiers": carried.table(),
+        }
         write_file("--counters", options.counters, json.dumps(document, indent=1) + "\n")
     if ended.rank is not None:
         _say(ended.words)
@@ -173,17 +180,6 @@ def _run_paced(options: argparse.Namespace, rest: Sequence[str], command: Sequen
     if not (math.isfinite(options.scale) and options.scale > 0):
         raise ConfigError(f"--scale {options.scale} must be a number above 0: 0.1 makes every link ten times slower")
     return run_paced(command, options.scale)
-
-
-def _document(wiring: Wiring, tiers: dict[str, Any], taken_s: float, code: int) -> dict[str, Any]:
-    return {
-        "cluster": wiring.cluster.name,
-        "scale": wiring.scale,
-        "world_size": wiring.cluster.world_size,
-        "seconds": taken_s,
-        "exit_code": code,
-        "tiers": tiers,
-    }
 
 
 def _cluster(name: str | None, rest: Sequence[str]) -> Cluster:

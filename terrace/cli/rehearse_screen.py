@@ -1,5 +1,7 @@
 """Tables and notes printed by `terrace rehearse`."""
 
+from functools import partial
+
 from rich.table import Table
 
 from terrace.rehearse import Wiring
@@ -35,7 +37,7 @@ def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
     headings = ("tier", "measured is", "configured", "measured", "deviation")
     table = new_table(title, headings, left=("tier", "measured is"))
     for figure in found:
-        show = seconds if figure.way == Way.LATENCY else _rate
+        show = seconds if figure.way == Way.LATENCY else partial(quantity, unit="B/s")
         none = "the kernel's own" if figure.way == Way.LATENCY else "not limited"
         configured = none if figure.configured is None else show(figure.configured)
         deviation = "" if figure.deviation is None else f"{100 * figure.deviation:+.1f} %"
@@ -59,10 +61,6 @@ def lost_delays(wiring: Wiring, lost: tuple[str, ...]) -> list[str]:
                 f"{seconds(SHORTEST_DELAY_S)} none is added"
             )
     return lines
-
-
-def _rate(bytes_per_s: float) -> str:
-    return quantity(bytes_per_s, "B/s")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -10,37 +10,19 @@ from typing import Any
 
 from terrace.base.errors import TrainingError
 from terrace.base.files import write_atomic
+from terrace.cli import views
 from terrace.cli.checks import slow_warning
 from terrace.cli.data_words import data_words
 from terrace.cli.output import Terminal
-from terrace.cli.programs import checked_programs, kept_activations
+from terrace.cli.programs import checked_programs
 from terrace.cli.progress import ProgressLine, utilisation_words
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import pace
-from terrace.plan.memory import model_state_bytes
-from terrace.plan.mesh import Mesh
-from terrace.plan.slices import slice_blocks
-from terrace.plan.traffic import step_bytes
 from terrace.program.report import StepReport
 from terrace.report.inside import ASSIGNED
 from terrace.report.plot import loss_svg
-from terrace.report.stage_tables import (
-    parts_words,
-    stage_bytes_tables,
-    stage_comparison_table,
-    stage_memory_table,
-    stages_table,
-)
-from terrace.report.tables import (
-    bytes_table,
-    comparison_tables,
-    memory_table,
-    plan_table,
-    quantity,
-    seconds,
-    stage_band_words,
-    wire_words,
-)
+from terrace.report.stage_tables import stage_comparison_table
+from terrace.report.tables import comparison_tables, quantity, seconds, stage_band_words
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob, device_of
 from terrace.train.metrics import Outcome, StepRecord, read_metrics
@@ -50,7 +32,6 @@ from terrace.train.recorder import plain
 
 def show_plan(job: RunJob) -> None:
     """Print the plan and its predicted cost, before any process is started."""
-    console = Terminal()
     run, blocks, num_micros = job.run, job.run.blocks(), job.run.num_micros()
     count = sum(block.num_trainable + block.num_frozen for block in blocks)
     print(
@@ -60,39 +41,14 @@ def show_plan(job: RunJob) -> None:
     )
     if job.resume is None and start_words(run):
         print(f"{start_words(run)}\n")
-    console.print(plan_table(run.cluster, run.plan))
-    # Without a pipeline all ranks are alike, so one stands for all.
-    if Mesh.of(run.cluster, run.plan).total("pipeline") > 1:
-        _show_stages(job, console)
-    else:
-        _show_rank(job, console)
-    print(wire_words(run.plan))
+    view = views.StepView(run, checked_programs(run))
+    for section in (views.show_plan, views.show_blocks, views.show_memory, views.show_bytes):
+        section(view)
     # A paced run is slower on purpose: the screen must say so.
     rate = pace()
     if rate is not None:
         print(f"paced: every link at {rate:g} times the rate of the cluster's file (TERRACE_PACE)\n")
     sys.stdout.flush()
-
-
-def _show_rank(job: RunJob, console: Terminal) -> None:
-    run, num_micros = job.run, job.run.num_micros()
-    # A tensor rank holds slices of the blocks.
-    held, sequence = slice_blocks(run.blocks(), Mesh.of(run.cluster, run.plan)), run.train.sequence
-    memory = model_state_bytes(run.cluster, run.plan, held, num_micros, sequence)
-    console.print(memory_table(memory, run.cluster.device.memory_bytes))
-    tiers = [tier.name for tier in run.cluster.tiers]
-    console.print(bytes_table(step_bytes(run.cluster, run.plan, held, num_micros, sequence), tiers))
-
-
-def _show_stages(job: RunJob, console: Terminal) -> None:
-    run, tiers = job.run, [tier.name for tier in job.run.cluster.tiers]
-    programs = checked_programs(run)
-    console.print(stages_table(programs, run.blocks()))
-    print(parts_words(programs, run.blocks()))
-    kept = [kept_activations(run, program) for program in programs]
-    console.print(stage_memory_table(programs, kept, run.cluster.device.memory_bytes))
-    for table in stage_bytes_tables([program.sent_bytes for program in programs], tiers):
-        console.print(table)
 
 
 class Screen:
@@ -195,17 +151,17 @@ def _written_in(folder: Path) -> Iterator[None]:
 
 
 def _report(outcome: Outcome) -> dict[str, Any]:
+    save_names = ("num_bytes", "stalled_s", "write_s")
     table = {
         "final_loss": outcome.final_loss,
         "num_steps": outcome.num_steps,
         "quantisation_error": outcome.quantisation_error,
         "predicted": plain(outcome.predicted),
         "measured": plain(outcome.measured),
+        "saves": [
+            {"folder": each.folder.name, **{name: getattr(each, name) for name in save_names}} for each in outcome.saves
+        ],
     }
-    table["saves"] = [
-        {"folder": each.folder.name, **{name: getattr(each, name) for name in ("num_bytes", "stalled_s", "write_s")}}
-        for each in outcome.saves
-    ]
     if outcome.stages:
         table["stages"] = [
             {"predicted": plain(predicted), "measured": plain(measured)} for predicted, measured in outcome.stages

@@ -60,9 +60,7 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(merge(table, own)), options.nodes)
-    peaks = cluster.device.peak_flops_per_s
-    # The faster dtype of the device, as a user would choose.
-    compute: Any = options.compute or max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
+    compute: Any = options.compute or faster_dtype(cluster)
     return Task(
         model=parse_model(planned.model) if options.model is None else load_model(options.model),
         cluster=cluster,
@@ -71,6 +69,12 @@ def read_task(options: argparse.Namespace, rest: Sequence[str], planned: Planned
         compute=compute,
         master="fp64" if compute == "fp64" else "fp32",
     )
+
+
+def faster_dtype(cluster: Cluster) -> str:
+    """The dtype in which the device is faster, as a user would choose."""
+    peaks = cluster.device.peak_flops_per_s
+    return max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
 
 
 def _resized(cluster: Cluster, nodes: int | None) -> Cluster:

@@ -1,7 +1,7 @@
 """Views of a step: sections printed by `terrace simulate`, and files written by it."""
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,7 +108,9 @@ class StepView:
         """HTML page of the step."""
         recorded, found, title, advice = self.recorded, self.candidates, self.subtitle, self.advice
         if self.is_pipelined:
-            return stages_page(recorded, self._most_sent(), found, subtitle=title, advice=advice)
+            # One rank stands for the step, and stages send different amounts.
+            sent = max((program.sent_bytes for program in self.programs), key=lambda each: sum(each.values()))
+            return stages_page(recorded, sent, found, subtitle=title, advice=advice)
         recording, curve = recorded.recordings[0], recorded.curves[0]
         return page_html(recording, curve, recorded.path, found, subtitle=title, advice=advice)
 
@@ -126,11 +128,6 @@ class StepView:
             raise ConfigError(f"--csv {path}: the plan has no pipeline axis, so there is no order; leave --csv out")
         write_file("--csv", path, to_csv(self.orders))
         return f"wrote {path}: the order of {self.orders.num_stages} stages"
-
-    def _most_sent(self) -> Mapping[tuple[str, str], int]:
-        # One rank stands for the step, and stages send different amounts.
-        sent = max((report.sent_bytes for report in self.predicted.reports), key=lambda each: sum(each.values()))
-        return {(message.value, tier): size for (message, tier), size in sent.items()}
 
 
 def show_plan(view: StepView) -> None:
@@ -151,17 +148,14 @@ def show_memory(view: StepView) -> None:
         kept = [kept_activations(view.run, program) for program in view.programs]
         view.console.print(stage_memory_table(view.programs, kept, capacity))
     else:
-        view.console.print(memory_table(view.predicted.reports[0].memory_bytes, capacity))
+        view.console.print(memory_table(view.programs[0].state_bytes, capacity))
 
 
 def show_bytes(view: StepView) -> None:
     """Bytes sent by a rank, of each stage."""
-    tiers, reports = view.programs[0].layout.tiers, view.predicted.reports
-    if view.is_pipelined:
-        for table in stage_bytes_tables([report.sent_bytes for report in reports], tiers):
-            view.console.print(table)
-    else:
-        view.console.print(bytes_table(reports[0].sent_bytes, tiers))
+    tiers, sent = view.programs[0].layout.tiers, [program.sent_bytes for program in view.programs]
+    for table in stage_bytes_tables(sent, tiers) if view.is_pipelined else [bytes_table(sent[0], tiers)]:
+        view.console.print(table)
     print(wire_words(view.run.plan))
 
 

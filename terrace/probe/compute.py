@@ -4,6 +4,7 @@ Shape legend: B batch, S sequence, N heads, D head_dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -75,15 +76,16 @@ def measure_passes(watch: Stopwatch, budget_s: float, say: Say) -> tuple[list[Pa
     copies, norms = [], []
     for size in _LARGE_BYTES[kind]:
         a, b = (torch.zeros(size // 4, device=device) for _ in range(2))
-        copies.append(PassSample(num_bytes=2 * size, seconds=watch.seconds(_copy(a, b), each_s)))
-        copies.append(PassSample(num_bytes=3 * size, seconds=watch.seconds(_add(a, b), each_s)))
+        copies.append(PassSample(num_bytes=2 * size, seconds=watch.seconds(partial(a.copy_, b), each_s)))
+        copies.append(PassSample(num_bytes=3 * size, seconds=watch.seconds(partial(a.add_, b), each_s)))
     width = _NORM_WIDTH[kind]
     weight = torch.ones(width, device=device)
     for rows in _NORM_ROWS[kind]:
         x = torch.randn(rows, width, device=device)
-        norms.append(PassSample(num_bytes=2 * x.nbytes, seconds=watch.seconds(_norm(x, weight), each_s)))
+        norm = partial(F.rms_norm, x, weight.shape, weight, 1e-5)
+        norms.append(PassSample(num_bytes=2 * x.nbytes, seconds=watch.seconds(norm, each_s)))
     one = torch.zeros(1, device=device)
-    return copies, norms, watch.seconds(_add(one, one), each_s)
+    return copies, norms, watch.seconds(partial(one.add_, one), each_s)
 
 
 def measure_fresh(watch: Stopwatch, budget_s: float) -> list[PassSample]:
@@ -111,19 +113,13 @@ def measure_attention(watch: Stopwatch, flops_per_s: float, budget_s: float, say
     samples = []
     for length in lengths:
         sizes = (batch, heads, length, head_dim)  # (B, N, S, D)
-        parts = [torch.randn(sizes, device=watch.device, dtype=DTYPES[name], requires_grad=True) for _ in range(3)]
-        forward_s, backward_s = _both_ways(watch, lambda parts=parts: _attend(*parts), each_s)  # type: ignore[misc]
-        samples.append(
-            AttentionSample(
-                dtype=name,
-                batch=batch,
-                heads=heads,
-                head_dim=head_dim,
-                sequence=length,
-                forward_s=forward_s,
-                backward_s=backward_s,
-            )
+        query, key, value = (
+            torch.randn(sizes, device=watch.device, dtype=DTYPES[name], requires_grad=True) for _ in range(3)
         )
+        attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+        forward_s, backward_s = _both_ways(watch, attend, each_s)
+        shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "sequence": length}
+        samples.append(AttentionSample(dtype=name, forward_s=forward_s, backward_s=backward_s, **shape))
     return samples
 
 
@@ -135,7 +131,7 @@ def measure_layers(watch: Stopwatch, flops_per_s: float, budget_s: float, say: S
     samples = []
     for config, sequence, micro_batch in shapes:
         layer, x = _layer(watch.device, (config, sequence, micro_batch))
-        forward_s, backward_s = _both_ways(watch, lambda layer=layer, x=x: layer(x), each_s)  # type: ignore[misc]
+        forward_s, backward_s = _both_ways(watch, partial(layer, x), each_s)
         work = Work(model=config, sequence=sequence, micro_batch=micro_batch, compute=TRAINS_IN[watch.device.type])
         samples.append(LayerSample(work=work, forward_s=forward_s, backward_s=backward_s))
     layer, x = _layer(watch.device, smallest_layer())
@@ -150,10 +146,8 @@ def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[Optim
     for numel in numels:
         gradients = [torch.full((numel,), 1e-3, device=watch.device) for _ in range(_NUM_SHARDS)]
         masters = [torch.zeros(numel, device=watch.device) for _ in range(_NUM_SHARDS)]
-        updates = [
-            ShardedAdamW(master, gradient, numel, OptimizerConfig())
-            for master, gradient in zip(masters, gradients, strict=True)
-        ]
+        pairs = zip(masters, gradients, strict=True)
+        updates = [ShardedAdamW(master, gradient, numel, OptimizerConfig()) for master, gradient in pairs]
 
         def step(gradients: list[Tensor] = gradients, updates: list[ShardedAdamW] = updates) -> None:
             norm = torch.stack([squared_norm(gradient) for gradient in gradients]).sum().sqrt()
@@ -207,19 +201,3 @@ def _layer(device: torch.device, shape: LayerShape) -> tuple[nn.Module, Tensor]:
     initialise(blocks, config, 0, dtype, device)
     x = torch.randn((micro_batch, sequence, config.hidden_size), device=device, dtype=dtype, requires_grad=True)
     return blocks[1], x
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-def _copy(a: Tensor, b: Tensor) -> Callable[[], object]:
-    return lambda: a.copy_(b)
-
-
-def _add(a: Tensor, b: Tensor) -> Callable[[], object]:
-    return lambda: a.add_(b)
-
-
-def _norm(x: Tensor, weight: Tensor) -> Callable[[], object]:
-    return lambda: F.rms_norm(x, weight.shape, weight, 1e-5)

@@ -7,6 +7,7 @@ own functions (`terrace.simulate`), so the fitted model is the predicting one.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -136,48 +137,37 @@ def fit_gemm(device: Device, samples: Sequence[GemmSample]) -> tuple[float, floa
 def fit_memory(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
     """(share of the memory bandwidth, mean relative error) of passes over memory."""
     measured = [sample.seconds for sample in samples]
-    _check(measured, "passes over memory")
 
-    def priced(share: float) -> list[float]:
-        tried = _with(device, memory=share)
+    def price(tried: Device) -> list[float]:
         return [memory_s(tried, sample.num_bytes) for sample in samples]
 
-    return _fit_share(priced, measured)
+    return _fit_share(device, "memory", price, measured, "passes over memory")
 
 
 def fit_fresh(device: Device, samples: Sequence[PassSample]) -> tuple[float, float]:
     """(share of the memory bandwidth at which new memory is first written, mean relative error)."""
     measured = [sample.seconds for sample in samples]
-    _check(measured, "buffers of new memory")
 
-    def priced(share: float) -> list[float]:
-        return [fresh_s(_with(device, fresh=share), sample.num_bytes) for sample in samples]
+    def price(tried: Device) -> list[float]:
+        return [fresh_s(tried, sample.num_bytes) for sample in samples]
 
-    return _fit_share(priced, measured)
+    return _fit_share(device, "fresh", price, measured, "buffers of new memory")
 
 
 def fit_attention(device: Device, samples: Sequence[AttentionSample]) -> tuple[float, float]:
     """(share of the peak that attention reaches, mean relative error), forward and backward counted."""
     measured = [seconds for sample in samples for seconds in (sample.forward_s, sample.backward_s)]
-    _check(measured, "attention")
 
-    def priced(share: float) -> list[float]:
-        tried = _with(device, attention=share)
-        return [
-            seconds
-            for each in samples
-            for seconds in attention_s(
-                tried,
-                batch=each.batch,
-                heads=each.heads,
-                queries=each.sequence,
-                keys=each.sequence,
-                head_dim=each.head_dim,
-                dtype=each.dtype,
+    def price(tried: Device) -> list[float]:
+        found: list[float] = []
+        for each in samples:
+            batch, heads, size, length = each.batch, each.heads, each.head_dim, each.sequence
+            found += attention_s(
+                tried, batch=batch, heads=heads, queries=length, keys=length, head_dim=size, dtype=each.dtype
             )
-        ]
+        return found
 
-    return _fit_share(priced, measured)
+    return _fit_share(device, "attention", price, measured, "attention")
 
 
 def fit_layers(device: Device, samples: Sequence[LayerSample]) -> tuple[float, float, float]:
@@ -214,9 +204,7 @@ def fit_optimizer(device: Device, samples: Sequence[OptimizerSample]) -> tuple[f
         tried = _with(device, optimizer_s=0.0)
         return [constant_s + optimizer_s(tried, sample.num_shards * sample.numel) for sample in samples]
 
-    constant_s = _minimise(lambda constant_s, _: _loss(priced(constant_s), measured), (0.0, max(measured)), (0.0, 0.0))[
-        0
-    ]
+    constant_s, _ = _minimise(lambda tried_s, _: _loss(priced(tried_s), measured), (0.0, max(measured)), (0.0, 0.0))
     return constant_s, mean_error(priced(constant_s), measured)
 
 
@@ -243,7 +231,7 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkFit:
     intercept, rise = _line(samples)
     least, most = (pick(each.sent_bytes for each in samples) for pick in (min, max))
     smallest_s, largest_s = (
-        _median([each.seconds for each in samples if each.sent_bytes == size]) for size in (least, most)
+        statistics.median(each.seconds for each in samples if each.sent_bytes == size) for size in (least, most)
     )
     is_bound = rise * most < _NO_RISE * intercept
     if is_bound:  # all that the largest take counts as their bytes; what is more than that, as latency
@@ -294,7 +282,15 @@ def _layered(device: Device, share: float, launches: float) -> Device:
     return _with(device, memory=share, launch_s=device.kernels.launch_s * math.exp(launches))
 
 
-def _fit_share(priced: Callable[[float], list[float]], measured: Sequence[float]) -> tuple[float, float]:
+def _fit_share(
+    device: Device, name: str, price: Callable[[Device], list[float]], measured: Sequence[float], what: str
+) -> tuple[float, float]:
+    # (the share of the device called `name`, mean relative error); `price` is the modelled seconds on a device.
+    _check(measured, what)
+
+    def priced(share: float) -> list[float]:
+        return price(_with(device, **{name: share}))
+
     share = _minimise(lambda share, _: _loss(priced(share), measured), (_SMALLEST_SHARE, 1.0), (0.0, 0.0))[0]
     return share, mean_error(priced(share), measured)
 
@@ -334,7 +330,7 @@ def _minimise(loss: Loss, first: tuple[float, float], second: tuple[float, float
     step = 1.0 / (_GRID - 1)
     while step > _FINEST:
         moves = [(da, db) for da in (-step, 0.0, step) for db in (-step, 0.0, step) if da or db]
-        tried = [_inside(best[1], da, first, best[2], db, second) for da, db in moves]
+        tried = [(_within(best[1], da, first), _within(best[2], db, second)) for da, db in moves]
         found = min((loss(a, b), a, b) for a, b in tried)
         if found < best:
             best = found
@@ -343,13 +339,5 @@ def _minimise(loss: Loss, first: tuple[float, float], second: tuple[float, float
     return best[1], best[2]
 
 
-def _inside(
-    a: float, da: float, first: tuple[float, float], b: float, db: float, second: tuple[float, float]
-) -> tuple[float, float]:
-    a = min(first[1], max(first[0], a + da * (first[1] - first[0])))
-    return a, min(second[1], max(second[0], b + db * (second[1] - second[0])))
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+def _within(value: float, step: float, bounds: tuple[float, float]) -> float:
+    return min(bounds[1], max(bounds[0], value + step * (bounds[1] - bounds[0])))

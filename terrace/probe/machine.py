@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from terrace.probe.environment import launcher_variables
 
@@ -72,7 +73,6 @@ class Machine:
 def look(folder: Path) -> Machine:
     """Look at this machine and the disk of `folder`. Imports torch where installed."""
     packages = {name: _version(name) for name in PACKAGES}
-    error, cuda, nccl, gloo, gpus = _torch() if packages["torch"] else ("", None, False, False, ())
     page = os.sysconf("SC_PAGE_SIZE")
     return Machine(
         python=sys.version_info[:3],
@@ -88,27 +88,26 @@ def look(folder: Path) -> Machine:
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         variables=launcher_variables(),
         packages=packages,
-        torch_error=error,
-        torch_cuda=cuda,
-        has_nccl=nccl,
-        has_gloo=gloo,
-        gpus=gpus,
+        **(_torch() if packages["torch"] else {}),
     )
 
 
-def _torch() -> tuple[str, str | None, bool, bool, tuple[Gpu, ...]]:
+def _torch() -> dict[str, Any]:
+    # The fields of `Machine` that torch knows.
     try:
         import torch
         import torch.distributed as dist
 
-        gpus = []
-        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-            found = torch.cuda.get_device_properties(index)
-            gpus.append(Gpu(name=found.name, memory_bytes=found.total_memory))
-        cuda: str | None = torch.version.cuda
-        return "", cuda, dist.is_nccl_available(), dist.is_gloo_available(), tuple(gpus)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = map(torch.cuda.get_device_properties, range(count))
+        return {
+            "torch_cuda": torch.version.cuda,
+            "has_nccl": dist.is_nccl_available(),
+            "has_gloo": dist.is_gloo_available(),
+            "gpus": tuple(Gpu(name=each.name, memory_bytes=each.total_memory) for each in devices),
+        }
     except Exception as error:  # a broken installation fails in any way
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], None, False, False, ()
+        return {"torch_error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 
 
 def _version(name: str) -> str | None:

@@ -48,7 +48,7 @@ def inside_table(program: Program) -> Table:
                 *words,
                 f"{count} {message.leg.value}",
                 " and ".join(message.axes),
-                _sent(program, message),
+                _tiers_words(program, program.tensor.sends(message)),
                 seconds(takes_s),
                 "waited for" if behind is None else behind.kind.value,
             )
@@ -137,10 +137,6 @@ def _counted(steps: Steps) -> Iterator[tuple[TensorMessage, Compute | None, int]
         for message, count in moment.messages:
             if isinstance(message, TensorMessage):
                 yield message, moment.behind, count
-
-
-def _sent(program: Program, message: TensorMessage) -> str:
-    return _tiers_words(program, program.tensor.sends(message))
 
 
 def _tiers_words(program: Program, sends: Iterable[tuple[int, int]]) -> str:

@@ -103,12 +103,9 @@ def lengths_svg(bins: Sequence[Bin], title: str) -> str:
             # Three bars per bin, a quarter of its width each.
             parts.append(f'<rect {place} {size} fill="{colour}"/>')
         label = f'<text x="{left + step / 2:.1f}" y="{HEIGHT - 24}" text-anchor="middle" fill="#52525b">'
-        parts.append(f"{label}{_short(each.shortest)}</text>")
+        shortest = f"{each.shortest >> 10}k" if each.shortest >= 1024 else str(each.shortest)
+        parts.append(f"{label}{shortest}</text>")
     for order, (name, colour) in enumerate(reversed(_SHARES)):
         label = f'<text x="{WIDTH - RIGHT - 90 * order}" y="42" text-anchor="end" fill="{colour}">'
         parts.append(f"{label}{escape(name)}</text>")
     return "\n".join([*parts, "</svg>\n"])
-
-
-def _short(power: int) -> str:
-    return f"{power >> 10}k" if power >= 1024 else str(power)

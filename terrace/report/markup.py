@@ -38,12 +38,14 @@ def document(title: str, sections: Iterable[str], charts: Sequence[Mapping[str, 
     # Dark colours apply on screens only: paper is light.
     themes = f":root{{color-scheme:light dark}}@media not print{{@media (prefers-color-scheme:dark){{{dark}}}}}"
     body = "\n".join(sections)
-    data = {"gutter": GUTTER, "plot": PLOT, "charts": charts, **more}
+    data = json.dumps({"gutter": GUTTER, "plot": PLOT, "charts": charts, **more}, separators=(",", ":"))
+    # Without < and &, JSON cannot end the script element around it.
+    data = data.replace("<", "\\u003c").replace("&", "\\u0026")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
         f"<style>{light}{themes}\n{style}</style></head>\n<body><main>\n{body}\n</main><div id=tip></div>\n"
-        f'<script type="application/json" id="data">{_script_json(data)}</script>\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
         f"<script>\n{script}</script></body></html>\n"
     )
 
@@ -60,11 +62,6 @@ def step_document(
     """The page of a step: heading, figures, the main `sentences`, `sections`."""
     title = plan_title(cluster, plan)
     return document(title, [heading(title, subtitle), figures_row(figures), lead(sentences), *sections], charts)
-
-
-def _script_json(data: Mapping[str, object]) -> str:
-    # Without < and &, JSON cannot end the script element around it.
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
 
 
 def prose(words: str) -> str:

@@ -64,6 +64,10 @@ def run_view(folder: Path) -> RunView:
     left = _read(folder, missing)
     timeline, timeline_words = _timeline(left, missing)
     run, steady, last = left.run, left.steady, left.records[-1] if left.records else None
+    sent_bytes: dict[str, float] = defaultdict(float)
+    for name, size in left.predicted["sent_bytes"].items():
+        # Keys are "message.tier"; the page shows sums by tier.
+        sent_bytes[name.rsplit(".", 1)[-1]] += size
     first_steps = [int(event.get("first_step", 0)) for event in left.events if event["event"] == "started"]
     return RunView(
         title=folder.resolve().name,
@@ -77,7 +81,7 @@ def run_view(folder: Path) -> RunView:
         plan=None if run is None else plan_rows(left.cluster or run.cluster, run.plan),
         time_s=Compared(left.predicted["time_s"], _by_category([record.time_s for record in steady], statistics.fmean)),
         sent_bytes=Compared(
-            _by_tier(left.predicted["sent_bytes"]),
+            sent_bytes,
             # A step that also counts the refreshes of its neighbour is no typical one, so no means.
             _by_category([record.sent_bytes for record in steady], statistics.median_low),
         ),
@@ -313,14 +317,6 @@ def _by_category(
 ) -> dict[str, float]:
     names = dict.fromkeys(name for table in tables for name in table)
     return {name: typical(table.get(name, 0) for table in tables) for name in names}
-
-
-def _by_tier(sent: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for name, size in sent.items():
-        # Keys are "message.tier"; the page shows sums by tier.
-        found[name.rsplit(".", 1)[-1]] += size
-    return dict(found)
 
 
 def _when(time_s: float) -> str:

@@ -76,14 +76,20 @@ class RunView:
 def run_page(view: RunView) -> str:
     # A curve without a finite point has no scale.
     drawn = [curve for curve in view.curves if any(finite(points) for points in curve.lines.values())]
-    timeline, charts = ("", []) if view.timeline is None else _timeline(view.timeline, view.timeline_words)
+    timeline, charts = "", list[dict[str, object]]()
+    if view.timeline is not None:
+        entries, headings = colour_entries(view.timeline), ("Timeline of a step", "")
+        timeline, charts = timelines(
+            view.timeline, entries, None, headings=headings, caption=view.timeline_words, merged=MERGED
+        )
     checkpoints = [(name, quantity(size, "B"), state) for name, size, state in view.checkpoints]
+    missing = "".join(f"<li>{prose(words)}</li>" for words in view.missing)
     # Empty sections leave no heading behind.
     sections = [
         heading(view.title, view.subtitle),
         lead([view.status, *view.notes]),
         figures_row(view.figures),
-        _missing(view),
+        section("What is missing", f"<ul class=missing>{missing}</ul>" if missing else ""),
         section("Over the steps", _curves(drawn, view.resumed)),
         timeline,
         section("Where the time of a step goes", _time_table(view.time_s)),
@@ -103,13 +109,6 @@ def run_page(view: RunView) -> str:
     return document(view.title, sections, charts, curves=[curve_data(curve) for curve in drawn])
 
 
-def _missing(view: RunView) -> str:
-    if not view.missing:
-        return ""
-    items = "".join(f"<li>{prose(words)}</li>" for words in view.missing)
-    return f"<h2>What is missing</h2><ul class=missing>{items}</ul>"
-
-
 def _curves(curves: Sequence[Curve], resumed: Sequence[int]) -> str:
     tiles = []
     for curve in curves:
@@ -119,11 +118,6 @@ def _curves(curves: Sequence[Curve], resumed: Sequence[int]) -> str:
         unit = f" <span class=quiet>{escape(curve.unit)}</span>" if curve.unit else ""
         tiles.append(f"<figure><h3>{escape(curve.title)}{unit}</h3>{curve_svg(curve, resumed)}{key}</figure>")
     return f"<div class=tiles>{''.join(tiles)}</div>" if tiles else ""
-
-
-def _timeline(timeline: Timeline, words: str) -> tuple[str, list[dict[str, object]]]:
-    entries, headings = colour_entries(timeline), ("Timeline of a step", "")
-    return timelines(timeline, entries, None, headings=headings, caption=words, merged=MERGED)
 
 
 def _time_table(time_s: Compared) -> str:

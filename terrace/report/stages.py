@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from rich.table import Table
 
@@ -66,7 +67,7 @@ def played_words(recorded: RecordedStep) -> str:
 
 def stages_page(
     recorded: RecordedStep,
-    sent: Mapping[tuple[str, str], int],
+    sent: Mapping[tuple[Any, str], int],
     candidates: Sequence[Change],
     *,
     subtitle: str,
