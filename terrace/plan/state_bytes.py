@@ -42,6 +42,12 @@ def slice_bytes(plan: Plan, parts: Sequence[FlatParamSpec]) -> dict[str, int]:
     return total
 
 
+def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[dict[str, int]]:
+    """`slice_bytes` of every block; blocks that are alike share their flat buffers, and so the result."""
+    known = {id(parts): slice_bytes(plan, parts) for parts in {id(parts): parts for parts in flats}.values()}
+    return [known[id(parts)] for parts in flats]
+
+
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
     compute, master = FORMATS[plan.compute].element_bytes, FORMATS[plan.master].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal

@@ -28,7 +28,7 @@ from terrace.plan.validate import num_micro_batches
 from terrace.plan.wire import MessageClass
 from terrace.planner.bound import Bounds
 from terrace.planner.estimate import Part, data_cluster
-from terrace.planner.pipelines import Pipeline, block_work, layers_of, parts_of
+from terrace.planner.pipelines import Pipeline, block_work, layers_of, neediest, parts_of
 from terrace.planner.ranking import Estimate
 from terrace.planner.stages import SERIAL, pipeline
 from terrace.planner.task import KINDS, Choice, Software, Task, Wire, num_micros, plan_of
@@ -124,9 +124,7 @@ class Evaluator:
             choice.unit if takes_unit(choice.schedule) else 1,
         )
         parts = parts_of(layers_of(predicted.step.plan.stages), orders.placement)
-        # Of stages that are alike one is enough.
-        alike = dict.fromkeys(zip(parts, waiting, strict=True))
-        memories = (self.estimator.memory_bytes(choice, *each, micros) for each in alike)
+        memories = (self.estimator.memory_bytes(choice, *each, micros) for each in neediest(parts, waiting))
         return max(memories, key=lambda memory: sum(memory.values()))
 
     def _whole(self) -> Part:

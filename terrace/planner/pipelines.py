@@ -99,21 +99,22 @@ class Pipeline:
 
     @cached_property
     def neediest(self) -> tuple[tuple[Part, tuple[int, ...]], ...]:
-        """Candidates for the stage with the most memory, with micro-batches in flight: both ends, and the fullest
-        between.
-        """
-        between: dict[int, tuple[int, Part, tuple[int, ...]]] = {}
-        found = []
-        for part, waiting in zip(self.parts, self.waiting, strict=True):
-            layers = sum(part.layers)
-            kept = sum(count * waits for count, waits in zip(part.layers, waiting, strict=True))
-            # Of stages with equal layers the one with most activations dominates; the ends also differ in their
-            # parameters.
-            if part.embedding or part.head:
-                found.append((part, waiting))
-            elif layers not in between or kept > between[layers][0]:
-                between[layers] = (kept, part, waiting)
-        return (*found, *((part, waiting) for _, part, waiting in between.values()))
+        """Candidates for the stage with the most memory."""
+        return neediest(self.parts, self.waiting)
+
+
+def neediest(parts: Sequence[Part], waiting: Waiting) -> tuple[tuple[Part, tuple[int, ...]], ...]:
+    """Candidates for the stage with the most memory, with micro-batches in flight: the ends and the fullest between."""
+    between: dict[tuple[int, ...], tuple[int, Part, tuple[int, ...]]] = {}
+    found = []
+    for part, waits in zip(parts, waiting, strict=True):
+        kept = sum(count * each for count, each in zip(part.layers, waits, strict=True))
+        # Of stages with equal layers the one with most activations dominates; the ends also differ in their parameters.
+        if part.embedding or part.head:
+            found.append((part, waits))
+        elif part.layers not in between or kept > between[part.layers][0]:
+            between[part.layers] = (kept, part, waits)
+    return (*found, *((part, waits) for _, part, waits in between.values()))
 
 
 def build_pipeline(

@@ -333,4 +333,7 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
+            # Into the oldest generation, or the next collection of the youngest would walk over all of them.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()

@@ -26,7 +26,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import arena_bytes
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Stage
-from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, slice_bytes, tie_bytes
+from terrace.plan.state_bytes import CATEGORIES, accumulates_in_place, blocks_bytes, tie_bytes
 from terrace.plan.wire import FORMATS
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.message import Message
@@ -101,18 +101,15 @@ def state_buffers(
 def _slices(
     plan: Plan, stage: Stage, blocks: Sequence[BlockSpec], flats: Sequence[Sequence[FlatParamSpec]]
 ) -> Iterator[Buffer]:
-    known: dict[int, dict[str, int]] = {}  # most blocks are alike, and share their flat buffers
-    for index in stage.held:
-        sizes = known.get(id(flats[index]))
-        if sizes is None:
-            sizes = known[id(flats[index])] = slice_bytes(plan, flats[index])
-        for category, num_bytes in sizes.items():
+    sizes = blocks_bytes(plan, [flats[index] for index in stage.held])
+    for index, of_block in zip(stage.held, sizes, strict=True):
+        for category, num_bytes in of_block.items():
             yield Buffer(f"{category} of {blocks[index].name}", category, num_bytes)
 
 
 def _lanes(messages: Iterable[Message]) -> Iterator[Buffer]:
     largest: dict[int, int] = {}
-    for message in messages:
+    for message in {id(message): message for message in messages}.values():  # blocks that are alike share theirs
         for transfer in message.transfers:
             for sizes in (transfer.reduce_buffers, transfer.gather_buffers):
                 largest[transfer.lane] = max(largest.get(transfer.lane, 0), arena_bytes(sizes))
@@ -134,8 +131,7 @@ def _visiting(
     # (op that takes, block) -> position, until the op that gives it back.
     taken: dict[tuple[Op, int], int] = {}
     spans: dict[tuple[Op, int], list[Lifetime]] = defaultdict(list)
-    for position, instruction in enumerate(instructions):
-        op, block = instruction.op, instruction.block
+    for position, (op, block, *_) in enumerate(instructions):
         # A TIE's receive buffer lives for its own instruction alone.
         if op is Op.TIE:
             spans[op, block].append(Lifetime(position, position, position + 1))
@@ -168,10 +164,12 @@ def _gradients(
 ) -> Iterator[Buffer]:
     # Only gradients that autograd cannot add into the accumulated shard need a buffer of their own.
     item = FORMATS[plan.compute].element_bytes
-    sizes = [
-        sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout)) * item
-        for parts in flats
-    ]
+    known = {  # most blocks are alike, and share their flat buffers
+        id(parts): item
+        * sum(flat.padded for flat in parts if flat.trainable and not accumulates_in_place(plan, flat.layout))
+        for parts in {id(parts): parts for parts in flats}.values()
+    }
+    sizes = [known[id(parts)] for parts in flats]
     # All gradients accumulate in place.
     if not any(sizes):
         return
@@ -185,8 +183,7 @@ def _gradients(
             block, first, last = reducing.pop(0)
             spans[block].append(Lifetime(first, last, position))
 
-    for position, instruction in enumerate(instructions):
-        op, block = instruction.op, instruction.block
+    for position, (op, block, *_) in enumerate(instructions):
         if op in PASSES and op is not Op.FORWARD:
             # A backward also adds to the gradients of borrowed blocks, such as a tied embedding.
             for needed in (block, *blocks[block].borrows):

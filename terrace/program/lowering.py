@@ -35,7 +35,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.residency import Residency, residencies
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import Group, Kind, Stage, forward_stage, idle_stage, reduction_points, whole_stage
-from terrace.plan.state_bytes import slice_bytes
+from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
 from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import Phase
@@ -95,7 +95,7 @@ def build_stages(
     sliced = slice_blocks(blocks, mesh)
     num_stages = mesh.total("pipeline")
     if num_stages > 1:
-        sizes = [sum(slice_bytes(plan, flat).values()) for flat in block_flats(cluster, plan, sliced)]
+        sizes = [sum(each.values()) for each in blocks_bytes(plan, block_flats(cluster, plan, sliced))]
         memory_bytes = cluster.device.memory_bytes
         stages = make_stages(plan, blocks, num_stages, num_micros, sequence, orders, sizes, memory_bytes)
     else:
@@ -253,15 +253,21 @@ def _received(stage: Stage, stages: Sequence[Stage]) -> dict[int, list[Instructi
         assert peer is not None
         # Walking backwards, a RECV may move earlier than one task ahead, so that no later message overtakes it.
         latest = len(needed) + num_tasks
-        for edge, micro in reversed(list(_channel(stages[peer], stage.index))):
-            latest = min(latest, max(0, needed[edge, micro] - 1))
-            before[latest].insert(0, Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
+        for edge, micros in reversed(_channel(stages[peer], stage.index)):
+            for micro in reversed(micros):
+                latest = min(latest, max(0, needed[edge, micro] - 1))
+                before[latest].insert(0, Instruction(Op.RECV, edge.block, micro, edge.backward, False, peer))
     return before
 
 
-def _channel(sender: Stage, receiver: int) -> Iterator[tuple[_Edge, int]]:
+def _channel(sender: Stage, receiver: int) -> list[tuple[_Edge, Sequence[int]]]:
+    found = []
+    # A stage has few kinds of groups: one for each chunk and direction.
+    edges = {
+        (kind, chunk): _sent(sender, Group(kind, chunk, ())) for kind in Kind for chunk in range(len(sender.chunks))
+    }
     for group in sender.groups:
-        sent = _sent(sender, group)
-        if sent is not None and sent.peer == receiver:
-            edge = sent._replace(peer=sender.index)
-            yield from ((edge, micro) for micro in group.micros)
+        edge = edges[group.kind, group.chunk]
+        if edge is not None and edge.peer == receiver:
+            found.append((edge._replace(peer=sender.index), group.micros))
+    return found

@@ -238,18 +238,18 @@ class Program:
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
         """The messages inside a block that a pass sends, or a RECV to complete its activation; resolved once."""
         op, block = instruction.op, instruction.block
-        messages: Iterable[InBlockMessage] = ()
-        if op is Op.RECV:
-            block = -1  # all that arrives has the same shape
-            messages = () if self.edge.gathers is None else (self.edge.gathers,)
-        elif op not in PASSES:
+        if op is not Op.RECV and op not in PASSES:
             return ()
-        # Every micro-batch sends the same, so a pass of a block is resolved once.
-        found = self._inside.get((op, block))
+        # Blocks that are alike share one block program; all that arrives has the same shape.
+        steps = None if op is Op.RECV else self.block_program(block)
+        found = self._inside.get((op, id(steps)))
         if found is None:
-            if op in PASSES:
-                messages = messages_of(self.block_program(block).steps(op))
-            found = self._inside[op, block] = tuple(self.message_inside(message, block) for message in messages)
+            messages: Iterable[InBlockMessage]
+            if steps is None:
+                messages = () if self.edge.gathers is None else (self.edge.gathers,)
+            else:
+                messages = messages_of(steps.steps(op))
+            found = self._inside[op, id(steps)] = tuple(self.message_inside(message, block) for message in messages)
         return found
 
     def message_inside(self, message: InBlockMessage, block: int) -> Message:

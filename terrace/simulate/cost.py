@@ -201,11 +201,12 @@ def _trained_part(block: BlockSpec) -> float:
 def update_seconds(program: "Program") -> tuple[float, ...]:
     """Seconds of the optimizer on a rank's part of every block; its constant is added to the last block held."""
     device = program.cluster.device
-    update = [
+    known = {
         # The constant counts once a step, below, not once a block.
-        optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
-        for parts in program.flats
-    ]
+        id(parts): optimizer_s(device, _owned(parts)) - device.kernels.optimizer_s + newton_schulz_s(program, parts)
+        for parts in {id(parts): parts for parts in program.flats}.values()  # blocks that are alike share theirs
+    }
+    update = [known[id(parts)] for parts in program.flats]
     update[program.stage.held[-1]] += device.kernels.optimizer_s  # once a step, on every stage
     return tuple(update)
 

@@ -97,10 +97,14 @@ Moment = tuple[float, int]  # when a message will be there; for a recording, the
 
 def price(program: "Program", costs: Costs) -> list[Play]:
     """The play of every instruction, in order; instructions that differ only in their micro-batch share an event."""
+    plays = price_distinct(program, costs)
+    return [plays[number] for number in program.folded[1]]
+
+
+def price_distinct(program: "Program", costs: Costs) -> list[Play]:
+    """The plays of the distinct instructions (`Program.folded`)."""
     pricing = _Pricing(program, costs)
-    distinct, places = program.folded
-    plays = [pricing.play(instruction) for instruction in distinct]
-    return [plays[number] for number in places]
+    return [pricing.play(instruction) for instruction in program.folded[0]]
 
 
 class _Pricing:

@@ -19,7 +19,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import Event, Play, Rank, price, report
+from terrace.simulate.events import Event, Play, Rank, price_distinct, report
 from terrace.simulate.recording import COMPUTE, Recorder, Recording, record
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class _Role(IntEnum):
 
 
 _ROLES = {Op.SEND: _Role.SEND, Op.TIE: _Role.TIE, Op.CLIP: _Role.CLIP}
-_Move = tuple[_Role, int, Callable[[Rank, Event], None], Event, _Key | None]  # role, position, play, message
+_MESSAGES = (Op.SEND, Op.RECV)
+_Move = tuple[_Role, Callable[[Rank, Event], None], Event, _Key | None]  # with the message that is sent or waited for
 
 
 class _Pipeline:
@@ -119,31 +120,42 @@ class _Pipeline:
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
         self.passes: list[list[tuple[int, float, float]]] = [[] for _ in programs]  # position, start and end
         self.timed = timed  # whether passes are noted
-        priced = zip(programs, costs, strict=True)
+        # Positions count where passes are noted or recorded; otherwise what does nothing is left out.
+        self.everything = timed or rank is Recorder
         # A step is played twice, so what its instructions wait for is found once.
-        self.moves = [self._moves(program, price(program, cost), rank is Recorder) for program, cost in priced]
+        self.moves = [
+            self._moves(program, price_distinct(program, cost)) for program, cost in zip(programs, costs, strict=True)
+        ]
 
-    def _moves(self, program: "Program", plays: Sequence[Play], everything: bool) -> list[_Move]:
+    def _moves(self, program: "Program", plays: Sequence[Play]) -> list[_Move]:
+        distinct, places = program.folded
+        received = {(each.backward, each.block) for each in distinct if each.op is Op.RECV}
+        reads = [_reads(each) for each in distinct]
+        # Most instructions neither send nor wait for other stages: all equal ones are one move.
+        alone = [
+            None if each.op in _MESSAGES or of in received else (self._role(each), *play, None)
+            for each, of, play in zip(distinct, reads, plays, strict=True)
+        ]
         found: list[_Move] = []
         index, read = program.stage.index, dict[tuple[bool, int, int], int]()
-        for position, (instruction, (act, event)) in enumerate(zip(program.instructions, plays, strict=True)):
-            op, block, micro, backward, _, peer = instruction
-            role, message = _ROLES.get(op, _Role.ALONE), None
-            if op is Op.SEND:
-                message = (index, peer, backward, block, micro)
-            elif op is Op.RECV:
-                read[backward, block, micro] = peer
-            elif op in PASSES:
-                # A forward reads the output of the block before, a backward the gradient of the block after.
-                key = (False, block - 1, micro) if op is Op.FORWARD else (True, block + 1, micro)
-                sender = None if op is Op.BACKWARD_WEIGHT else read.pop(key, None)
-                message = None if sender is None else (sender, index, *key)
-                if message is not None or self.timed:
-                    role = _Role.PASS
-            # What does nothing is only there for a recording, which has a place for every instruction.
-            if everything or act is not Rank.nothing or role is not _Role.ALONE:
-                found.append((role, position, act, event, message))
+        for instruction, number in zip(program.instructions, places, strict=True):
+            move = alone[number]
+            if move is None:
+                op, block, micro, backward, _, peer = instruction
+                role, message = self._role(instruction), None
+                if op is Op.SEND:
+                    message = (index, peer, backward, block, micro)
+                elif op is Op.RECV:
+                    read[backward, block, micro] = peer
+                elif (of := reads[number]) is not None and (key := (*of, micro)) in read:
+                    role, message = _Role.PASS, (read.pop(key), index, *key)
+                move = (role, *plays[number], message)
+            if self.everything or move[0] is not _Role.ALONE or move[1] is not Rank.nothing:
+                found.append(move)
         return found
+
+    def _role(self, instruction: Instruction) -> _Role:
+        return _Role.PASS if self.timed and instruction.op in PASSES else _ROLES.get(instruction.op, _Role.ALONE)
 
     def run(self) -> list[StepReport]:
         for _ in range(2):
@@ -205,7 +217,7 @@ class _Pipeline:
     def _stage(self, index: int, clock: _Clock) -> Generator[object, None, None]:
         rank, passes, timed = self.ranks[index], self.passes[index], self.timed
         recorder = rank if isinstance(rank, Recorder) else None
-        for role, position, act, event, message in self.moves[index]:
+        for position, (role, act, event, message) in enumerate(self.moves[index]):
             if recorder is not None:
                 recorder.begin(position)
             if role is _Role.ALONE:
@@ -264,6 +276,15 @@ class _Pipeline:
         elif isinstance(rank, Recorder):
             # No wait came, so its cause must not stick to the next one.
             rank.cause = None
+
+
+def _reads(instruction: Instruction) -> tuple[bool, int] | None:
+    """(Whether a gradient, block) of the message that a pass may read."""
+    if instruction.op not in PASSES or instruction.op is Op.BACKWARD_WEIGHT:
+        return None
+    # A forward reads the output of the block before, a backward the gradient of the block after.
+    backward = instruction.op is not Op.FORWARD
+    return backward, instruction.block + (1 if backward else -1)
 
 
 def _words(waiting: Mapping[int, object]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.stage import whole_stage
-from terrace.plan.state_bytes import slice_bytes
+from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
@@ -178,7 +178,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
     costs = step_costs(frame, step.work)
     seconds = [round(_block_s(costs, block) / _UNIT_S) for block in range(len(step.blocks))]
     # Model state bounds a virtual stage's share of the blocks.
-    sizes = [sum(slice_bytes(plan, parts).values()) for parts in frame.flats]
+    sizes = [sum(each.values()) for each in blocks_bytes(plan, frame.flats)]
     room = cluster.device.memory_bytes * num_stages / virtual
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 
