@@ -132,7 +132,7 @@ class _Pipeline:
         received = {(each.backward, each.block) for each in distinct if each.op is Op.RECV}
         reads = [_reads(each) for each in distinct]
         # Most instructions neither send nor wait for other stages: all equal ones are one move.
-        alone = [
+        alone: list[_Move | None] = [
             None if each.op in _MESSAGES or of in received else (self._role(each), *play, None)
             for each, of, play in zip(distinct, reads, plays, strict=True)
         ]
