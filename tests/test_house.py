@@ -2,13 +2,13 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_line import without_torch
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("terrace", "tests", "bench") for path in (ROOT / folder).rglob("*.py"))
@@ -90,15 +90,16 @@ def _imports(path: Path, modules: Collection[str]) -> set[str]:
     return found & set(modules)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_test_module_is_imported(path: Path) -> None:
+    """What several tests share is in `tests/support`."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None}
+    assert not [name for name in imported if name.rpartition(".")[2].startswith("test_")]
+
+
 def test_planning_works_without_torch() -> None:
     """`terrace explain` must run on a laptop that has no torch: importing it would fail here."""
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
-        "from terrace.cli.main import main\n"
-        "sys.exit(main(['explain', '--plan', 'zero3', '--lines', '4']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = without_torch("explain", "--plan", "zero3", "--lines", "4")
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout

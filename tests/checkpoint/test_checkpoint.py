@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +20,13 @@ from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan.presets import preset
-from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.runtime.settings import OptimizerConfig
-from tests.support.toys import MODELS, cluster_of, make_batch
+from tests.support.checkpoints import contents, differing, make, train
+from tests.support.toys import MODELS, cluster_of
 
-BATCH = 24  # divides by every world size here
 ALONE = World(0, 1, 0, 1, None)  # type: ignore[arg-type]  # no store: nobody to meet
 
 pytestmark = pytest.mark.timeout(360)
-
-
-def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0) -> Engine:
-    """An engine of the toy model: tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
-    cluster = cluster_of(*tiers)
-    dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
-    blocks = MODELS["toy"].blocks(torch.float64)
-    for block in blocks:
-        for parameter in block.parameters():
-            parameter.data.mul_(scale)
-    return Engine(
-        blocks,
-        cluster=cluster,
-        plan=replace(preset(plan, cluster), **dtypes),
-        num_micros=1,
-        objective=MODELS["toy"].objective,
-        rank=world.rank,
-        optimizer=OptimizerConfig(lr=1e-2),
-    )
-
-
-def train(engine: Engine, first: int, last: int) -> list[float]:
-    each = BATCH // engine.program.cluster.world_size
-    rows = slice(engine.rank * each, (engine.rank + 1) * each)
-    results = []
-    for step in range(first, last):
-        tokens, labels = make_batch(step, BATCH)
-        results.append(engine.step([Batch(tokens[rows], labels[rows])], 1e-2).loss)
-    engine.check_bytes()
-    return results
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
@@ -72,22 +39,6 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
             kept |= {f"{flat.name} {kind}": getattr(held, kind).clone() for kind in ("master", "exp_avg", "exp_avg_sq")}
             kept[f"{flat.name} num_steps"] = torch.tensor(held.num_steps)
     return kept
-
-
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
-
-
-def contents(folder: Path) -> dict[str, Tensor]:
-    """Every parameter of a checkpoint, whole, in all its kinds."""
-    checkpoint = Checkpoint(folder)
-    checkpoint.verify()
-    return {
-        f"{block}.{name}/{kind}": value
-        for block in checkpoint.layout
-        for name, values in checkpoint.read(block).items()
-        for kind, value in values.items()
-    }
 
 
 def continue_here(world: World, folder: Path, tiers: tuple[int, ...], plan: str, compute: str) -> tuple[Any, ...]:

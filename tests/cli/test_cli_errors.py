@@ -6,53 +6,35 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from terrace.checkpoint.layout import decode, encode
 from terrace.cli import worker
-from terrace.cli.main import main
+from tests.support.command_line import CommandLine, Said, leave_launcher
 from tests.support.tiny_runs import environment, one_line, terrace, write_run
 
 pytestmark = pytest.mark.timeout(360)
 
 
-class Said(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    error: str
-
-
-class Here:
+class Here(CommandLine):
     """A folder with a tiny run, and the command line called in this process without starting ranks."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.config, self._capsys = folder, write_run(folder, 2, 2), capsys
-        self.started = 0
+        super().__init__(folder, capsys)
+        self.config, self.started = write_run(folder, 2, 2), 0
 
     def say(self, *words: str | Path) -> Said:
-        code = main([str(word) for word in words])
-        out, error = self._capsys.readouterr()
-        return Said(code, out, error)
+        return self.call(*words)
 
     def refused(self, *words: str | Path, code: int = 2) -> str:
-        """Return the one line of a refusal; nothing may have been started or written but the token cache."""
-        before = self.listing()
-        said = self.say(*words)
-        line = one_line(said.error)
-        assert (said.code, said.out, self.started) == (code, "", 0)
-        assert self.listing() == before
+        """The one line of a refusal; nothing may have been started or written but the token cache."""
+        line = self.refusal(*words, code=code)
+        assert self.started == 0
         return line
 
     def train_refused(self, *words: str | Path) -> str:
         return self.refused("train", "--config", self.config, *words)
-
-    def listing(self) -> dict[str, bytes | None]:
-        found = (path for path in self.folder.rglob("*") if path.name != "cache" and path.parent.name != "cache")
-        return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
 
 @pytest.fixture
@@ -64,8 +46,7 @@ def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     monkeypatch.setattr(worker, "launch_local", launch)
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
     return place
 
 

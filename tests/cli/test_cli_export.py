@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -20,59 +19,15 @@ from terrace.data.batches import Batches
 from terrace.data.tokenizer import load_tokenizer
 from terrace.model.config import ModelConfig, block_specs, parse_model
 from terrace.model.decoder import build_blocks, token_loss
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
-from terrace.model.init import initial_value
+from terrace.model.hf.pretrained import Pretrained
 from terrace.train.config import RunConfig, resolve
+from tests.support.hf_folder import TABLE, TEXT, write_folder, write_tokenizer
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
 from tests.support.toys import run_blocks
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-tokenizers = pytest.importorskip("tokenizers", reason="a folder's tokenizer is read with it")
 
-TABLE: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 96,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "intermediate_size": 30,
-    "tie_word_embeddings": True,
-    "rope_theta": 900.0,
-}
-TEXT = "The quick brown fox of line 0123456789 jumps over the lazy dog.\n"
 SOURCE_FILES = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"]
-
-
-def write_tokenizer(folder: Path, num_added: int = 0) -> None:
-    """Train a small tokenizer, with a token that ends a text."""
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["<|endoftext|>"])
-    encoder.train_from_iterator([TEXT] * 3, trainer)
-    encoder.add_special_tokens([f"<{number}>" for number in range(num_added)])
-    encoder.save(str(folder / "tokenizer.json"))
-
-
-def write_folder(folder: Path, table: dict[str, Any] = TABLE) -> Path:
-    """Write a model with weights and a tokenizer, as a Hugging Face folder holds them."""
-    config = parse_model(table)
-    shapes = {(block.name, param.name): param.shape for block in block_specs(config) for param in block.params}
-    write_pretrained(
-        folder,
-        config,
-        lambda block, param: initial_value(config, block, param, shapes[block, param], seed=4),
-        "bf16",
-        shard_bytes=8_000,
-    )
-    write_tokenizer(folder)
-    published = json.loads((folder / "config.json").read_text()) | {"bos_token_id": 1, "eos_token_id": [0, 2]}
-    (folder / "config.json").write_text(json.dumps(published))
-    (folder / "generation_config.json").write_text('{"temperature":  0.7}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
 
 
 def given(*words: str, config: Path | None = None, **flags: str) -> RunConfig:

@@ -2,10 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,56 +20,13 @@ from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.train.config import resolve
+from tests.support.command_line import without_torch
+from tests.support.planning import GPT, Planning, here
 
-GPT = {
-    "model_type": "gpt2",
-    "vocab_size": 1000,
-    "n_embd": 512,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": 512,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
+__all__ = ["here"]
 
 
-class Here:
-    """A folder with a model, and the command line called in this process."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capsys = folder, capsys
-        self.model = folder / "config.json"
-        self.model.write_text(json.dumps(GPT))
-
-    def say(self, command: str, *words: str | Path, cluster: str = "frontier", batch: int = 16) -> tuple[int, str, str]:
-        task = ["--model", self.model, "--cluster", cluster, "--batch", batch, "--seq", 256]
-        code = main([command, *(str(word) for word in (*task, *words))])
-        out, error = self._capsys.readouterr()
-        return code, out, error
-
-    def out(self) -> str:
-        return self._capsys.readouterr().out
-
-    def error(self) -> str:
-        return self._capsys.readouterr().err
-
-    def refused(self, command: str, *words: str | Path, **task: Any) -> str:
-        before = sorted(self.folder.iterdir())
-        code, _, error = self.say(command, *words, **task)
-        assert code == 2
-        assert error.count("\n") == 1
-        assert sorted(self.folder.iterdir()) == before
-        return error
-
-
-@pytest.fixture
-def here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
-    monkeypatch.chdir(tmp_path)
-    return Here(tmp_path, capsys)
-
-
-def test_plan_prints_why_and_writes_what_train_reads(here: Here) -> None:
+def test_plan_prints_why_and_writes_what_train_reads(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "1")
     assert code == 0
     for part in ("1 system x 4 node x 2 package = 8", "MFU", "seconds of a step", "memory of a device", "three-level"):
@@ -90,7 +44,7 @@ def test_plan_prints_why_and_writes_what_train_reads(here: Here) -> None:
     assert run.plan.micro_batch * run.num_micros() * Layout.of(run.cluster, run.plan).data_degree == 16
 
 
-def test_plan_refuses_to_overwrite(here: Here) -> None:
+def test_plan_refuses_to_overwrite(here: Planning) -> None:
     (here.folder / "plan.toml").write_text("mine")
     assert "--force" in here.refused("plan", "--nodes", "1")
     assert (here.folder / "plan.toml").read_text() == "mine"
@@ -98,7 +52,7 @@ def test_plan_refuses_to_overwrite(here: Here) -> None:
     assert "params" in (here.folder / "plan.toml").read_text()
 
 
-def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(here: Here) -> None:
+def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2", "--pin", "pipeline=1")
     assert code == 0
     assert "tensor 4 (2 x" in out
@@ -127,18 +81,18 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
         (["--pin", "micro_batch=3"], "drop a pin"),
     ],
 )
-def test_bad_input_of_plan_is_one_line(here: Here, words: list[str], said: str) -> None:
+def test_bad_input_of_plan_is_one_line(here: Planning, words: list[str], said: str) -> None:
     assert said in here.refused("plan", *words)
 
 
-def test_a_batch_that_does_not_divide_names_those_that_do(here: Here) -> None:
+def test_a_batch_that_does_not_divide_names_those_that_do(here: Planning) -> None:
     assert "use --batch 16 or 24, or --axes all" in here.refused("plan", "--nodes", "1", "--axes", "data", batch=20)
     assert "use --batch 8, or --axes all" in here.refused("plan", "--nodes", "1", "--axes", "data", batch=4)
     refused = here.refused("plan", "--nodes", "3", "--axes", "data", batch=32)
     assert "use --batch 24 or 48, --nodes 2 or 4, or --axes all" in refused
 
 
-def test_presets_refused_alike_say_it_once(here: Here) -> None:
+def test_presets_refused_alike_say_it_once(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "2", "--axes", "tensor", batch=8)
     assert code == 0
     assert out.count("is not a multiple of") == 1
@@ -159,13 +113,13 @@ def test_a_terabyte_is_not_said_in_gigabytes() -> None:
     assert [size_words(size) for size in (64e9, 999.4e9, 999.6e9, 1.36e12)] == ["64 GB", "999 GB", "1 TB", "1.36 TB"]
 
 
-def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Here) -> None:
+def test_a_model_that_fits_nowhere_gets_the_nearest_plan(here: Planning) -> None:
     error = here.refused("plan", "--nodes", "1", "--axes", "data", "--cluster.device.memory_bytes", "1.55e9")
     assert "the nearest (params" in error
     assert "too much" in error
 
 
-def test_scale_prints_curves_and_draws_them(here: Here) -> None:
+def test_scale_prints_curves_and_draws_them(here: Planning) -> None:
     words = ("--nodes", "4", "--plan", "zero3", "--price", "2.5", "--output", "curve.svg")
     code, out, _ = here.say("scale", *words, batch=64)
     assert code == 0
@@ -177,7 +131,7 @@ def test_scale_prints_curves_and_draws_them(here: Here) -> None:
     assert "--force" in here.refused("scale", *words, batch=64)
 
 
-def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Here) -> None:
+def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Planning) -> None:
     assert here.say("plan", "--nodes", "2", "--axes", "data", "--output", "best.toml", batch=32)[0] == 0
     code, out, _ = here.say("scale", "--nodes", "2", "--plan", "best.toml", batch=32)
     assert code == 0
@@ -188,7 +142,7 @@ def test_scale_takes_a_plan_from_a_file_or_finds_one(here: Here) -> None:
         assert alone.split(line)[1][:400] == out.split(line)[1][:400]  # the same plan, found again
 
 
-def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Here) -> None:
+def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Planning) -> None:
     (here.folder / "mine.toml").write_text('preset = "zero3"\ncompute = "bf16"\nmaster = "fp32"\n')
     words = ("scale", "--nodes", "1", "--plan", "mine.toml")
     said = here.refused(*words, "--compute", "fp32")
@@ -207,33 +161,27 @@ def test_scale_refuses_another_dtype_than_its_plan_file_has(here: Here) -> None:
         (["--plan", "zero3", "--nodes", "3"], "does not run"),
     ],
 )
-def test_bad_input_of_scale_is_one_line(here: Here, words: list[str], said: str) -> None:
+def test_bad_input_of_scale_is_one_line(here: Planning, words: list[str], said: str) -> None:
     assert said in here.refused("scale", *words)
 
 
-def test_planning_needs_no_torch(here: Here) -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
-        "from terrace.cli.main import main\n"
-        f"sys.exit(main(['plan', '--model', {str(here.model)!r}, '--cluster', 'dgx-a100', '--nodes', '1', "
-        f"'--batch', '8', '--seq', '128', '--output', {str(here.folder / 'plan.toml')!r}]))"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=200, check=False
-    )
+def test_planning_needs_no_torch(here: Planning) -> None:
+    task = ("--cluster", "dgx-a100", "--nodes", "1", "--batch", "8", "--seq", "128")
+    done = without_torch("plan", "--model", here.model, *task, "--output", here.folder / "plan.toml")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", ["plan", "scale"])
 @pytest.mark.parametrize("output", ["folder", "/dev/full", "taken/plan.toml", "a\0b"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_search(here: Here, command: str, output: str) -> None:
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(
+    here: Planning, command: str, output: str
+) -> None:
     (here.folder / "folder").mkdir()
     (here.folder / "taken").write_text("a file")
     assert "cannot be written" in here.refused(command, "--nodes", "1", "--force", "--output", output)
 
 
-def test_a_plan_that_runs_at_no_size_prints_no_curve(here: Here) -> None:
+def test_a_plan_that_runs_at_no_size_prints_no_curve(here: Planning) -> None:
     (here.folder / "mine.toml").write_text('preset = "ddp"\nmicro_batch = 7\n')
     code, out, error = here.say("scale", "--plan", "mine.toml", "--output", "curve.svg")
     assert (code, out) == (2, "")
@@ -242,7 +190,7 @@ def test_a_plan_that_runs_at_no_size_prints_no_curve(here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ["[/]", "[red]x", "<script>", ":smile:"])
-def test_markup_in_a_name_is_text(here: Here, name: str) -> None:
+def test_markup_in_a_name_is_text(here: Planning, name: str) -> None:
     code, out, _ = here.say("plan", "--nodes", "1", "--cluster.name", f"'{name}'")
     assert code == 0
     assert f"on cluster {name}" in out
@@ -259,7 +207,7 @@ def test_markup_in_a_name_is_text(here: Here, name: str) -> None:
         (["--cluster.device.memory_bytes", "inf"], {}, "memory_bytes = inf"),
     ],
 )
-def test_absurd_numbers_are_refused(here: Here, words: list[str], task: dict[str, Any], said: str) -> None:
+def test_absurd_numbers_are_refused(here: Planning, words: list[str], task: dict[str, Any], said: str) -> None:
     assert said in here.refused("plan", *words, **task)
 
 
@@ -267,13 +215,13 @@ def test_absurd_numbers_are_refused(here: Here, words: list[str], task: dict[str
     ("key", "value"),
     [("n_layer", 10**30), ("vocab_size", 10**30), ("initializer_range", float("nan"))],
 )
-def test_a_model_of_absurd_numbers_is_refused(here: Here, key: str, value: float) -> None:
+def test_a_model_of_absurd_numbers_is_refused(here: Planning, key: str, value: float) -> None:
     here.model.write_text(json.dumps({**GPT, key: value}))
     assert key in here.refused("plan", "--nodes", "1")
 
 
 @pytest.mark.parametrize("theta", [10**400, float("inf"), float("nan")])
-def test_a_rope_base_without_end_is_refused(here: Here, theta: float) -> None:
+def test_a_rope_base_without_end_is_refused(here: Planning, theta: float) -> None:
     llama = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -302,7 +250,7 @@ def test_explain_prints_nothing_of_a_step_that_does_not_fit(capsys: pytest.Captu
     assert "model state needs" in error
 
 
-def test_no_output_replaces_what_is_read(here: Here) -> None:
+def test_no_output_replaces_what_is_read(here: Planning) -> None:
     assert "is the file that is read" in here.refused("plan", "--output", here.model, "--force")
     assert here.say("plan", "--nodes", "1", "--output", "mine.toml")[0] == 0
     for words in (["scale", "--plan", "mine.toml", "--output"], ["simulate", "mine.toml", "--page"]):
@@ -312,12 +260,12 @@ def test_no_output_replaces_what_is_read(here: Here) -> None:
         assert (here.folder / "mine.toml").read_text() == before
 
 
-def test_a_pinned_axis_that_is_not_searched_is_named(here: Here) -> None:
+def test_a_pinned_axis_that_is_not_searched_is_named(here: Planning) -> None:
     said = here.refused("plan", "--nodes", "1", "--axes", "data,tensor,pipeline", "--pin", "context=2")
     assert "add --axes data,tensor,pipeline,context" in said
 
 
-def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Here) -> None:
+def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Planning) -> None:
     """What is said to fit where nothing does is planned as it is written."""
     tight = ("--cluster.device.memory_bytes", "1.58e9")
     error = here.refused("plan", "--nodes", "1", "--axes", "data", *tight, batch=8)
@@ -326,7 +274,7 @@ def test_the_nodes_and_the_batch_of_the_remedy_do_fit(here: Here) -> None:
 
 
 @pytest.mark.parametrize(("command", "word"), [("train", "mine.toml"), ("train", "zero3")])
-def test_a_plan_without_its_option_is_told_how(here: Here, command: str, word: str) -> None:
+def test_a_plan_without_its_option_is_told_how(here: Planning, command: str, word: str) -> None:
     assert main([command, word]) == 2
     assert f"--plan {word}" in here.error()
 

@@ -1,8 +1,6 @@
 """`terrace probe`: bad input is one line before a process starts; a run writes a cluster that `load_cluster` reads."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,8 @@ import pytest
 from terrace.cli import probing
 from terrace.cli.main import main
 from terrace.cluster.presets import load_cluster
-from tests.support.tiny_runs import environment, one_line, terrace
+from tests.support.command_line import leave_launcher, torchrun
+from tests.support.tiny_runs import one_line, terrace
 
 
 @pytest.fixture
@@ -20,8 +19,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(probing, "launch_local", launch)
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    leave_launcher(monkeypatch)
     (tmp_path / "there.toml").write_text("irreplaceable")
     return tmp_path
 
@@ -73,11 +71,7 @@ def test_a_probe_writes_a_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_launcher_of_too_few_ranks_is_refused_once(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "terrace", "probe", "--seconds", "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
-    )
+    done = torchrun(2, "-m", "terrace", "probe", "--seconds", "2", cwd=tmp_path)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("terrace: error:")]
     assert len(lines) == 1

@@ -3,44 +3,27 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from terrace.cli.main import main
 from terrace.cli.options import take_word
-from tests.support.tiny_runs import one_line, write_run
+from tests.support.command_line import CommandLine, Said, without_torch
+from tests.support.tiny_runs import write_run
 
 
-class Said(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    error: str
-
-
-class Here:
+class Here(CommandLine):
     """A folder with a tiny run, and the command called in it."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capsys = folder, capsys
+        super().__init__(folder, capsys)
         write_run(folder, 2, 2)
 
     def say(self, *words: str) -> Said:
-        code = main(["simulate", "--config", "run.toml", *words])
-        out, error = self._capsys.readouterr()
-        return Said(code, out, error)
+        return self.call("simulate", "--config", "run.toml", *words)
 
     def refused(self, *words: str) -> str:
-        before = {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
-        said = self.say(*words)
-        assert (said.code, said.out) == (2, "")
-        assert {path: path.read_bytes() for path in self.folder.rglob("*") if path.is_file()} == before
-        return one_line(said.error)
+        return self.refusal("simulate", "--config", "run.toml", *words)
 
 
 @pytest.fixture
@@ -138,21 +121,8 @@ def test_bad_input_is_one_line(here: Here, words: tuple[str, ...], said: str) ->
 
 def test_it_works_without_torch(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 2)
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
-        "from terrace.cli.main import main\n"
-        "sys.exit(main(['simulate', '--config', 'run.toml', '--page', 'p.html', '--trace', 't.json']))"
-    )
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={"PYTHONPATH": root, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    words = ("simulate", "--config", "run.toml", "--page", "p.html", "--trace", "t.json")
+    done = without_torch(*words, cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "p.html").is_file()
     assert (tmp_path / "t.json").is_file()

@@ -1,8 +1,6 @@
 """The doctor: what follows from a machine, what suits a run, which tier is slow and what is faster."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from terrace.probe.network import MeasuredTier, fitted, measure_links
 from terrace.report.tables import seconds
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import predict
+from tests.support.command_line import without_torch
 from tests.support.effort import lines_run
 from tests.support.tiny_runs import terrace, write_run
 from tests.support.toys import cluster_of
@@ -208,12 +207,7 @@ def test_the_exit_code_is_that_of_what_blocks(tmp_path: Path) -> None:
 
 
 def test_without_torch_it_says_what_gets_it() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n"
-        "from terrace.cli.main import main\n"
-        "sys.exit(main(['doctor', '--cluster', 'dgx-h100', '--network']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = without_torch("doctor", "--cluster", "dgx-h100", "--network")
     assert done.returncode == 1, done.stderr
     assert "pip install 'terrace[train]'" in done.stdout
     assert "blocked by torch, numpy, links" in done.stdout

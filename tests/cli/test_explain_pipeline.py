@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from terrace.cli.main import main
 from terrace.cli.programs import checked_programs, kept_activations
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
@@ -46,6 +45,7 @@ from terrace.simulate.timeline import play
 from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import resolved_run
+from tests.support.command_line import CommandLine
 
 PIPELINE = ["--plan", "ddp", "--plan.mapping.system.pipeline", "2"]
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "zbv", "zeropp:2", "interleaved:2"]
@@ -62,24 +62,20 @@ GPT = {
 }
 
 
-class Here:
+class Here(CommandLine):
     """A folder with a model, and `terrace explain` called in this process."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self._capsys = folder, capsys
+        super().__init__(folder, capsys)
         (folder / "config.json").write_text(json.dumps(GPT))
 
     def explain(self, *words: str | Path, plan: Sequence[str] = PIPELINE) -> str:
-        assert main(["explain", "--model", "config.json", *plan, *map(str, words)]) == 0
-        return self._capsys.readouterr().out
+        said = self.call("explain", "--model", "config.json", *plan, *words)
+        assert said.code == 0, said.error
+        return said.out
 
     def refused(self, *words: str, plan: Sequence[str] = PIPELINE) -> str:
-        before = sorted(self.folder.iterdir())
-        assert main(["explain", *plan, *words]) == 2
-        error = self._capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert sorted(self.folder.iterdir()) == before
-        return error
+        return self.refusal("explain", *plan, *words)
 
 
 @pytest.fixture

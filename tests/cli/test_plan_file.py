@@ -15,19 +15,19 @@ from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.train.config import resolve
-from tests.cli.test_cli_plan import Here, here
+from tests.support.planning import Planning, here
 
 __all__ = ["here"]
 
 
-def test_plan_with_a_context_axis_is_written_to_be_trained(here: Here) -> None:
+def test_plan_with_a_context_axis_is_written_to_be_trained(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "1", "--axes", "context", "--pin", "context=2")
     assert code == 0
     assert "context 2" in out
     assert "to train: terrace train --plan plan.toml" in out
 
 
-def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(here: Here) -> None:
+def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(here: Planning) -> None:
     """The programs of all stages take about the step that the planner found for their orders."""
     code, out, _ = here.say("plan", "--nodes", "1", "--pin", "pipeline=2", "--pin", "schedule=1f1b")
     assert code == 0
@@ -43,7 +43,7 @@ def test_a_plan_with_a_pipeline_is_explained_with_the_stages_that_were_priced(he
     assert float(value) == pytest.approx(float(step[0]), rel=0.03)
 
 
-def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Here) -> None:
+def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Planning) -> None:
     """Every command says the step of the very program, and one with messages in parts."""
     code, out, _ = here.say("plan", "--nodes", "1", "--pin", "tensor=4", "--pin", "columns=2", "--pin", "micro_batch=1")
     assert code == 0
@@ -62,7 +62,7 @@ def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Here) -> Non
     assert "wait tensor" in out
 
 
-def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Here) -> None:
+def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Planning) -> None:
     """Model, cluster and batch come from its [task] table; flags and dotted keys override them."""
     words = ("--nodes", "3", "--cluster.tiers.node.size", "2", "--cluster.device.memory_bytes", "30e9")
     assert here.say("plan", *words, batch=48)[0] == 0
@@ -85,7 +85,7 @@ def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Here) -> None:
 
 
 @pytest.mark.parametrize("command", ["explain", "simulate"])
-def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Here, command: str) -> None:
+def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Planning, command: str) -> None:
     (here.folder / "mine.toml").write_text('preset = "zero3"\n')
     assert main([command, "--plan", "mine.toml", "--cluster", "lab", "--train.batch", "64"]) == 2
     error = here.error()
@@ -105,7 +105,7 @@ def test_a_plan_that_says_nothing_of_its_task_is_one_line(here: Here, command: s
         ('[task]\nbatch = 8\nsequence = 8\nmodel = "m.json"\ncluster = "lab"', "cannot read"),
     ],
 )
-def test_a_task_that_is_not_whole_is_one_line(here: Here, task: str, said: str) -> None:
+def test_a_task_that_is_not_whole_is_one_line(here: Planning, task: str, said: str) -> None:
     (here.folder / "mine.toml").write_text(f'preset = "zero3"\n{task}\n')
     assert main(["simulate", "mine.toml"]) == 2
     error = here.error()
@@ -113,7 +113,7 @@ def test_a_task_that_is_not_whole_is_one_line(here: Here, task: str, said: str) 
     assert error.count("\n") == 1
 
 
-def test_a_task_written_by_hand_names_files_beside_the_plan(here: Here) -> None:
+def test_a_task_written_by_hand_names_files_beside_the_plan(here: Planning) -> None:
     (here.folder / "sub").mkdir()
     task = '[task]\nbatch = 16\nsequence = 128\nmodel = "../config.json"\ncluster = "lab"\n'
     (here.folder / "sub" / "mine.toml").write_text(f'preset = "zero3"\n{task}')
@@ -132,7 +132,9 @@ def test_a_task_written_by_hand_names_files_beside_the_plan(here: Here) -> None:
         ("frontier", ("tensor=2", "context=1", "pipeline=1")),
     ],
 )
-def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster: str, pins: tuple[str, ...]) -> None:
+def test_what_plan_writes_simulate_plays_with_the_same_step(
+    here: Planning, cluster: str, pins: tuple[str, ...]
+) -> None:
     """From plan.toml alone, with a page and a trace; the seconds are those of the table of plans."""
     words = [word for pin in pins for word in ("--pin", pin)]
     code, out, _ = here.say("plan", "--nodes", "2", "--axes", "all", *words, cluster=cluster)
@@ -158,7 +160,7 @@ def test_what_plan_writes_simulate_plays_with_the_same_step(here: Here, cluster:
     assert here.out() != played
 
 
-def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Here) -> None:
+def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Planning) -> None:
     assert here.say("plan", "--nodes", "1", "--axes", "all", "--pin", "pipeline=2")[0] == 0
     for words, said in (
         (("--cluster.device.memory_bytes", "1e8"), "the device has"),
@@ -172,7 +174,7 @@ def test_a_plan_of_other_axes_that_cannot_be_played_is_one_line(here: Here) -> N
         assert error.count("\n") == 1
 
 
-def test_the_pipeline_in_the_docs_is_what_is_printed(here: Here) -> None:
+def test_the_pipeline_in_the_docs_is_what_is_printed(here: Planning) -> None:
     docs = Path(__file__).parents[2] / "docs"
     text = (docs / "simulating.md").read_text(encoding="utf-8")
     command = next(line for line in text.splitlines() if line.startswith("$ terrace plan"))

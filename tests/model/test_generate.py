@@ -11,41 +11,15 @@ from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, DataError, ModelError
 from terrace.model.cache import KVCache, run_cached
-from terrace.model.config import ModelConfig, load_model, parse_model, to_table
-from terrace.model.decoder import build_blocks
+from terrace.model.config import load_model, to_table
 from terrace.model.hf.pretrained import write_pretrained
-from terrace.model.init import initialise
 from terrace.train.generate import generate_texts
 from terrace.train.sampling import Sampling, continue_texts
 from terrace.train.trained import load_trained
+from tests.support.generation import MODELS, VOCAB, make, named
 from tests.support.toys import run_blocks
 
-VOCAB = 257
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
-_NEOX = {**_LLAMA, "model_type": "gpt_neox", "rotary_pct": 0.5}
-del _NEOX["num_key_value_heads"]
-_GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
-_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_MODELS = {"llama": parse_model(_LLAMA), "gpt_neox": parse_model(_NEOX), "gpt2": parse_model(_GPT2)}
-_MODELS["window"] = replace(_MODELS["llama"], sliding_window=5)
-_MODELS["one head of keys"] = replace(_MODELS["llama"], num_kv_heads=1)
-_MODELS["normed heads"] = replace(_MODELS["llama"], qk_norm=True, family="qwen3")
 GREEDY = Sampling(temperature=0.0)
-
-
-def make(config: ModelConfig) -> list[nn.Module]:
-    blocks = build_blocks(config, dtype=torch.float64)
-    initialise(blocks, replace(config, init_std=0.3), seed=0, dtype=torch.float64)
-    return blocks
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
@@ -53,10 +27,10 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_cached_token_has_the_logits_of_a_whole_pass(name: str) -> None:
     """Rows of other lengths side by side, one of which begins late; under a window longer than the ring."""
-    config = _MODELS[name]
+    config = MODELS[name]
     blocks, rows = make(config), [tokens_of(20, 1), tokens_of(17, 2)]
     cache = KVCache(config, 2, 32, dtype=torch.float64)
     assert cache.capacity == (5 if name == "window" else 32)
@@ -77,7 +51,7 @@ def test_a_cached_token_has_the_logits_of_a_whole_pass(name: str) -> None:
 
 
 def test_a_cache_is_as_large_as_its_heads_and_says_when_it_is_full() -> None:
-    config = _MODELS["llama"]
+    config = MODELS["llama"]
     cache, blocks = KVCache(config, 3, 8), make(config)
     assert cache.nbytes == 2 * 2 * 3 * 2 * 8 * 4 * 4  # layers, keys and values, rows, heads of keys, tokens, D, fp32
     cache = KVCache(config, 1, 8, dtype=torch.float64)
@@ -87,7 +61,7 @@ def test_a_cache_is_as_large_as_its_heads_and_says_when_it_is_full() -> None:
     with pytest.raises(ModelError, match="row 0 of the cache holds 8 tokens"):
         run_cached(blocks, torch.tensor([[1]]), cache, 0)
     with pytest.raises(ModelError, match="40 tokens need as many positions; the model has 32"):
-        KVCache(_MODELS["gpt2"], 1, 40)
+        KVCache(MODELS["gpt2"], 1, 40)
 
 
 def greedy_without_a_cache(blocks: list[nn.Module], prompt: list[int], num_tokens: int, context: int) -> list[int]:
@@ -100,10 +74,10 @@ def greedy_without_a_cache(blocks: list[nn.Module], prompt: list[int], num_token
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_the_same_with_and_without_a_cache(name: str) -> None:
     """Prompts of other lengths at once, texts longer than the context."""
-    config, context = _MODELS[name], 12
+    config, context = MODELS[name], 12
     blocks, prompts = make(config), [tokens_of(1), tokens_of(7, 1), tokens_of(12, 2), tokens_of(30, 3)]
     made = continue_texts(blocks, config, prompts, num_tokens=25, context=context, sampling=GREEDY)
     reach = 10**6 if name == "window" else context  # a window says itself what may be forgotten
@@ -128,7 +102,7 @@ class Counted(nn.Module):
 
 def test_a_token_costs_one_pass_of_one_token() -> None:
     """200 tokens beyond a prompt of 10; with a context of 40 also 20 tokens read again, once in 20 tokens."""
-    for config, context, again in ((_MODELS["llama"], 300, 0), (_MODELS["llama"], 40, 9), (_MODELS["window"], 40, 0)):
+    for config, context, again in ((MODELS["llama"], 300, 0), (MODELS["llama"], 40, 9), (MODELS["window"], 40, 0)):
         embedding, *others = make(config)
         counted = Counted(embedding)
         continue_texts([counted, *others], config, [tokens_of(10)], num_tokens=200, context=context, sampling=GREEDY)
@@ -138,7 +112,7 @@ def test_a_token_costs_one_pass_of_one_token() -> None:
 
 
 def test_texts_do_not_depend_on_those_beside_them_and_end_where_they_are_told_to() -> None:
-    config = _MODELS["llama"]
+    config = MODELS["llama"]
     blocks, prompts = make(config), [tokens_of(4, seed) for seed in range(3)]
     drawn = Sampling(temperature=1.0, top_k=0, seed=3)
     texts = continue_texts(blocks, config, prompts, num_tokens=20, context=32, sampling=drawn)
@@ -171,17 +145,10 @@ def test_what_is_drawn() -> None:
             Sampling(**options)
 
 
-def named(blocks: list[nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
-    """Every parameter by its block and name."""
-    names = ["embedding", *(f"layers.{index}" for index in range(len(blocks) - 2)), "head"]
-    pairs = zip(names, blocks, strict=True)
-    return {(name, key): value for name, block in pairs for key, value in block.named_parameters()}
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = _MODELS[name]
+    config = MODELS[name]
     blocks = make(config)
     folder = tmp_path / "model"
     held = named(blocks)
@@ -199,20 +166,20 @@ def test_a_hugging_face_folder_writes_as_transformers_does(name: str, tmp_path: 
 
 
 def test_dropout_is_for_training_alone(tmp_path: Path) -> None:
-    held = named(make(_MODELS["gpt2"]))
+    held = named(make(MODELS["gpt2"]))
     folder = tmp_path / "model"
-    write_pretrained(folder, _MODELS["gpt2"], lambda block, key: held[block, key].detach(), "fp32")
+    write_pretrained(folder, MODELS["gpt2"], lambda block, key: held[block, key].detach(), "fp32")
     table = json.loads((folder / "config.json").read_text())
     left_out = {key: value for key, value in table.items() if not key.endswith("_pdrop")}
     for published in ({**table, "resid_pdrop": 0.1}, left_out):
         (folder / "config.json").write_text(json.dumps(published))
-        assert load_trained(folder, tokenizer="bytes").config == _MODELS["gpt2"]
+        assert load_trained(folder, tokenizer="bytes").config == MODELS["gpt2"]
         with pytest.raises(ModelError, match=r"resid_pdrop = 0\.1"):
             load_model(str(folder))
 
 
 def test_what_ends_a_text_is_what_the_folder_says(tmp_path: Path) -> None:
-    config = replace(_MODELS["llama"], vocab_size=200)
+    config = replace(MODELS["llama"], vocab_size=200)
     held = named(make(config))
     folder = tmp_path / "model"
     write_pretrained(folder, config, lambda block, key: held[block, key].detach(), "fp32")

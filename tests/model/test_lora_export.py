@@ -12,7 +12,7 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.cli.main import main
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.lora.config import is_adapter
-from tests.cli.test_cli_export import write_folder
+from tests.support.hf_folder import write_folder
 from tests.support.tiny_runs import one_line, terrace, write_run
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.config import block_specs, parse_model
-from terrace.model.spec import BlockSpec, ParamSpec
+from terrace.model.spec import BlockSpec
 from terrace.plan.presets import PRESETS, preset
 from terrace.plan.residency import residencies
 from terrace.plan.stage import whole_stage
@@ -20,18 +20,9 @@ from terrace.program.text import program_text
 from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_ranks
 from tests.support.effort import lines_run
+from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of
-
-BLOCKS = tuple(
-    BlockSpec(name=name, params=(ParamSpec(name="weight", shape=(8, 2)),), borrows=borrows)
-    for name, borrows in (("embedding", ()), ("layers.0", ()), ("layers.1", ()), ("head", (0,)))
-)
-
-
-def program_of(name: str = "zero3", num_micros: int = 2, **changes: object) -> Program:
-    cluster = cluster_of(2, 2, 2)
-    return build(cluster, replace(preset(name, cluster), **changes), BLOCKS, num_micros)  # type: ignore[arg-type]
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,7 +15,7 @@ from terrace.program.schedules.csv_form import from_csv
 from terrace.program.schedules.orders import Orders, Task, verify_orders
 from terrace.program.schedules.registry import orders_for, schedule_names
 from terrace.program.schedules.seconds import even_seconds
-from tests.program.test_schedules import NAMES
+from tests.support.schedules import NAMES
 
 EVEN = even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0)
 

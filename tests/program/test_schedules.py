@@ -15,24 +15,9 @@ from terrace.program.schedules.orders import Orders, verify_orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds, even_seconds
 from terrace.simulate.timeline import play
+from tests.support.schedules import SHARES, any_orders, numbers_of
 
-NAMES = (
-    "1f1b",
-    "breadth-first",
-    "gpipe",
-    "interleaved",
-    "zb-1p",
-    "zb-2p",
-    "zb-auto",
-    "zb-h1",
-    "zb-h2",
-    "zbv",
-    "zeropp",
-)
-AUTOMATIC = ("zb-1p", "zb-2p", "zb-auto")
-CHUNKED = ("breadth-first", "interleaved", "zeropp")
 quick = settings(deadline=None, max_examples=60)
-SHARES = st.sampled_from((0.0, 0.25, 0.4, 1.0))  # M_W / M_B
 
 
 def num_gathers(orders: Orders, *, weight_reads: bool = True) -> list[list[int]]:
@@ -48,42 +33,6 @@ def num_gathers(orders: Orders, *, weight_reads: bool = True) -> list[list[int]]
             gathered[chunk] += 1
         counts.append(gathered)
     return counts
-
-
-@st.composite
-def numbers_of(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Numbers that the schedule accepts, odd ones and 1 among them."""
-    stages = draw(st.integers(1, 7))
-    numbers: dict[str, Any] = {"num_stages": stages, "num_micros": draw(st.integers(1, 20))}
-    if name in CHUNKED:
-        numbers["num_chunks"] = draw(st.integers(1, 4))
-    if name == "interleaved":
-        numbers["num_micros"] = stages * draw(st.integers(1, 4))
-    if name == "zeropp":
-        numbers["unit"] = draw(st.integers(1, 9))
-    if name in AUTOMATIC:
-        numbers["seconds"] = draw(seconds_of(stages))
-        numbers["weight_share"] = draw(SHARES)
-    if name == "zb-auto":
-        numbers["memory_limit"] = draw(st.sampled_from((1, 1.5, 2, stages, stages + 0.3, 2 * stages, 100)))
-    return numbers
-
-
-@st.composite
-def seconds_of(draw: st.DrawFn, num: int) -> TaskSeconds:
-    """Unequal seconds of `num` virtual stages, in quarters so that sums are exact, some of them 0."""
-    quarters = [
-        draw(st.lists(st.integers(0, 9), min_size=size, max_size=size)) for size in (num, num, num, num, num - 1)
-    ]
-    forward, backward, inputs, weights, edge = (tuple(value / 4 for value in row) for row in quarters)
-    return TaskSeconds(forward_s=forward, backward_s=backward, input_s=inputs, weight_s=weights, edge_s=edge)
-
-
-@st.composite
-def any_orders(draw: st.DrawFn) -> Orders:
-    """Orders of any schedule."""
-    name = draw(st.sampled_from(NAMES))
-    return orders_for(name, **draw(numbers_of(name)))
 
 
 def order(orders: Orders, stage: int) -> str:

@@ -14,7 +14,7 @@ from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import even_seconds
-from tests.program.test_schedules import AUTOMATIC, CHUNKED, NAMES
+from tests.support.schedules import AUTOMATIC, CHUNKED, NAMES
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is the oracle here")
 

@@ -15,7 +15,7 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_ranks
-from tests.program.test_program import BLOCKS, program_of
+from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of
 

@@ -3,16 +3,11 @@
 import json
 import re
 from dataclasses import replace
-from functools import cache
-from html.parser import HTMLParser
 from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from terrace.cluster.cluster import Cluster, Tier
-from terrace.cluster.presets import load_cluster
-from terrace.model.spec import BlockSpec, ParamSpec
 from terrace.plan.presets import PRESETS, preset
 from terrace.program.lowering import build
 from terrace.program.program import Program
@@ -22,19 +17,13 @@ from terrace.report.page import lanes_timeline, page_html
 from terrace.report.palette import MESSAGES, PAPER, PIPELINE, STREAM, colour_key
 from terrace.report.svg import GUTTER, PLOT, WIDTH, memory_svg, shortened, time_ticks
 from terrace.simulate.changes import Change, changes
-from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.critical import critical_path
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import Recording, record
 from terrace.simulate.step import Step
+from tests.support.pages import BLOCKS, checked, cluster_of, price, recorded
 
-LOCAL = load_cluster("local")
-BLOCKS = tuple(BlockSpec(name=f"b{i}", params=(ParamSpec(name="w", shape=(64, 64 + i)),)) for i in range(5))
 GLYPH = 7.2  # of 12 units: wider than the mean of any common sans-serif
-
-
-def price(program: Program) -> Costs:
-    return step_costs(program, [2.0 * 64 * 64 * 256] * len(program.blocks))
 
 
 def step_of(program: Program) -> Step:
@@ -48,22 +37,6 @@ def step_of(program: Program) -> Step:
     )
 
 
-def cluster_of(*names: str, size: int = 2, bandwidth: float = 5e7) -> Cluster:
-    tiers = tuple(
-        Tier(name=name, size=size, bandwidth_bytes_per_s=bandwidth / 2**i, latency_s=1e-5, source="a <b>guess</b>")
-        for i, name in enumerate(names)
-    )
-    return replace(LOCAL, name="test", tiers=tiers)
-
-
-@cache
-def recorded(name: str, num_micros: int = 2, num_blocks: int = 5) -> Recording:
-    cluster = cluster_of("package", "node", "system")
-    blocks = tuple(BLOCKS[i % len(BLOCKS)] for i in range(num_blocks))
-    program = build(cluster, preset(name, cluster), blocks, num_micros)
-    return record(program, price(program))
-
-
 def page_of(recording: Recording, candidates: list[Change] | None = None, subtitle: str = "a model") -> str:
     found = candidates or []
     advice = advice_words(found, recording.report.step_s)
@@ -73,34 +46,6 @@ def page_of(recording: Recording, candidates: list[Change] | None = None, subtit
 
 def charts(page: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(text) for text in re.findall(r'<svg class="chart".*?</svg>\s*(?:<.*?)?</svg>', page)]
-
-
-class _Checker(HTMLParser):
-    """Collects tags; every element must be closed in order."""
-
-    VOID = frozenset({"meta", "path", "rect"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-
-def checked(page: str) -> _Checker:
-    checker = _Checker()
-    checker.feed(page)
-    checker.close()
-    assert not checker.open
-    return checker
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

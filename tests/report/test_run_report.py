@@ -12,8 +12,8 @@ import pytest
 from terrace.report.run_curves import Curve, curve_data, curve_svg, thinned
 from terrace.report.run_folder import run_view
 from terrace.report.run_page import RunView, run_page
-from tests.report.test_page import checked
 from tests.support import chromium
+from tests.support.pages import checked
 from tests.support.tiny_runs import metrics, one_line, terrace, write_run
 
 NUM_STEPS = 8

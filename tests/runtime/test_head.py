@@ -16,7 +16,7 @@ from terrace.model.decoder import Head, token_loss
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.head import chunked_head
-from tests.runtime.test_linear import Adopted
+from tests.support.adopted import Adopted
 from tests.support.allocations import allocated, seeded
 from tests.support.parity import ADAMW, Case, Outcome, check, exact, train
 from tests.support.pipelines import ALONE, OUTER, pipelined

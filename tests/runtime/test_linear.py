@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,82 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terrace.comm.collectives import DTYPES
-from terrace.comm.ledger import Meter
-from terrace.plan.flats import FlatParamSpec
-from terrace.plan.layout import Layout
-from terrace.plan.presets import preset
 from terrace.program.instruction import Instruction, Op
 from terrace.runtime.batch import Batch
-from terrace.runtime.describe import describe, replace_parameters
 from terrace.runtime.engine import Engine
-from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.linear import Matrix, WeightGradients
+from terrace.runtime.linear import Matrix
 from terrace.runtime.step_runner import StepRunner
+from tests.support.adopted import Adopted
 from tests.support.allocations import allocated
 from tests.support.parity import ADAMW, exact
 from tests.support.toys import MODELS, cluster_of, make_batch
 
 TOLERANCE = 1e-12
 SIZE = 4  # of the square matrices of `Mixed`
-
-
-@dataclass
-class Adopted:
-    """A module whose parameters stand in flat buffers, as the engine has it."""
-
-    module: nn.Module
-    flats: list[FlatParam]
-    weights: WeightGradients
-
-    @staticmethod
-    def of(original: nn.Module, preset_name: str = "ddp", world: int = 1) -> "Adopted":
-        module = copy.deepcopy(original)
-        old = dict(module.named_parameters())
-        dtype = next(iter(old.values())).dtype
-        cluster = cluster_of(world)
-        (compute,) = (name for name, known in DTYPES.items() if known == dtype)
-        plan = replace(preset(preset_name, cluster), compute=compute)  # type: ignore[arg-type]
-        layout = Layout.of(cluster, plan)
-        specs = describe([module], ["block"])[0].params
-        adopted = Adopted(module, [], WeightGradients())
-        for trainable in (True, False):
-            chosen = tuple(spec for spec in specs if spec.trainable == trainable)
-            if not chosen:
-                continue
-            spec = FlatParamSpec(layout, chosen, trainable)
-            flat = FlatParam("block", spec, 0, plan, torch.device("cpu"), Meter())
-            if world > 1:
-                flat.materialise()
-            for name, parameter in flat.named_parameters():
-                parameter.data.copy_(old[name].data)
-            adopted.flats.append(flat)
-            if trainable:
-                adopted.weights.own(flat.parameters, flat.gradients)
-            others = {id(value): value for value in module.parameters()}
-            replace_parameters([module], others | {id(old[name]): new for name, new in flat.named_parameters()})
-        return adopted
-
-    def gradients(self, backwards: list[Callable[[nn.Module], Tensor]], hold: bool) -> dict[str, Tensor]:
-        """Run the backwards and then, with `hold`, their weight gradients; return all gradients by name."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        (flat,) = (flat for flat in self.flats if flat.parameters[0].requires_grad)
-        buffer = torch.full_like(flat.full, torch.nan)
-        flat.gradients.open(buffer)
-        queues = []
-        for run in backwards:
-            queues.append(self.weights.queue(hold))
-            with self.weights.recorded_in(queues[-1]):
-                torch.autograd.backward(run(self.module))
-        if self.flats[0].full.numel() != self.flats[0].shard.numel():
-            for part in self.flats:
-                part.free()
-        for queue in queues:
-            assert hold or not len(queue)
-            queue.run()
-        flat.gradients.close()
-        assert not buffer.isnan().any()
-        return dict(zip((names[p] for p in flat.parameters), flat.gradients.views(buffer), strict=True))
 
 
 def reference(original: nn.Module, backwards: list[Callable[[nn.Module], Tensor]]) -> dict[str, Tensor]:

@@ -12,22 +12,13 @@ from terrace.cluster.presets import load_cluster
 from terrace.sequence.assign import Assignment, assign
 from terrace.sequence.bound import makespan_bound_s
 from terrace.sequence.capacity import sure_capacity
-from terrace.sequence.cost import Link, WorkCost, ring_tokens
+from terrace.sequence.cost import WorkCost, ring_tokens
 from terrace.sequence.distributions import bimodal, one_huge, sample
 from terrace.sequence.micro import micro_steps
+from tests.support.balance import cost_on, documents, pools
 from tests.support.effort import lines_run
 
 SOME = settings(max_examples=40, deadline=None)
-
-
-def cost_on(num_tiers: int, *, rate: float = 1e11, pair_s: float = 1e-10, window: int = 0) -> WorkCost:
-    """A cost whose tiers are each ten times slower than the one inside."""
-    links = tuple(Link(bytes_per_s=rate / 10**tier, latency_s=1e-6 * 3**tier) for tier in range(num_tiers))
-    return WorkCost(links=links, pair_s=pair_s, key_bytes=4096.0, query_bytes=8192.0, window=window)
-
-
-pools = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
-documents = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 20000)), min_size=1, max_size=60)
 
 
 @given(pools, documents, st.sampled_from([0, 64, 1000]), st.sampled_from([1e9, 1e11, 1e14]))

@@ -13,7 +13,7 @@ from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.local_tokens import moves
 from terrace.sequence.token_layout import num_rows
-from tests.sequence.test_balance import cost_on, documents, pools
+from tests.support.balance import cost_on, documents, pools
 
 SOME = settings(max_examples=40, deadline=None)
 

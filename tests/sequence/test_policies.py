@@ -16,7 +16,7 @@ from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.policies import POLICIES, policy_costs
 from terrace.sequence.segments import Segment
 from terrace.sequence.traffic import sent_bytes
-from tests.sequence.test_balance import cost_on
+from tests.support.balance import cost_on
 
 
 @given(

@@ -18,36 +18,14 @@ from terrace.simulate.activations import BlockActivations, block_activation_byte
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE
 from terrace.simulate.tape import INPUT, OUTPUT, Operation, backward_peak, forward_peak, kept_by_operation
 from terrace.simulate.work import Work
-from tests.runtime.test_linear import Adopted
+from tests.support.activations import BATCH, DTYPES, GPT2, HIDDEN, MODELS, VOCAB, rotary_tables
+from tests.support.adopted import Adopted
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
-
-VOCAB, HIDDEN, BATCH = 101, 64, 2
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
-_LLAMA = _SIZES | {"model_type": "llama", "intermediate_size": 96, "num_key_value_heads": 2}
-_GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 1, "n_head": 4, "n_positions": 512}
-_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-MODELS = {
-    "llama": parse_model(_LLAMA),
-    "llama, all heads, wide": parse_model(_LLAMA | {"num_key_value_heads": 4, "intermediate_size": 224}),
-    "llama, relu": parse_model(_LLAMA | {"hidden_act": "relu"}),
-    "llama, parallel": replace(parse_model(_LLAMA), parallel_residual=True),
-    "qwen2": parse_model(_LLAMA | {"model_type": "qwen2"}),
-    "qwen3": parse_model(_LLAMA | {"model_type": "qwen3", "head_dim": 24}),
-    "gpt_neox": parse_model(_SIZES | {"model_type": "gpt_neox", "intermediate_size": 256}),
-    "gpt2": parse_model(_GPT2),
-    "gpt2, relu": parse_model(_GPT2 | {"activation_function": "relu"}),
-}
 
 
 def gpt(hidden: int, heads: int, layers: int) -> ModelConfig:
     return parse_model(
-        _GPT2 | {"vocab_size": 51200, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 2048}
+        GPT2 | {"vocab_size": 51200, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 2048}
     )
 
 
@@ -143,11 +121,6 @@ def predict(config: ModelConfig, compute: str, sequence: int, index: int, again:
         compute=compute,  # type: ignore[arg-type]
     )
     return block_activation_bytes(work, tuple(Computes)[index], "cpu")
-
-
-def rotary_tables(block: nn.Module) -> list[Tensor]:
-    rotary = getattr(getattr(block, "attention", None), "rotary", None)
-    return [table for pair in rotary._tables.values() for table in pair] if rotary else []
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,7 +19,7 @@ from terrace.simulate.footprint import footprint
 from terrace.simulate.layers import block_seconds
 from terrace.simulate.masks import CPU_SHORT_PIECE, core_keys, has_flash_attention, mask_bytes
 from terrace.simulate.work import Work
-from tests.simulate.test_activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
+from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, rotary_tables
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
 from tests.support.toys import cluster_of
 

@@ -30,9 +30,9 @@ from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.cost import Costs
 from terrace.simulate.stages import StagesStep, activation_bytes, simulate_stages
 from terrace.simulate.timeline import play
-from tests.program.test_schedules import any_orders, seconds_of
-from tests.simulate.test_timeline import Row, rows, weight_share
+from tests.support.bubbles import Row, rows, weight_share
 from tests.support.planner_cases import mesh_of
+from tests.support.schedules import any_orders, seconds_of
 from tests.support.toys import cluster_of
 
 ENDLESS = 1e18  # bytes/s: a message takes its latency alone

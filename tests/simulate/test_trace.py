@@ -1,6 +1,5 @@
 """The trace: what the format asks for, and the same times and bytes as the recording."""
 
-import json
 from collections import defaultdict
 from typing import Any
 
@@ -14,18 +13,10 @@ from terrace.simulate.cost import Costs
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import record
 from terrace.simulate.trace import trace_json
-from tests.report.test_page import recorded
+from tests.support.pages import events_of, recorded
 from tests.support.strategies import settings_of_a_step
 
 PRESET_NAMES = ("ddp", "zero3", "zero++", "three-level-compressed")
-
-
-def events_of(text: str) -> dict[str, list[dict[str, Any]]]:
-    table = json.loads(text)
-    by_phase = defaultdict(list)
-    for event in table["traceEvents"]:
-        by_phase[event["ph"]].append(event)
-    return by_phase
 
 
 @pytest.mark.parametrize("name", PRESET_NAMES)

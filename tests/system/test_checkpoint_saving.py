@@ -19,7 +19,7 @@ from terrace.checkpoint.reading import Checkpoint, newest_whole
 from terrace.checkpoint.saving import Saver
 from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
-from tests.checkpoint.test_checkpoint import contents, differing, make, train
+from tests.support.checkpoints import contents, differing, make, train
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -9,7 +9,7 @@ from terrace.model.spec import Computes
 from terrace.plan.presets import preset
 from terrace.simulate.activations import block_activation_bytes
 from terrace.simulate.footprint import work_of
-from tests.simulate.test_activations import MODELS
+from tests.support.activations import MODELS
 from tests.support.context_memory import layer_memory
 from tests.support.toys import cluster_of
 

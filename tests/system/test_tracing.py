@@ -18,7 +18,7 @@ from terrace.simulate.cost import step_costs
 from terrace.simulate.recording import COMPUTE, Recording, record
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.trace import compared_trace_json
-from tests.simulate.test_trace import events_of
+from tests.support.pages import events_of
 from tests.support.parity import ADAMW, Case, data_rows, engine_of
 from tests.support.pipelines import Place, pipelined
 from tests.support.toys import cluster_of

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -16,10 +15,10 @@ import tomli_w
 
 from terrace.cli.main import main
 from terrace.train.metrics import MetricsFile, StepRecord, read_metrics
+from tests.support.command_line import torchrun
 from tests.support.tiny_runs import (
     all_gone,
     descendants,
-    environment,
     losses,
     metrics,
     one_line,
@@ -160,17 +159,14 @@ def test_a_run_under_another_plan_and_world_resumes(trained: tuple[Path, str], t
     assert {"loss.svg", "report.json", "sample.txt"} <= set(os.listdir(run))
 
 
-def torchrun(folder: Path, num_ranks: int) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "terrace", "train", "--config", "run.toml", "--folder", "run"]
-    return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=450, check=False
-    )
+def train_under_torchrun(folder: Path, num_ranks: int) -> "subprocess.CompletedProcess[str]":
+    words = ("-m", "terrace", "train", "--config", "run.toml", "--folder", "run")
+    return torchrun(num_ranks, *words, cwd=folder, timeout_s=450.0)
 
 
 def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> None:
     write_run(tmp_path, 2, 2, steps=12)
-    done = torchrun(tmp_path, 4)
+    done = train_under_torchrun(tmp_path, 4)
     assert done.returncode == 0, done.stderr
     assert "4 ranks under torchrun, backend " in done.stdout
     assert done.stdout.count("final loss") == done.stdout.count("predicted and measured") == 1
@@ -180,7 +176,7 @@ def test_torchrun_trains_the_same(trained: tuple[Path, str], tmp_path: Path) -> 
 
 def test_torchrun_with_another_number_of_ranks_is_told_once(tmp_path: Path) -> None:
     write_run(tmp_path, 2, 4)
-    done = torchrun(tmp_path, 2)
+    done = train_under_torchrun(tmp_path, 2)
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "terrace: error:" in line]
     assert len(said) == 1, done.stderr

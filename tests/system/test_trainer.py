@@ -15,7 +15,7 @@ import terrace
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, PlanError, TerraceError, TrainingError
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
-from tests.support.tiny_runs import environment
+from tests.support.command_line import torchrun
 from tests.support.toys import cluster_of
 from tests.support.user_models import (
     ADAMW,
@@ -305,10 +305,7 @@ trainer.close()
 
 def test_under_torchrun_the_trainer_joins_by_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
-    )
+    done = torchrun(2, "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert " 2 True" in done.stdout
     assert "2 ranks under torchrun" in done.stdout

@@ -16,14 +16,14 @@ from terrace.model.hf.pretrained import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train.evaluate import Evaluation, evaluate
 from terrace.train.trained import Trained
-from tests.model.test_generate import _MODELS, make, named
+from tests.support.generation import MODELS, make, named
 from tests.support.toys import run_blocks
 
 TEXTS = ["", "x", "a short one", "ünïcode €", "a document that is longer than one window of the model's context " * 3]
 
 
 def trained(name: str, context: int = 32, **changes: Any) -> Trained:
-    config = replace(_MODELS[name], **changes)
+    config = replace(MODELS[name], **changes)
     return Trained(config=config, blocks=make(config), tokenizer=ByteTokenizer(), context=context, stops=())
 
 

@@ -1,0 +1,37 @@
+"""Tiny models whose activations are measured."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrace.model.config import parse_model
+
+VOCAB, HIDDEN, BATCH = 101, 64, 2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+_LLAMA = _SIZES | {"model_type": "llama", "intermediate_size": 96, "num_key_value_heads": 2}
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 1, "n_head": 4, "n_positions": 512}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS = {
+    "llama": parse_model(_LLAMA),
+    "llama, all heads, wide": parse_model(_LLAMA | {"num_key_value_heads": 4, "intermediate_size": 224}),
+    "llama, relu": parse_model(_LLAMA | {"hidden_act": "relu"}),
+    "llama, parallel": replace(parse_model(_LLAMA), parallel_residual=True),
+    "qwen2": parse_model(_LLAMA | {"model_type": "qwen2"}),
+    "qwen3": parse_model(_LLAMA | {"model_type": "qwen3", "head_dim": 24}),
+    "gpt_neox": parse_model(_SIZES | {"model_type": "gpt_neox", "intermediate_size": 256}),
+    "gpt2": parse_model(GPT2),
+    "gpt2, relu": parse_model(GPT2 | {"activation_function": "relu"}),
+}
+
+
+def rotary_tables(block: nn.Module) -> list[Tensor]:
+    rotary = getattr(getattr(block, "attention", None), "rotary", None)
+    return [table for pair in rotary._tables.values() for table in pair] if rotary else []

@@ -1,0 +1,64 @@
+"""Engines that save and load, and the contents of their checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrace.checkpoint.reading import Checkpoint
+from terrace.launch.start import World
+from terrace.plan.presets import preset
+from terrace.runtime.batch import Batch
+from terrace.runtime.engine import Engine
+from terrace.runtime.settings import OptimizerConfig
+from tests.support.toys import MODELS, cluster_of, make_batch
+
+BATCH = 24  # divides by every world size here
+
+
+def make(world: World, tiers: tuple[int, ...], plan: str, compute: str = "fp64", scale: float = 1.0) -> Engine:
+    """An engine of the toy model: tied, one matrix frozen. `scale` makes one that needs its checkpoint."""
+    cluster = cluster_of(*tiers)
+    dtypes: Any = {"compute": compute, "master": "fp64" if compute == "fp64" else "fp32"}
+    blocks = MODELS["toy"].blocks(torch.float64)
+    for block in blocks:
+        for parameter in block.parameters():
+            parameter.data.mul_(scale)
+    return Engine(
+        blocks,
+        cluster=cluster,
+        plan=replace(preset(plan, cluster), **dtypes),
+        num_micros=1,
+        objective=MODELS["toy"].objective,
+        rank=world.rank,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+
+
+def train(engine: Engine, first: int, last: int) -> list[float]:
+    each = BATCH // engine.program.cluster.world_size
+    rows = slice(engine.rank * each, (engine.rank + 1) * each)
+    results = []
+    for step in range(first, last):
+        tokens, labels = make_batch(step, BATCH)
+        results.append(engine.step([Batch(tokens[rows], labels[rows])], 1e-2).loss)
+    engine.check_bytes()
+    return results
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every parameter of a checkpoint, whole, in all its kinds."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.verify()
+    return {
+        f"{block}.{name}/{kind}": value
+        for block in checkpoint.layout
+        for name, values in checkpoint.read(block).items()
+        for kind, value in values.items()
+    }

@@ -1,0 +1,44 @@
+"""Tiny models with values, for generation and evaluation."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrace.model.config import ModelConfig, parse_model
+from terrace.model.decoder import build_blocks
+from terrace.model.init import initialise
+
+VOCAB = 257
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+NEOX = {**_LLAMA, "model_type": "gpt_neox", "rotary_pct": 0.5}
+del NEOX["num_key_value_heads"]
+_GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS = {"llama": parse_model(_LLAMA), "gpt_neox": parse_model(NEOX), "gpt2": parse_model(_GPT2)}
+MODELS["window"] = replace(MODELS["llama"], sliding_window=5)
+MODELS["one head of keys"] = replace(MODELS["llama"], num_kv_heads=1)
+MODELS["normed heads"] = replace(MODELS["llama"], qk_norm=True, family="qwen3")
+
+
+def make(config: ModelConfig) -> list[nn.Module]:
+    blocks = build_blocks(config, dtype=torch.float64)
+    initialise(blocks, replace(config, init_std=0.3), seed=0, dtype=torch.float64)
+    return blocks
+
+
+def named(blocks: list[nn.Module]) -> dict[tuple[str, str], nn.Parameter]:
+    """Every parameter by its block and name."""
+    names = ["embedding", *(f"layers.{index}" for index in range(len(blocks) - 2)), "head"]
+    pairs = zip(names, blocks, strict=True)
+    return {(name, key): value for name, block in pairs for key, value in block.named_parameters()}
