@@ -79,7 +79,7 @@ def dump(value: Any) -> Any:
         return {str(key): dump(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [dump(item) for item in value]
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +157,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} = {value!r} must be a table")
         inner = get_args(hint)[1]
         return {str(key): _convert(inner, item, f"{where}.{key}") for key, item in value.items()}
+    if hint is Path and isinstance(value, str):
+        return Path(value)
     if dataclasses.is_dataclass(hint):
         return load(typing.cast(type[Any], hint), value, where)
     return _convert_scalar(hint, value, where)

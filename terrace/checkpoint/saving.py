@@ -69,7 +69,7 @@ class Saver:
     ) -> None:
         self._engine, self._world, self._run_folder = engine, world, run_folder
         self._facts, self._keep, self._background, self._limit_s = facts, keep, background, limit_s
-        self._store = PrefixStore("saves", _own_connection(world.store))
+        self._store, self._seal = PrefixStore("saves", _own_connection(world.store)), world.seal.within("saves")
         self._longest_poll_s = max(_LONGEST_POLL_S, world.world_size / _MAX_POLLS_PER_S)
         self._snapshot = snapshot_of(engine.state)
         self.staging_bytes = self._snapshot.num_bytes
@@ -143,12 +143,21 @@ class Saver:
         if self._world.rank == 0:
             self._life = uuid.uuid4().hex[:8]
             problem = attempt(lambda: clear_leftovers(folder_of(self._run_folder, 0).parent))
-            self._store.set("life", self._life if problem is None else f"!rank 0: {problem}")
+            self._put("life", self._life if problem is None else f"!rank 0: {problem}")
         self._store.wait(["life"], timedelta(seconds=self._limit_s))
-        life = bytes(self._store.get("life")).decode()
+        life = self._text_of("life")
         if life.startswith("!"):
             raise CheckpointError(not_written(folder_of(self._run_folder, 0), life[1:]))
         return life
+
+    def _put(self, key: str, text: str) -> None:
+        self._store.set(key, self._seal.close(key, text))
+
+    def _put_first(self, key: str, text: str) -> None:
+        self._store.compare_set(key, "", self._seal.close(key, text))
+
+    def _text_of(self, key: str) -> str:
+        return self._seal.open(key, bytes(self._store.get(key)))
 
     def _save(self, step: int) -> None:
         # Runs in the thread: results and errors leave it through attributes only.
@@ -169,22 +178,22 @@ class Saver:
 
     def _give_up(self, number: int, problem: str) -> None:
         if self._world.rank == 0:
-            self._store.set(f"{number}/outcome", problem)
+            self._put(f"{number}/outcome", problem)
         else:
-            self._store.compare_set(f"{number}/problem", "", problem)
+            self._put_first(f"{number}/problem", problem)
             self._store.add(f"{number}/written", 1)
 
     def _write(self, step: int, folder: Path, number: int) -> str:
         partial, rank = partial_of(folder, self._life), self._world.rank
         problem = attempt(lambda: write_part(self._snapshot, partial, rank))
         if problem is not None:
-            self._store.compare_set(f"{number}/problem", "", f"rank {rank}: {problem}")
+            self._put_first(f"{number}/problem", f"rank {rank}: {problem}")
         self._store.add(f"{number}/written", 1)
         if rank == 0:
-            self._store.set(f"{number}/outcome", self._join(step, folder, partial, number))
+            self._put(f"{number}/outcome", self._join(step, folder, partial, number))
         else:
             self._wait(lambda: self._store.check([f"{number}/outcome"]), None)
-        return bytes(self._store.get(f"{number}/outcome")).decode()
+        return self._text_of(f"{number}/outcome")
 
     def _join(self, step: int, folder: Path, partial: Path, number: int) -> str:
         count = self._world.world_size
@@ -193,7 +202,7 @@ class Saver:
             absent = [rank for rank in range(count) if not part_of(partial, rank).exists()]
             problem: str | None = f"{in_words(absent)} had not written {self._limit_s:g} s after rank 0"
         elif self._store.check([f"{number}/problem"]):
-            problem = bytes(self._store.get(f"{number}/problem")).decode()
+            problem = self._text_of(f"{number}/problem")
         else:
             problem = attempt(lambda: commit(self._engine.state, partial, folder, step, self._facts, self._keep))
             problem = None if problem is None else f"rank 0: {problem}"

@@ -1,14 +1,13 @@
 """Steps that the ranks of a command take together once they have joined, and limits before they start."""
 
-import pickle
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.cluster.cluster import Cluster
+from terrace.launch.machines import check_tiers
 from terrace.launch.world import World
 
 JOIN_TIMEOUT_S = 600.0  # machines of one job may start minutes apart
@@ -16,7 +15,7 @@ _PREPARE_TIMEOUT = timedelta(days=1)  # a large corpus takes hours to tokenise; 
 _HEARD_S = 10.0  # enough for ranks that only read a key
 _MAX_LOCAL_RANKS = 64  # a process takes some 200 MB: more than this on one machine is surely a mistake
 
-T = TypeVar("T")
+_FAILED, _MADE = "failed", "made:"
 
 
 def check_local(cluster: Cluster) -> None:
@@ -30,36 +29,38 @@ def check_local(cluster: Cluster) -> None:
 
 
 def check_world(world: World, cluster: Cluster) -> None:
-    """Raise `ConfigError` unless the launcher started as many ranks as the cluster has."""
+    """Raise `ConfigError` unless the launcher's ranks are the cluster's, in number and on their machines."""
     if world.world_size != cluster.world_size:
         raise ConfigError(
             f"{world.world_size} ranks were started, but cluster {cluster.name!r} has "
             f"{cluster.world_size}: start {cluster.world_size}, or resize a tier, for example "
             f"--cluster.tiers.{cluster.tiers[-1].name}.size N"
         )
+    check_tiers(world.hosts, [(tier.name, tier.size) for tier in cluster.tiers])
 
 
-def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], T]) -> T:
-    """Result of `make`, called on one rank (`mine`) and sent to the others through the store.
+def one_makes(world: World, key: str, num_others: int, mine: bool, make: Callable[[], str]) -> str:
+    """Text of `make`, called on one rank (`mine`) and sent to the others through the store.
 
-    If it raises, only that rank reports the error; the other `num_others` exit.
+    If it raises, only that rank reports the error; the other `num_others` exit. Raises `ConfigError` for a text that no
+    rank of this run wrote.
     """
     if not mine:
         world.store.wait([key], _PREPARE_TIMEOUT)
-        made: T | None = pickle.loads(world.store.get(key))
-        if made is None:
+        said = world.seal.open(key, bytes(world.store.get(key)))
+        if said == _FAILED:
             # Acknowledged, so that the failing rank may end and take the store with it.
             world.store.add(f"{key}/heard", 1)
             sys.exit(2)
-        return made
+        return said.removeprefix(_MADE)
     try:
-        result = make()
+        made = make()
     except TerraceError:
-        world.store.set(key, pickle.dumps(None))  # type: ignore[arg-type]  # any bytes are fine
+        world.store.set(key, world.seal.close(key, _FAILED))
         # The store may be in this process: it stays until the others have heard.
         deadline_s = time.monotonic() + _HEARD_S
         while world.store.add(f"{key}/heard", 0) < num_others and time.monotonic() < deadline_s:
             time.sleep(0.02)
         raise
-    world.store.set(key, pickle.dumps(result))  # type: ignore[arg-type]
-    return result
+    world.store.set(key, world.seal.close(key, _MADE + made))
+    return made

@@ -48,10 +48,10 @@ def _on_all_ranks(
     world = join(timeout_s=JOIN_TIMEOUT_S, say=say)
 
     # One rank checks for all: files may be visible to it alone.
-    def check_here() -> bool:
+    def check_here() -> str:
         check_world(world, cluster)
         check()
-        return True
+        return ""
 
     one_makes(world, "probe", world.world_size - 1, world.rank == 0, check_here)
     made = target(world, *arguments)

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from terrace.base.errors import CheckpointError, DataError, TrainingError
+from terrace.cli.job_text import job_text, read_job, read_sources, section_digests, sources_text
 from terrace.cli.joined import JOIN_TIMEOUT_S, check_local, check_world, one_makes
 from terrace.cli.output import Terminated, drop_stdout, replace_unprintable, sigterm_raises
 from terrace.cli.prepare import CompleteError, prepare
 from terrace.cli.screen import Screen, show_plan
-from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Source
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ def run(config: RunConfig, *, folder: Path | None, resume: Path | None, going_on
         changes = ""
         if going_on or resume is not None:
             config, changes = fit(num_ranks)
-        _run_joined(lambda: prepare(config, folder, resume, going_on), config.cluster, going_on, changes)
+        _run_joined(lambda: prepare(config, folder, resume, going_on), config, going_on, changes)
         return
     check_local(config.cluster)
     try:
@@ -81,27 +81,29 @@ def _say_complete(complete: CompleteError, going_on: bool) -> None:
     print(complete, flush=True)
 
 
-def _run_joined(make: Callable[[], RunJob], cluster: Cluster, going_on: bool, changes: str) -> None:
-    world = join(timeout_s=JOIN_TIMEOUT_S)
+def _run_joined(make: Callable[[], RunJob], run: RunConfig, going_on: bool, changes: str) -> None:
+    world = join(timeout_s=JOIN_TIMEOUT_S, sections=section_digests(run))
 
-    def prepare_here() -> RunJob | str:
-        check_world(world, cluster)
+    def prepare_here() -> str:
+        check_world(world, run.cluster)
         try:
-            return make()
+            return job_text(make())
         except CompleteError as complete:
             _say_complete(complete, going_on)
-            return str(complete)
+            return ""
 
-    job = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
-    if isinstance(job, str):
+    text = one_makes(world, "job", world.world_size - 1, world.rank == 0, prepare_here)
+    if not text:
         return
+    job = read_job(text)
     if world.rank == 0:
         print(changes, end="\n" * bool(changes))
         show_plan(job)
     # Token caches may be local to a machine: its first rank opens or builds them.
-    here = f"tokens/{socket.gethostname()}"
-    sources = one_makes(world, here, world.local_world_size - 1, world.local_rank == 0, lambda: _sources_here(job))
-    signal_name = run_rank(world, replace(job, sources=sources))
+    host = world.hosts[world.rank]
+    first, num_others = world.hosts.index(host) == world.rank, world.hosts.count(host) - 1
+    text = one_makes(world, f"tokens/{host}", num_others, first, lambda: sources_text(_sources_here(job)))
+    signal_name = run_rank(world, replace(job, sources=read_sources(text)))
     dist.destroy_process_group()
     if signal_name is not None and world.rank != 0:
         sys.exit(128 + signal.SIGINT if signal_name == "SIGINT" else 128 + signal.SIGTERM)  # rank 0 says why

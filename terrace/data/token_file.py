@@ -22,7 +22,7 @@ class TokenFile:
     digest: str
     num_documents: int  # with at least one token
     starts: Path
-    mask: Path | None  # None: every token is trained on
+    mask: Path | None = None  # None: every token is trained on
 
     def open(self) -> "np.memmap[tuple[int], np.dtype[np.unsignedinteger]]":
         """Maps the ids read-only, shape (num_tokens,), dtype `dtype`.

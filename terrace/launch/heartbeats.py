@@ -9,7 +9,9 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from terrace.base.errors import ConfigError
 from terrace.launch.postmortem import Heartbeat, decode
+from terrace.launch.seal import Seal
 
 _CHUNK = 256  # keys a call: keeps one reply of the store to some tens of kilobytes
 _MIN_STORE_TIMEOUT_S = 5.0
@@ -19,11 +21,12 @@ class HeartbeatStore:
     """Heartbeats, the election of the rank that makes the post-mortem, and its verdict.
 
     Uses its own connection: a store client serves one call at a time, and the main thread may block in one. A store
-    that cannot be cloned is shared; a blocking call then delays the heartbeats.
+    that cannot be cloned is shared; a blocking call then delays the heartbeats. A heartbeat that this run did not
+    write counts as none.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float, seal: Seal) -> None:
+        self._rank, self._world_size, self._seal = rank, world_size, seal
         try:
             own: Any = getattr(store, "clone")()  # noqa: B009  (missing from the stubs)
             own.set_timeout(timedelta(seconds=max(timeout_s, _MIN_STORE_TIMEOUT_S)))
@@ -32,7 +35,8 @@ class HeartbeatStore:
         self._store = PrefixStore("watchdog", own)
 
     def publish(self, beat: Heartbeat) -> None:
-        self._store.set(f"beat/{self._rank}", beat.encode())
+        key = f"beat/{self._rank}"
+        self._store.set(key, self._seal.close(key, beat.encode()))
 
     def read_all(self) -> list[Heartbeat]:
         """Heartbeats in rank order."""
@@ -52,20 +56,33 @@ class HeartbeatStore:
 
     def settle(self, verdict: str) -> str:
         """Publish `verdict` unless one exists; returns the published one."""
-        return bytes(self._store.compare_set("verdict", "", verdict)).decode()
+        own = self._seal.close("verdict", verdict)
+        return self._verdict(self._store.compare_set("verdict", "", own))
 
     def verdict(self) -> str | None:
         """The published verdict, or None."""
-        return bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else None
+        return self._verdict(self._store.get("verdict")) if self._store.check(["verdict"]) else None
+
+    def _verdict(self, raw: bytes) -> str:
+        try:
+            return self._seal.open("verdict", bytes(raw))
+        except ConfigError as error:
+            return f"hang {error}"
 
     def _read(self, ranks: range) -> list[Heartbeat]:
         keys = [f"beat/{rank}" for rank in ranks]
         # One round trip for many ranks, once all have published.
         if self._store.check(keys):
             values = self._store.multi_get(keys)
-            return [decode(rank, bytes(raw)) for rank, raw in zip(ranks, values, strict=True)]
+            return [self._decoded(rank, bytes(raw)) for rank, raw in zip(ranks, values, strict=True)]
         # A key that was never written would block a read, so ask for each.
         return [
-            decode(rank, bytes(self._store.get(key)) if self._store.check([key]) else None)
+            self._decoded(rank, bytes(self._store.get(key)) if self._store.check([key]) else None)
             for rank, key in zip(ranks, keys, strict=True)
         ]
+
+    def _decoded(self, rank: int, raw: bytes | None) -> Heartbeat:
+        try:
+            return decode(rank, None if raw is None else self._seal.open(f"beat/{rank}", raw).encode())
+        except ConfigError:
+            return decode(rank, None)

@@ -19,9 +19,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError
 from terrace.launch.postmortem import in_words
+from terrace.launch.rendezvous import host_store
+from terrace.launch.seal import Seal
 from terrace.launch.stop import ask
 from terrace.launch.workers import LOOPBACK, PoolJob, Report, serve
-from terrace.launch.world import open_store
 
 _STOP_S = 1.0  # between SIGTERM and SIGKILL; a rank has had its grace by then
 _STORE_TIMEOUT_S = 60.0
@@ -58,8 +59,9 @@ class ProcessPool:
 
     def __init__(self, num_processes: int, *, grace_s: float) -> None:
         self._grace_s, self._num_jobs = grace_s, 0
+        self._seal = Seal.fresh()
         self._context = multiprocessing.get_context("forkserver")
-        self._store: Any = open_store(LOOPBACK, 0, host_it=True, timeout_s=_STORE_TIMEOUT_S)
+        self._store: Any = host_store(LOOPBACK, 0, _STORE_TIMEOUT_S)
         self._members: list[_Member | None] = [None] * num_processes
 
     def __enter__(self) -> Self:
@@ -75,8 +77,8 @@ class ProcessPool:
 
     def ask_to_stop(self, name: str) -> None:
         """Ask the ranks of the current or next call to end it in order; `name` is the signal that caused it."""
-        call = PrefixStore(f"job/{max(1, self._num_jobs)}", self._store)
-        ask(PrefixStore("world", call), name)
+        call = f"job/{max(1, self._num_jobs)}"
+        ask(PrefixStore(f"{call}/world", self._store), self._seal.within(call), name)
 
     def close(self) -> None:
         """End every process; harmless when repeated."""
@@ -116,8 +118,9 @@ class ProcessPool:
         # Without a limit of its own a call relies on its watchdogs; only torch wants a number all the same.
         limit_s = timeout_s or _TORCH_LIMIT_S
         deaths: list[str] = []
+        seal = self._seal.within(f"job/{self._num_jobs}")
         for rank, member in enumerate(members):
-            job = PoolJob(self._num_jobs, rank, world_size, num_threads, limit_s, backend, payload)
+            job = PoolJob(self._num_jobs, rank, world_size, num_threads, limit_s, backend, seal, payload)
             # A process that died while idle is reported below.
             with suppress(OSError):
                 member.link.send(job)

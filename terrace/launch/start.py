@@ -1,39 +1,39 @@
 """Joining a world: under torchrun, srun or mpirun, or as child processes of this one.
 
 One of the modules that may read (or set) environment variables; the others are `terrace/rehearse/launch.py`, which
-makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py`. A world joined from outside gets a
-fresh name space in the store for each life: torchrun's agents keep one store over restarts, and their restart counts
-differ between machines, so ranks agree on a name instead of deriving it.
+makes the environments of a rehearsal's ranks, and `terrace/probe/environment.py`.
 """
 
 import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import platform
 import signal
 import socket
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from terrace.base.errors import ConfigError, HangError
-from terrace.launch.postmortem import in_words
+from terrace.base.errors import ConfigError
+from terrace.launch.machines import Facts, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
+from terrace.launch.rendezvous import host_store, meet, open_store
+from terrace.launch.seal import Seal, user_secret
 from terrace.launch.stop import SIGNALS, passed_on
-from terrace.launch.world import World, open_store
+from terrace.launch.world import World
 
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
 
-_POLL_S = 0.02
+_LEAST_SECRET = 16  # characters
 # Imported once by the fork server instead of by every rank.
 _PRELOAD = ["torch", "torch.distributed", "terrace.launch.workers", "terrace.runtime.engine"]
 
@@ -96,11 +96,19 @@ def pace() -> float | None:
     return value
 
 
-def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
+def join(
+    timeout_s: float,
+    say: Callable[[str], None] = print,
+    *,
+    sections: Mapping[str, str] | None = None,
+    renumber: bool = True,
+) -> World:
     """Join the other ranks and start torch's default process group: nccl with CUDA, otherwise gloo.
 
-    `say` gets one line on rank 0 with the backend and the reason. Raises `ConfigError` outside a launcher, and
-    `HangError` naming the ranks that did not join within `timeout_s`.
+    Ranks get new numbers where the launcher's put the ranks of a machine apart; without `renumber` that is an error.
+    `say` gets a few lines on rank 0: backend and reason, which ranks run on which machine, and ranks whose `sections`
+    (digests of the configuration's) differ from rank 0's. Raises `ConfigError` outside a launcher, for an address that
+    cannot be used, and as `meet` does; `HangError` naming the ranks that did not join within `timeout_s`.
     """
     place = _place()
     if place is None:
@@ -108,30 +116,38 @@ def join(timeout_s: float, say: Callable[[str], None] = print) -> World:
     timeout = timedelta(seconds=timeout_s)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", os.environ["MASTER_PORT"]) or 0
-    shared = open_store(address, port, host_it=place.rank == 0 and not agent_hosts, timeout_s=timeout_s)
-    life, num_here = _agree_on_life(shared, place.rank, place.world_size, timeout_s)
-    store = PrefixStore(f"terrace/{life}", shared)
+    seal = _secret()
+    hosting = place.rank == 0 and not agent_hosts
+    waiting = say if place.local_rank == 0 or place.rank == 0 else _silent
+    shared = host_store(address, port, timeout_s) if hosting else open_store(address, port, timeout_s, waiting)
     local_rank = place.rank if place.local_rank is None else place.local_rank
     backend, device, why = _backend(place.launcher, local_rank)
-    _agree_on_backend(store, place.rank, backend, why)
-    if place.rank == 0:
+    facts = _facts(device, sections or {})
+    met = meet(shared, place.rank, place.world_size, facts, seal, timeout_s, renumber=renumber)
+    store = PrefixStore(f"terrace/{met.life}", shared)
+    _agree_on_backend(store, met.seal, met.rank, backend, why)
+    if met.rank == 0:
         say(f"{place.world_size} ranks under {place.launcher}, backend {backend}: {why}")
+        for line in (met.map, *met.notes) if len(set(met.hosts)) > 1 else met.notes:
+            say(line)
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),
-        rank=place.rank,
+        rank=met.rank,
         world_size=place.world_size,
         timeout=timeout,
         device_id=device,
     )
     return World(
-        rank=place.rank,
+        rank=met.rank,
         world_size=place.world_size,
         local_rank=local_rank,
-        local_world_size=place.local_world_size or num_here,
+        local_world_size=place.local_world_size or met.num_here,
         store=PrefixStore("world", store),
         supervised=True,
         store_rank=None if agent_hosts else 0,
+        seal=met.seal,
+        hosts=met.hosts,
     )
 
 
@@ -196,7 +212,13 @@ def _place() -> _Place | None:
                 f"{' and '.join(missing)} must say where rank 0 is; set them, or unset {names[1]}"
             )
         numbers = [_number(name, os.environ.get(name)) for name in names]
-        return _Place(launcher, numbers[0] or 0, numbers[1] or 1, numbers[2], numbers[3])
+        place = _Place(launcher, numbers[0] or 0, numbers[1] or 0, numbers[2], numbers[3])
+        if not place.rank < place.world_size:
+            raise ConfigError(
+                f"{names[0]}={place.rank} with {names[1]}={place.world_size}: ranks are numbered from 0 to the number "
+                "of ranks less one; the launcher sets both, or unset both"
+            )
+        return place
     return None
 
 
@@ -236,57 +258,42 @@ def _local_backend(world_size: int) -> tuple[str, str]:
     return "nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}"
 
 
-def _agree_on_backend(store: Store, rank: int, backend: str, why: str) -> None:
+def _secret() -> Seal:
+    text = os.environ.get("TERRACE_SECRET")
+    if text is None:
+        return user_secret(Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "terrace")
+    if len(text) < _LEAST_SECRET:
+        raise ConfigError(
+            f"TERRACE_SECRET has {len(text)} characters, at least {_LEAST_SECRET} are needed: set the same random text "
+            "for every rank, such as that of openssl rand -hex 16"
+        )
+    return Seal(text.encode(), "TERRACE_SECRET")
+
+
+def _facts(device: torch.device | None, sections: Mapping[str, str]) -> Facts:
+    versions = {"Python": platform.python_version(), "torch": torch.__version__, "Terrace's files": files_digest()}
+    host = socket.gethostname()
+    if device is None:
+        return Facts(host, versions=versions, sections=sections)
+    properties = torch.cuda.get_device_properties(device)
+    return Facts(host, str(properties.uuid), numa_of(properties), versions, sections)
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def _agree_on_backend(store: Store, seal: Seal, rank: int, backend: str, why: str) -> None:
     # A world with nccl on some machines and gloo on others would hang.
     if rank == 0:
-        store.set("backend", backend)
+        store.set("backend", seal.close("backend", backend))
         return
-    chosen = bytes(store.get("backend")).decode()
+    chosen = seal.open("backend", bytes(store.get("backend")))
     if backend != chosen:
         raise ConfigError(
             f"rank {rank} on {socket.gethostname()} would use {backend} ({why}), but rank 0 uses {chosen}: "
             "give every machine working devices, or hide them from all"
         )
-
-
-def _agree_on_life(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[str, int]:
-    # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
-    host, token = socket.gethostname(), uuid.uuid4().hex
-    timeout = timedelta(seconds=timeout_s)
-    if rank == 0:
-        life = token
-        _answer_knocks(store, life, world_size, timeout_s)
-        store.add(f"{life}/host/{host}", 1)
-        store.set(f"{life}/go", "1")
-    else:
-        store.set(f"knock/{rank}", token)
-        try:
-            store.wait([f"answer/{token}"], timeout)
-            life = bytes(store.get(f"answer/{token}")).decode()
-            store.add(f"{life}/host/{host}", 1)
-            # After the host count: rank 0 says go once all are in, and then the counts are complete.
-            store.add(f"{life}/in", 1)
-            store.wait([f"{life}/go"], timeout)
-        except dist.DistError as error:
-            raise HangError(f"rank {rank} waited {timeout_s:g} s for rank 0 to gather the world") from error
-    return life, int(store.add(f"{life}/host/{host}", 0))
-
-
-def _answer_knocks(store: Store, life: str, world_size: int, timeout_s: float) -> None:
-    answered: dict[int, bytes] = {}
-    deadline_s = time.monotonic() + timeout_s
-    while store.add(f"{life}/in", 0) < world_size - 1:
-        for rank in range(1, world_size):
-            token = bytes(store.get(f"knock/{rank}")) if store.check([f"knock/{rank}"]) else b""
-            # A rank that died and was restarted knocks again with another token.
-            if token and answered.get(rank) != token:
-                answered[rank] = token
-                store.set(f"answer/{token.decode()}", life)
-        if time.monotonic() > deadline_s:
-            absent = set(range(1, world_size)) - set(answered)
-            who = in_words(absent) if absent else "a rank that knocked earlier and died"
-            raise HangError(f"{who} did not join the world within {timeout_s:g} s")
-        time.sleep(_POLL_S)
 
 
 def _start_forkserver(module: str = "__main__") -> None:

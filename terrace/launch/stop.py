@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from terrace.base.schema import load
+from terrace.launch.seal import Seal
 from terrace.launch.world import World
 
 SIGNALS = tuple(
@@ -98,9 +100,9 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ask(store: Any, name: str) -> None:
+def ask(store: Any, seal: Seal, name: str) -> None:
     """Ask the ranks of the world of `store` to stop, from another process."""
-    store.set(_REQUESTED, name)
+    store.set(_REQUESTED, seal.close(_REQUESTED, name))
 
 
 class Vote:
@@ -108,7 +110,7 @@ class Vote:
 
     def __init__(self, world: World, signal_: StopSignal) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
-        self._store = PrefixStore("run", world.store)
+        self._store, self._seal = PrefixStore("run", world.store), world.seal
         self._outside = world.store if world.rank == 0 and not world.supervised else None
         self._every = 1 + world.world_size // _LOOKS_A_STEP
         self._wish: tuple[Literal["signal", "failed"], str] | None = None
@@ -125,15 +127,16 @@ class Vote:
         if self._wish is None and self._signal.name is not None:
             self._wish = ("signal", self._signal.name)
         if self._wish is None and self._outside is not None and self._outside.check([_REQUESTED]):
-            self._wish = ("signal", bytes(self._outside.get(_REQUESTED)).decode())
+            self._wish = ("signal", self._seal.open(_REQUESTED, bytes(self._outside.get(_REQUESTED))))
         if self._wish is not None and not self._settled:
             why, text = self._wish
             # No rank can be past its next look at the key, so all of them see the wish before this step ends.
             step = num_done if self._alone else num_done + self._every
             # The first that asks decides; whoever asks later in the same step would decide the same.
-            self._store.compare_set(_AGREED, "", json.dumps(asdict(Stop(step=step, why=why, text=text))))
+            stop = self._seal.close(_AGREED, json.dumps(asdict(Stop(step=step, why=why, text=text))))
+            self._store.compare_set(_AGREED, "", stop)
             self._settled = True
         if not self._store.check([_AGREED]):
             return None
-        stop = Stop(**json.loads(bytes(self._store.get(_AGREED))))
-        return stop if num_done >= stop.step else None
+        agreed = load(Stop, json.loads(self._seal.open(_AGREED, bytes(self._store.get(_AGREED)))), "the agreed stop")
+        return agreed if num_done >= agreed.step else None

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from terrace.base.errors import ConfigError, HangError
 from terrace.launch.heartbeats import HeartbeatStore
 from terrace.launch.postmortem import Heartbeat, State, compress, diagnose
+from terrace.launch.seal import Seal
 from terrace.launch.world import World, is_communication_error
 
 EXIT_HANG = 70  # EX_SOFTWARE of sysexits.h
@@ -62,6 +63,7 @@ class Watchdog:
         on_hang: Callable[[str], None] | None = None,
         catch_sigterm: bool = False,
         stops: bool = False,
+        seal: Seal,
         store_rank: int | None = None,
     ) -> None:
         self._interval_s = max(min(interval_s, timeout_s / 8), world_size / _MAX_WRITES_PER_S)
@@ -74,7 +76,7 @@ class Watchdog:
             )
         self._rank, self._timeout_s, self._store_rank = rank, timeout_s, store_rank
         self._on_hang, self._catch_sigterm, self._stops = on_hang, catch_sigterm, stops
-        self._heartbeats = HeartbeatStore(store, rank, world_size, timeout_s)
+        self._heartbeats = HeartbeatStore(store, rank, world_size, timeout_s, seal)
         self._place: _Place = (0, 0, "start", None)
         self._seen: _Place = self._place
         self._still_s, self._tick_s, self._number = 0.0, time.monotonic(), 0
@@ -315,5 +317,6 @@ def watch(world: World, *, timeout_s: float, interval_s: float = 0.5, stops: boo
         on_hang=world.on_hang,
         catch_sigterm=world.supervised,
         stops=stops,
+        seal=world.seal.within("step"),
         store_rank=world.store_rank,
     )

@@ -24,7 +24,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.base.errors import HangError, TerraceError
-from terrace.launch.world import World, is_communication_error, open_store
+from terrace.launch.rendezvous import open_store
+from terrace.launch.seal import Seal
+from terrace.launch.world import World, is_communication_error
 
 LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,6 +42,7 @@ class PoolJob:
     num_threads: int
     timeout_s: float
     backend: str
+    seal: Seal
     payload: bytes
 
 
@@ -93,7 +96,7 @@ def serve(link: "Connection[Any, Any]", port: int) -> None:
 def _run(job: PoolJob, port: int, send: Any) -> Report:
     torch.set_num_threads(job.num_threads)
     timeout = timedelta(seconds=job.timeout_s)
-    store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, host_it=False, timeout_s=job.timeout_s))
+    store = PrefixStore(f"job/{job.number}", open_store(LOOPBACK, port, job.timeout_s))
     device = torch.device("cuda", job.rank) if job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
@@ -109,7 +112,8 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
     def on_hang(message: str) -> None:
         send(Report(job.number, job.rank, "hang", message=message))
 
-    world = World(job.rank, job.world_size, job.rank, job.world_size, PrefixStore("world", store), on_hang)
+    own = PrefixStore("world", store)
+    world = World(job.rank, job.world_size, job.rank, job.world_size, own, on_hang, seal=job.seal)
     function, arguments = pickle.loads(job.payload)
     return Report(job.number, job.rank, "done", pickle.dumps(function(world, *arguments)))
 

@@ -5,11 +5,11 @@ Nothing here starts a process or reads the environment: `launch` does.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.distributed_c10d import Store
+
+from terrace.launch.seal import Seal
 
 # Words of gloo, NCCL and the socket layer. Only the text tells a lost connection from another
 # `RuntimeError`, since gloo raises no class of its own.
@@ -23,7 +23,9 @@ class World:
 
     `store` is a fresh name space shared by all ranks of this life of the world. `on_hang`, if any, delivers a hang
     message to the parent process. `supervised`: the launcher sends SIGTERM to every rank as soon as one dies.
-    `store_rank` is the rank that hosts the store, or None if the store outlives every rank.
+    `store_rank` is the rank that hosts the store, or None if the store outlives every rank. `seal` closes values that
+    go into the store and opens them when they come out. `hosts`: the host names of ranks under a
+    launcher.
     """
 
     rank: int
@@ -34,12 +36,8 @@ class World:
     on_hang: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     supervised: bool = False
     store_rank: int | None = None
-
-
-def open_store(address: str, port: int, *, host_it: bool, timeout_s: float) -> Store:
-    """Client of the store at `address`; with `host_it` also its server (port 0: a free one)."""
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(address, port, is_master=host_it, wait_for_workers=False, timeout=timeout)
+    seal: Seal = field(default_factory=Seal.fresh, repr=False, compare=False)
+    hosts: tuple[str, ...] = ()
 
 
 def is_communication_error(error: BaseException, *, waiting: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from terrace.plan.wire import MessageClass
 
@@ -23,3 +24,15 @@ class StepReport:
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.time_s.values())
+
+
+def plain(report: StepReport) -> dict[str, Any]:
+    """The report as JSON holds it; `read_plain` gives an equal one back."""
+    sent = [[message.value, tier, size] for (message, tier), size in report.sent_bytes.items()]
+    return {"time_s": dict(report.time_s), "sent_bytes": sent, "memory_bytes": dict(report.memory_bytes)}
+
+
+def read_plain(table: Mapping[str, Any]) -> StepReport:
+    """Inverse of `plain`."""
+    sent = {(MessageClass(message), tier): size for message, tier, size in table["sent_bytes"]}
+    return StepReport(time_s=table["time_s"], sent_bytes=sent, memory_bytes=table["memory_bytes"])

@@ -1,6 +1,6 @@
 """Communication of one rank under a program: groups, lanes, ledger, and the collectives that use them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from terrace.plan.edges import rounds_of
 from terrace.plan.layout import INSIDE, Layout
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
+from terrace.runtime.gathered import gather_plain, gather_tensors
 
 # Ranks meet in an exchange after slow writes.
 _EXCHANGE_TIMEOUTS = 5
@@ -76,13 +77,12 @@ class Comm:
         return StageP2P(self.groups, program.mesh, self.rank, tiers=program.layout.tiers, ledger=ledger, pacer=pacer)
 
     def exchange(self, value: Any) -> list[Any]:
-        """The small picklable `value` of every rank, in rank order. Every rank calls this."""
-        world_size = self.program.cluster.world_size
-        if world_size == 1:
-            return [value]
-        values: list[Any] = [None] * world_size
-        dist.all_gather_object(values, value, group=self._world)
-        return values
+        """The small `value` of every rank, in rank order: what JSON holds. Every rank calls this."""
+        return [value] if self._world is None else gather_plain(value, self.device, self._world)
+
+    def exchange_tensors(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The CPU tensors of every rank, in rank order. Every rank calls this."""
+        return [list(tensors)] if self._world is None else gather_tensors(tensors, self.device, self._world)
 
     def participants(self, instruction: Instruction) -> tuple[int, ...]:
         """The ranks that take part in a message, sorted; the watchdog is told them while this rank waits."""

@@ -156,8 +156,8 @@ def predict(engine: Engine, seconds: Mapping[int, float], progress: Callable[[st
     cluster = measure(engine, lambda: side @ side, 2 * _PRODUCT**3, progress)
     measured: dict[int, list[float]] = defaultdict(list)
     # Ranks of one stage time the same blocks; the mean stands for all.
-    for own in engine.comm.exchange(dict(seconds)):
-        for block, block_s in own.items():
+    for own in engine.comm.exchange(list(seconds.items())):
+        for block, block_s in own:
             measured[block].append(block_s)
     # Equivalent FLOPs: a block need not consist of matrix products.
     peak = cluster.device.peak_flops_per_s[program.plan.compute]

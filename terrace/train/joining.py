@@ -1,7 +1,8 @@
 """The world of a user's own script: a single process, a world that it has joined already, or one rank of a launcher."""
 
 import math
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster, parse_cluster
+from terrace.launch.machines import check_tiers
 from terrace.launch.start import detect, join
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan
+from terrace.runtime.gathered import gather_plain
 from terrace.train.config import section
 
 FITTED = "local"  # the preset that stands for this machine, whatever number of ranks run on it
@@ -30,6 +33,7 @@ class Joined:
     world_size: int
     device: torch.device
     dog: Watchdog | None = None
+    hosts: tuple[str, ...] = ()  # of the ranks
 
     def leave(self) -> None:
         """Leaves a world that was joined here; one that the user joined stays."""
@@ -42,22 +46,25 @@ class Joined:
 def find_world(timeout_s: float, say: Callable[[str], None]) -> Joined:
     """Finds this process's world; joins the world of torchrun, srun or mpirun if one of them started it."""
     if dist.is_initialized():
-        return Joined(dist.get_rank(), dist.get_world_size(), _device())
+        hosts = tuple(gather_plain(socket.gethostname(), _device()))
+        return Joined(dist.get_rank(), dist.get_world_size(), _device(), hosts=hosts)
     # No launcher: a plain script is a world of one.
     if not detect():
         return Joined(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    world = join(_JOIN_TIMEOUT_S, say)
+    # Not renumbered: the script may have read its data by the launcher's number.
+    world = join(_JOIN_TIMEOUT_S, say, renumber=False)
     dog = watch(world, timeout_s=timeout_s)
     # Left in `Joined.leave`: the watchdog outlives this function.
     dog.__enter__()
     dog.idle("before the first step")
-    return Joined(world.rank, world.world_size, _device(), dog)
+    return Joined(world.rank, world.world_size, _device(), dog, world.hosts)
 
 
-def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) -> Cluster:
+def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int, hosts: Sequence[str] = ()) -> Cluster:
     """The cluster of a value, table, file or preset; "local" adapts to the number of ranks.
 
-    Raises `ConfigError` when its number of ranks differs from the world's.
+    `hosts` are the host names of the ranks. Raises `ConfigError` when its number of ranks differs from the world's, or
+    when a tier of a machine lies across machines.
     """
     if isinstance(cluster, str):
         found = load_cluster(cluster)
@@ -72,6 +79,7 @@ def read_cluster(cluster: Cluster | Mapping[str, Any] | str, world_size: int) ->
             f"{'run' if world_size > 1 else 'runs'}: start {found.world_size} (torchrun --nproc-per-node "
             f'{found.world_size}), change the sizes of its tiers, or write cluster="local" for whatever runs here'
         )
+    check_tiers(hosts, [(tier.name, tier.size) for tier in found.tiers])
     return found
 
 

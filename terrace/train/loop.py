@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from terrace.base.errors import CheckpointError, ConfigError, TrainingError
+from terrace.base.schema import dump, load
 from terrace.checkpoint.layout import folder_of
 from terrace.checkpoint.reading import Checkpoint, restore
 from terrace.checkpoint.saved import Saved
@@ -37,7 +38,7 @@ from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
 from terrace.model.pair_kernels import describe
 from terrace.plan.context import is_context_parallel
-from terrace.program.report import StepReport
+from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.engine import Engine, StepResult
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import FACT, fact_of, run_blocks_of
@@ -185,7 +186,8 @@ class _Run:
             if self.job.resume is not None:
                 self.cost = kept_cost(run, Checkpoint(self.job.resume).facts)
             # Rank 0's figures for all: ranks that measured different ones would assign documents differently.
-            self.cost = self.engine.comm.exchange(self.cost or work_cost(run, cluster))[0]
+            own = dump(self.cost or work_cost(run, cluster))
+            self.cost = load(WorkCost, self.engine.comm.exchange(own)[0], "the cost of rank 0")
             context = ContextBatches(self.batches, run.cluster, run.plan, program.num_micros, rank, self.cost)
         return MicroBatches(self.batches, program, rank, self.engine.device.type == "cuda", context)
 
@@ -281,7 +283,8 @@ class _Run:
             return ()
         self.dog.idle("comparing the stages")
         # All ranks exchange their reports; the first data and tensor rank stands for its stage.
-        of_ranks, mesh = self.engine.comm.exchange(measured), self.engine.program.mesh
+        of_ranks = [read_plain(report) for report in self.engine.comm.exchange(plain(measured))]
+        mesh = self.engine.program.mesh
         return tuple((each, of_ranks[mesh.at_stage(0, stage)]) for stage, each in enumerate(predicted))
 
     def _next_batches(self, feeder: Feeder[StepBatches]) -> StepBatches:

@@ -2,15 +2,16 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError, ModelError
+from terrace.base.schema import dump
 from terrace.model.spec import BlockSpec
+from terrace.runtime.gathered import gather_plain
 
 
 def named(blocks: object) -> tuple[list[str], list[nn.Module]]:
@@ -80,9 +81,8 @@ def hidden_dims(specs: Sequence[BlockSpec], activation: tuple[int, int] | None) 
 
 def spread(blocks: Sequence[nn.Module], specs: Sequence[BlockSpec], device: torch.device) -> None:
     """Gives every rank the values of rank 0. Raises `ModelError` if a rank has other blocks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
     # Compared first: broadcasts of different shapes would hang.
-    dist.all_gather_object(everyone, [asdict(spec) for spec in specs])
+    everyone = gather_plain([dump(spec) for spec in specs], device)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ModelError(f"rank {rank} has other blocks than rank 0: make the same ones on every rank")

@@ -20,16 +20,20 @@ def whole_values(engine: Engine) -> Iterator[tuple[str, str, Tensor]]:
     engine.drain()
     slices = slices_of(engine.program.mesh, engine.rank)
     for index, spec in enumerate(engine.state.specs):
-        own: list[tuple[str, Box, Tensor]] = []
+        boxes: list[tuple[str, Box]] = []
+        values: list[Tensor] = []
         # Only the first holder of a box sends it, so nothing travels twice.
         for _, part in parts_of(engine.state.flats.get(index, ()), slices, first=True):
             value = next(iter(part.values.values()))  # the first kind of state is the value
-            own.append((part.parameter, part.box, value.detach().to("cpu", copy=True)))
+            boxes.append((part.parameter, part.box))
+            values.append(value.detach().to("cpu", copy=True))
         found: dict[str, Tensor] = {}
         shapes = {param.name: param.shape for param in spec.params}
         # Boxes of all ranks together tile each parameter.
-        for boxes in engine.comm.exchange(own):
-            for name, box, value in boxes:
+        everywhere = zip(engine.comm.exchange(boxes), engine.comm.exchange_tensors(values), strict=True)
+        for boxes_there, values_there in everywhere:
+            for (name, plain), value in zip(boxes_there, values_there, strict=True):
+                box = tuple((begin, end) for begin, end in plain)
                 if name not in found:
                     found[name] = torch.empty(shapes[name], dtype=value.dtype)
                 found[name][within(box, whole(shapes[name]))].copy_(value)

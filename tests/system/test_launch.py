@@ -256,6 +256,23 @@ def test_a_launcher_that_hides_the_meeting_place_is_refused(monkeypatch: pytest.
     assert detect()
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [("5", "1"), ("2", "2"), ("0", "0")])
+def test_a_rank_beyond_the_world_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, world_size: str) -> None:
+    values = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"RANK={rank} with WORLD_SIZE={world_size}"):
+        detect()
+
+
+def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TERRACE_SECRET": "short"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="TERRACE_SECRET has 5 characters, at least 16"):
+        join(1.0)
+
+
 def test_join_names_the_ranks_that_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
     port = 20000 + os.getpid() % 10000
     for name, value in {

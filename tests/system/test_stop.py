@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
+from terrace.launch.seal import Seal
 from terrace.launch.start import LocalPool
 from terrace.launch.stop import Stop, StopSignal, Vote, ask
 from terrace.launch.watchdog import Watchdog
@@ -32,18 +33,18 @@ def wish(name: str | None) -> StopSignal:
 
 def steps_of(world_size: int, wishes: dict[int, tuple[int, str]], outside: int | None, every: int) -> list[Stop | None]:
     """Threads as ranks, which meet in every step; each wish is (after how many steps, what): how each rank ended."""
-    store, barrier = HashStore(), threading.Barrier(world_size)
+    store, seal, barrier = HashStore(), Seal.fresh(), threading.Barrier(world_size)
     found: list[Stop | None] = [None] * world_size
 
     def rank_of(rank: int) -> None:
         generator = random.Random(rank)
-        vote = Vote(World(rank, world_size, rank, world_size, store), wish(None))
+        vote = Vote(World(rank, world_size, rank, world_size, store, seal=seal), wish(None))
         vote._every = every
         for done in range(1, 40):
             barrier.wait(20)  # nobody ends a step before all have entered it
             time.sleep(generator.random() / 2000)
             if outside == done and rank == 0:
-                ask(store, "SIGINT")
+                ask(store, seal, "SIGINT")
             if wishes.get(rank, (0, ""))[0] == done:
                 vote._signal = wish(wishes[rank][1])
             found[rank] = vote.after(done)
@@ -171,7 +172,16 @@ def watched(world: World, stopped_s: float) -> str:
     """A rank that is told to stop and takes its time: its watchdog lets it, since no rank is missing."""
     with (
         StopSignal((signal.SIGTERM,)) as stop_signal,
-        Watchdog(world.store, world.rank, 2, timeout_s=20.0, interval_s=0.2, catch_sigterm=True, stops=True) as dog,
+        Watchdog(
+            world.store,
+            world.rank,
+            2,
+            timeout_s=20.0,
+            interval_s=0.2,
+            catch_sigterm=True,
+            stops=True,
+            seal=world.seal,
+        ) as dog,
     ):
         dog.at(1, 2, "a long kernel")
         os.kill(os.getpid(), signal.SIGTERM)

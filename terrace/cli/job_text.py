@@ -1,0 +1,70 @@
+"""A job as text, for ranks that did not prepare it: read by the strict schema, never unpickled."""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from terrace.base.schema import dump, load
+from terrace.data.batches import Source
+from terrace.train.config import RunConfig, parse_run, run_toml
+from terrace.train.job import RunJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JobText:
+    run: str  # TOML
+    folder: Path
+    sources: tuple[Source, ...]
+    tokenizer_fingerprint: str
+    resume: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sources:
+    sources: tuple[Source, ...]
+
+
+def job_text(job: RunJob) -> str:
+    """The job as JSON; `read_job` gives an equal one back."""
+    table = _JobText(
+        run=run_toml(job.run),
+        folder=job.folder,
+        sources=job.sources,
+        tokenizer_fingerprint=job.tokenizer_fingerprint,
+        resume=job.resume,
+    )
+    return json.dumps(dump(table))
+
+
+def read_job(text: str) -> RunJob:
+    """Inverse of `job_text`. Raises `ConfigError` for anything else."""
+    table = load(_JobText, json.loads(text), "job")
+    return RunJob(
+        run=parse_run(tomllib.loads(table.run)),
+        folder=table.folder,
+        sources=table.sources,
+        tokenizer_fingerprint=table.tokenizer_fingerprint,
+        resume=table.resume,
+    )
+
+
+def sources_text(sources: Sequence[Source]) -> str:
+    """Prepared sources as JSON, for the ranks of the same machine; `read_sources` gives equal ones back."""
+    return json.dumps(dump(_Sources(sources=tuple(sources))))
+
+
+def read_sources(text: str) -> tuple[Source, ...]:
+    """Inverse of `sources_text`. Raises `ConfigError` for anything else."""
+    return load(_Sources, json.loads(text), "sources").sources
+
+
+def section_digests(run: RunConfig) -> dict[str, str]:
+    """A digest of every section of a configuration, by which ranks notice that theirs differ."""
+    table = tomllib.loads(run_toml(run))
+    return {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+        for name, value in table.items()
+    }

@@ -1,0 +1,246 @@
+"""The store of a world, and the meeting of its ranks under a launcher.
+
+Torchrun's agents keep one store over restarts, and their restart counts differ between machines, so ranks agree on a
+name space for each life of the world instead of deriving it: every rank knocks with a fresh token and its facts, rank 0
+answers each token with the name of the life, and says go when all are in.
+"""
+
+import ipaddress
+import json
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed.distributed_c10d import Store
+
+from terrace.base.errors import ConfigError, HangError
+from terrace.base.schema import load
+from terrace.launch.machines import Facts, arrange, check_same_code, machine_map, other_configurations
+from terrace.launch.postmortem import in_words
+from terrace.launch.seal import Seal
+
+_T = TypeVar("_T")
+
+_POLL_S = 0.02
+_LAST_PORT = 65535
+_BACKLOG = 4096  # ranks that may connect at once
+_RESOLVE_S = 10.0  # a name may be new, as a pod's is
+_QUIET_S = 5.0
+_HEARD_S = 10.0
+
+
+def host_store(address: str, port: int, timeout_s: float) -> Store:
+    """Server of the store, and a client of it; port 0 takes a free one.
+
+    For a loopback address it listens there only: torch's own server listens on every interface. Raises `ConfigError`
+    for a port that is in use or is none.
+    """
+    loopback = _is_loopback(address)
+    try:
+        if loopback or not socket.has_dualstack_ipv6():
+            listener = socket.create_server(("127.0.0.1" if loopback else "", port), backlog=_BACKLOG)
+        else:
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on port {port} for the ranks of the run: {error}; set MASTER_PORT to a free port, "
+            "from 1024 to 65535"
+        ) from error
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def open_store(address: str, port: int, timeout_s: float, say: Callable[[str], None] = lambda text: None) -> Store:
+    """Client of the store at `address`, whose server may be up to `timeout_s` late.
+
+    `say` gets a line after some seconds without an answer. Raises `ConfigError` for an address that does not resolve,
+    `HangError` when nothing answers.
+    """
+    begin_s, told = time.monotonic(), False
+    if not 1 <= port <= _LAST_PORT:
+        raise ConfigError(f"MASTER_PORT={port} is no port: set it to that of rank 0, from 1 to {_LAST_PORT}")
+    while True:
+        late_s = time.monotonic() - begin_s
+        try:
+            # Torch's client would print pages of warnings while it waits.
+            socket.create_connection((address, port), timeout=max(1.0, min(_QUIET_S, timeout_s))).close()
+            break
+        except (socket.gaierror, UnicodeError) as error:
+            if late_s > _RESOLVE_S:
+                raise ConfigError(
+                    f"MASTER_ADDR={address!r} does not resolve: {error}; set it to rank 0's host name or IP address"
+                ) from error
+        except OSError as error:
+            if late_s > timeout_s:
+                raise HangError(
+                    f"nothing answers at {address}:{port} within {timeout_s:g} s ({error}): start rank 0 there, or "
+                    "correct MASTER_ADDR and MASTER_PORT"
+                ) from error
+            if late_s > _QUIET_S and not told:
+                told = True
+                say(f"waiting up to {timeout_s:g} s for rank 0 at {address}:{port} ({error.strerror or error})")
+        time.sleep(0.2)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Outcome of a meeting: the world's life, the seal for its values, this rank's number, and every rank's host."""
+
+    life: str
+    seal: Seal
+    rank: int
+    num_here: int  # ranks on this machine
+    hosts: tuple[str, ...]
+    map: str  # which ranks run where
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Knock:
+    token: str
+    facts: Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Go:
+    refused: bool
+    ranks: tuple[int, ...] = ()  # new number of every rank, by the launcher's
+    hosts: tuple[str, ...] = ()  # of the ranks, by their new numbers
+
+
+def meet(
+    store: Store, rank: int, world_size: int, facts: Facts, seal: Seal, timeout_s: float, *, renumber: bool
+) -> Meeting:
+    """Meet the other ranks; every rank calls this with the number that the launcher gave it.
+
+    Ranks whose order puts a machine's ranks apart get new numbers if `renumber`. Raises `ConfigError` on rank 0, and
+    `SystemExit` on the others, for ranks that run other code, share a device or may not be renumbered; `ConfigError`
+    for a rank without the run's secret; `HangError` for ranks that do not come within `timeout_s`.
+    """
+    if rank == 0:
+        return _Host(store, world_size, seal, timeout_s).meet(facts, renumber)
+    token, timeout, begin_s = uuid.uuid4().hex, timedelta(seconds=timeout_s), time.monotonic()
+    store.set(f"knock/{rank}", seal.close(f"knock/{rank}", _text(_Knock(token=token, facts=facts))))
+    store.add("knocks", 1)
+    try:
+        store.wait([f"answer/{token}"], timeout)
+        life = seal.open(f"answer/{token}", bytes(store.get(f"answer/{token}")), "rank 0")
+        inner = seal.within(life)
+        store.add(f"{life}/in", 1)
+        store.wait([f"{life}/go"], timeout)
+        go = _read(_Go, inner.open("go", bytes(store.get(f"{life}/go"))))
+    except dist.DistError as error:
+        waited_s = time.monotonic() - begin_s
+        if waited_s < timeout_s:
+            raise HangError(f"rank 0 ended before rank {rank} had joined; its own output says why") from error
+        raise HangError(f"rank {rank} waited {timeout_s:g} s for rank 0 to gather the world") from error
+    if go.refused:
+        # Acknowledged, so that rank 0 may end and take the store with it; the reason is printed there, once.
+        store.add(f"{life}/heard", 1)
+        raise SystemExit(2)
+    return _meeting(life, inner, rank, go)
+
+
+class _Host:
+    def __init__(self, store: Store, world_size: int, seal: Seal, timeout_s: float) -> None:
+        self._store, self._world_size, self._timeout_s = store, world_size, timeout_s
+        self._seal, self._life = seal, uuid.uuid4().hex
+        self._inner = seal.within(self._life)
+        self._raws: dict[int, bytes] = {}
+        self._knocks: dict[int, _Knock] = {}
+
+    def meet(self, own: Facts, renumber: bool) -> Meeting:
+        try:
+            facts = [own, *self._gathered()]
+            check_same_code(facts)
+            hosts = [each.host for each in facts]
+            ranks = arrange(hosts)
+            if ranks != list(range(self._world_size)) and not renumber:
+                raise ConfigError(
+                    f"the ranks of a machine are not neighbours ({machine_map(hosts)}): start one machine's ranks "
+                    "after the other's (srun --distribution=block, mpirun --map-by slot)"
+                )
+        except ConfigError:
+            self._refuse()
+            raise
+        order = sorted(range(self._world_size), key=ranks.__getitem__)
+        go = _Go(refused=False, ranks=tuple(ranks), hosts=tuple(hosts[old] for old in order))
+        self._say(go)
+        return _meeting(self._life, self._inner, 0, go, other_configurations(facts))
+
+    def _gathered(self) -> list[Facts]:
+        num_seen = 0
+        deadline_s = time.monotonic() + self._timeout_s
+        while self._store.add(f"{self._life}/in", 0) < self._world_size - 1:
+            # One counter is asked for between knocks, not a key for every rank.
+            num_knocks = self._store.add("knocks", 0)
+            if num_knocks != num_seen:
+                num_seen = num_knocks
+                self._answer()
+            if time.monotonic() > deadline_s:
+                absent = set(range(1, self._world_size)) - set(self._knocks)
+                who = in_words(absent) if absent else "a rank that knocked earlier and died"
+                raise HangError(f"{who} did not join the world within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return [self._knocks[rank].facts for rank in range(1, self._world_size)]
+
+    def _answer(self) -> None:
+        # Keys that an earlier life left in the store answer no fresh token, so they cannot be mistaken for this life's.
+        for rank in range(1, self._world_size):
+            key = f"knock/{rank}"
+            raw = bytes(self._store.get(key)) if self._store.check([key]) else b""
+            # A rank that died and was restarted knocks again with another token.
+            if raw and self._raws.get(rank) != raw:
+                self._raws[rank] = raw
+                self._knocks[rank] = _read(_Knock, self._seal.open(key, raw, f"rank {rank}"))
+                answer = f"answer/{self._knocks[rank].token}"
+                self._store.set(answer, self._seal.close(answer, self._life))
+
+    def _refuse(self) -> None:
+        self._say(_Go(refused=True))
+        # The store may be in this process: it stays until those that were answered have heard.
+        deadline_s = time.monotonic() + _HEARD_S
+        while self._store.add(f"{self._life}/heard", 0) < len(self._knocks) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+    def _say(self, go: _Go) -> None:
+        self._store.set(f"{self._life}/go", self._inner.close("go", _text(go)))
+
+
+def _meeting(life: str, seal: Seal, rank: int, go: _Go, notes: Sequence[str] = ()) -> Meeting:
+    new = go.ranks[rank]
+    started = sorted(range(len(go.ranks)), key=go.ranks.__getitem__)
+    return Meeting(
+        life=life,
+        seal=seal,
+        rank=new,
+        num_here=go.hosts.count(go.hosts[new]),
+        hosts=go.hosts,
+        map=machine_map(go.hosts, started),
+        notes=tuple(notes),
+    )
+
+
+def _text(value: Any) -> str:
+    return json.dumps(asdict(value))
+
+
+def _read(cls: type[_T], text: str) -> _T:
+    return load(cls, json.loads(text), "the meeting of the ranks")

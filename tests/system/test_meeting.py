@@ -1,0 +1,121 @@
+"""Ranks of several machines, told apart by the host names that this file gives them when it is run as a script."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+
+from tests.support.tiny_runs import environment, write_run
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def start(
+    folder: Path, hosts: str, port: int, words: tuple[tuple[str, ...], ...] = ()
+) -> list["subprocess.Popen[str]"]:
+    """A rank for each letter, its host, as srun starts them; `words` has further options of each rank."""
+    table = {"SLURM_NTASKS": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    table["TERRACE_SECRET"] = "only the ranks know this"
+    command = ["train", "--config", "run.toml", "--folder", "run"]
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, host, *command, *(words[rank] if words else ())],
+            cwd=folder,
+            env=environment() | table | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(hosts[:rank].count(host))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str, str]]:
+    """Code, output and errors of every rank."""
+    try:
+        texts = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(rank.returncode, out, errors) for rank, (out, errors) in zip(ranks, texts, strict=True)]
+
+
+def test_cyclic_ranks_are_renumbered_and_the_map_is_printed(tmp_path: Path) -> None:
+    """Four ranks dealt out in turn to two machines: pairs of the innermost tier end up on one machine each."""
+    write_run(tmp_path, 2, 1, 2, steps=2)
+    found = ends(start(tmp_path, "abab", free_port()))
+    assert [code for code, _, _ in found] == [0] * 4, found
+    assert "2 machines: ranks 0-1 on a (started as 0, 2), 2-3 on b (started as 1, 3)" in found[0][1]
+    assert not any(out for _, out, _ in found[1:])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_a_machines_tier_over_two_machines_is_refused_once(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, 1, 2, steps=2)
+    found = ends(start(tmp_path, "abbb", free_port()))
+    assert [code for code, _, _ in found] == [2] * 4, found
+    assert "tier 'package' joins 2 ranks of one machine, but ranks 0 to 1 are on a and b" in found[0][2]
+    assert not any("terrace:" in errors for _, _, errors in found[1:])
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_configuration_of_a_rank_is_said(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, steps=2)
+    found = ends(start(tmp_path, "aa", free_port(), ((), ("--train.seed", "1"))))
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert "rank 1 started with other values in [train]; rank 0's are used" in found[0][1]
+
+
+def connected(port: int) -> TCPStore:
+    """A stranger's client of the ranks' store."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        except OSError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+def test_a_job_that_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Path) -> None:
+    """A process that knows the port writes a job under the life's name, which the store tells it."""
+    write_run(tmp_path, 2, steps=2)
+    port = free_port()
+    ranks = start(tmp_path, "aa", port)
+    try:
+        store = connected(port)
+        store.wait(["knock/1"])
+        token = json.loads(bytes(store.get("knock/1")).decode().partition(":")[2])["token"]
+        store.wait([f"answer/{token}"])
+        life = bytes(store.get(f"answer/{token}")).decode().partition(":")[2]
+        job = json.dumps({"run": "", "folder": str(tmp_path / "elsewhere"), "sources": [], "tokenizer_fingerprint": ""})
+        while ranks[1].poll() is None:
+            # Again and again, over whatever rank 0 writes.
+            store.set(f"terrace/{life}/world/job", f"{'0' * 64}:made:{job}")
+    except RuntimeError:
+        pass  # the store ends with rank 0
+    finally:
+        ranks[0].kill()  # a launcher ends the others, too
+        found = ends(ranks)
+    assert "'job' in the store of the ranks is not of this run" in found[1][2], found
+    assert not (tmp_path / "elsewhere").exists()
+
+
+if __name__ == "__main__":
+    socket.gethostname = lambda: sys.argv[1]
+    from terrace.cli.main import main
+
+    sys.exit(main(sys.argv[2:]))
