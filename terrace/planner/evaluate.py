@@ -104,9 +104,9 @@ class Evaluator:
         if replace(task.software, sequence_parallel=True) != Software():
             return self.evaluate(choice)
         predicted = predict_step(step_of(task, plan_of(task, choice)))
-        sent = max((report.sent_bytes for report in predicted.reports), key=lambda each: sum(each.values()))
+        sent = max(predicted.sent_bytes, key=lambda each: sum(each.values()))
         return replace(
-            self._estimate(choice, predicted.reports[predicted.busiest].time_s, self._memory(choice, predicted)),
+            self._estimate(choice, predicted.times_s[predicted.busiest], self._memory(choice, predicted)),
             step_s=predicted.step_s,
             sent_bytes={(message.value, tier): size for (message, tier), size in sent.items()},
             stages=predicted.step.plan.stages,

@@ -38,7 +38,7 @@ def evaluate_plan(task: Task, plan: Plan) -> Cost:
     return Cost(
         num_micros=predicted.step.num_micros,
         step_s=predicted.step_s,
-        time_s=predicted.reports[predicted.busiest].time_s,
+        time_s=predicted.times_s[predicted.busiest],
         memory_bytes=memory,
     )
 

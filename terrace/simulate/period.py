@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from terrace.program.period import Period
 from terrace.program.report import StepReport
+from terrace.simulate.events import report
 from terrace.simulate.step import play_stages
 from terrace.simulate.work import Work
 
@@ -33,7 +34,8 @@ def predict_period(period: Period, work: Work | Sequence[float]) -> PeriodPredic
     for turn in period.turns:
         key = id(turn.programs[0])
         if key not in known:
-            known[key] = tuple(play_stages(turn.programs, work)[1])
+            stages = zip(turn.programs, play_stages(turn.programs, work)[1], strict=True)
+            known[key] = tuple(report(program, time_s) for program, time_s in stages)
         turns.append(known[key])
     reports = []
     for stage in range(period.num_stages):

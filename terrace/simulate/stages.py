@@ -51,12 +51,12 @@ def simulate_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> St
     Linear in the number of instructions. Raises `ProgramError` where stages wait for each other in a circle.
     """
     pipeline = _Pipeline(programs, costs, timed=True)
-    reports = pipeline.run()
-    return StagesStep(reports, pipeline.noted())
+    stages = zip(programs, pipeline.run(), strict=True)
+    return StagesStep([report(program, time_s) for program, time_s in stages], pipeline.noted())
 
 
-def report_stages(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[StepReport]:
-    """The reports of `simulate_stages` alone, in less time."""
+def stages_seconds(programs: "Sequence[Program]", costs: Sequence[Costs]) -> list[dict[str, float]]:
+    """The seconds by category of `simulate_stages` alone, in less time."""
     return _Pipeline(programs, costs).run()
 
 
@@ -157,7 +157,7 @@ class _Pipeline:
     def _role(self, instruction: Instruction) -> _Role:
         return _Role.PASS if self.timed and instruction.op in PASSES else _ROLES.get(instruction.op, _Role.ALONE)
 
-    def run(self) -> list[StepReport]:
+    def run(self) -> list[dict[str, float]]:
         for _ in range(2):
             for index, rank in enumerate(self.ranks):
                 # A stage's categories cover its step, so their sum is where its next step begins.
@@ -167,7 +167,7 @@ class _Pipeline:
                     rank.restart()
                 self.passes[index] = []
             self._step()
-        return [report(program, rank.time_s) for program, rank in zip(self.programs, self.ranks, strict=True)]
+        return [dict(rank.time_s) for rank in self.ranks]
 
     def noted(self) -> list[list[Passed]]:
         """The passes of every stage's last step, from the start of the first stage's."""

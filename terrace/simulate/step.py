@@ -12,11 +12,10 @@ under every schedule (tests/simulate/test_step.py).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
@@ -34,8 +33,8 @@ from terrace.program.report import StepReport
 from terrace.program.shares import share
 from terrace.program.stages import check_virtual, num_virtual, period
 from terrace.simulate.cost import Costs, step_costs, update_seconds
-from terrace.simulate.events import simulate
-from terrace.simulate.stages import Passed, report_stages, simulate_stages
+from terrace.simulate.events import step_seconds
+from terrace.simulate.stages import Passed, simulate_stages, stages_seconds
 from terrace.simulate.work import Work
 
 # Micro-batches times blocks of the longest steps that are played whole: a tenth of a second for the programs of
@@ -43,6 +42,8 @@ from terrace.simulate.work import Work
 WHOLE_PASSES, WHOLE_PASSES_ALONE = 2_000, 20_000
 SETTLED = 1e-3  # part of a step by which two lines may differ; beyond it, longer steps are played
 _UNIT_S = 1e-12  # in which blocks are shared: whole numbers make the shares independent of the order of sums
+
+Times = Mapping[str, float]  # seconds of a stage's step by category
 
 # What a stage waits for in other stages: their messages, a tied block's gradient, and the norm, where all stages meet.
 WAITS_ON_STAGES = tuple(
@@ -75,9 +76,19 @@ class Prediction:
     """A steady step, by stage. `programs`, `costs` and `passes` are those of the longest step that was played."""
 
     step: Step  # with its stages resolved
-    reports: tuple[StepReport, ...]
+    times_s: tuple[Times, ...]
+    sent_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]
     programs: tuple[Program, ...]
     costs: tuple[Costs, ...]
+
+    @cached_property
+    def reports(self) -> tuple[StepReport, ...]:
+        """The report of every stage. A search and a folded step read the times of most predictions and no more."""
+        stages = zip(self.times_s, self.sent_bytes, self.programs, strict=True)
+        return tuple(
+            StepReport(time_s=time_s, sent_bytes=sent, memory_bytes=program.state_bytes)
+            for time_s, sent, program in stages
+        )
 
     @cached_property
     def passes(self) -> tuple[Sequence[Passed], ...]:
@@ -87,7 +98,7 @@ class Prediction:
     @property
     def step_s(self) -> float:
         """Seconds of the step on the first stage; stages meet in the norm, so it is the same on all."""
-        return self.reports[0].step_s
+        return sum(self.times_s[0].values())
 
     @property
     def played_micros(self) -> int:
@@ -107,12 +118,16 @@ class Prediction:
     @cached_property
     def busiest(self) -> int:
         """The stage that waits least for other stages."""
-        return min(range(len(self.reports)), key=lambda stage: idle_s(self.reports[stage]))
+        return min(range(len(self.times_s)), key=lambda stage: _idle_s(self.times_s[stage]))
 
 
 def idle_s(report: StepReport) -> float:
     """Seconds of a step in which a stage waits for other stages."""
-    return sum(report.time_s.get(name, 0.0) for name in WAITS_ON_STAGES)
+    return _idle_s(report.time_s)
+
+
+def _idle_s(time_s: Times) -> float:
+    return sum(time_s.get(name, 0.0) for name in WAITS_ON_STAGES)
 
 
 def bubble(reports: Sequence[StepReport]) -> float:
@@ -193,39 +208,50 @@ def _block_s(costs: Costs, block: int) -> float:
 
 def _play(step: Step, num_micros: int) -> Prediction:
     programs = build_stages(step.cluster, step.plan, step.blocks, num_micros, step.sequence)
-    costs, reports = play_stages(programs, step.work)
-    return Prediction(step=step, reports=tuple(reports), programs=tuple(programs), costs=tuple(costs))
+    costs, times_s = play_stages(programs, step.work)
+    return Prediction(
+        step=step,
+        times_s=tuple(times_s),
+        sent_bytes=tuple(program.sent_bytes for program in programs),
+        programs=tuple(programs),
+        costs=tuple(costs),
+    )
 
 
-def play_stages(programs: Sequence[Program], work: Work | Sequence[float]) -> tuple[list[Costs], list[StepReport]]:
-    """Costs and reports of the programs of all stages, played together; `work` as in `Step`."""
+def play_stages(
+    programs: Sequence[Program], work: Work | Sequence[float]
+) -> tuple[list[Costs], list[dict[str, float]]]:
+    """Costs of the programs of all stages, and seconds by category, played together; `work` as in `Step`."""
     costs = [first := step_costs(programs[0], work)]
     for program in programs[1:]:  # blocks cost the same everywhere; the optimizer's constant is with a stage's last
         update_s = update_seconds(program) if isinstance(work, Work) else first.update_s
         costs.append(first.of_stage(program, update_s))
-    reports = [simulate(programs[0], costs[0])] if len(programs) == 1 else report_stages(programs, costs)
-    return costs, reports
+    return costs, [step_seconds(programs[0], costs[0])] if len(programs) == 1 else stages_seconds(programs, costs)
 
 
 def _agree(one: Prediction, other: Prediction) -> bool:
-    pairs = zip(one.reports, other.reports, strict=True)
+    pairs = zip(one.times_s, other.times_s, strict=True)
     return all(
-        abs(seconds_of(first) - seconds_of(second)) <= SETTLED * second.step_s
+        abs(seconds_of(first) - seconds_of(second)) <= SETTLED * _step_s(second)
         for first, second in pairs
-        for seconds_of in (attrgetter("step_s"), idle_s)
+        for seconds_of in (_step_s, _idle_s)
     )
+
+
+def _step_s(time_s: Times) -> float:
+    return sum(time_s.values())
 
 
 def _line(short: Prediction, long: Prediction) -> Prediction:
     further = (long.step.num_micros - long.played_micros) / (long.played_micros - short.played_micros)
-    reports = []
-    for one, two in zip(short.reports, long.reports, strict=True):
+    times_s = []
+    for one, two in zip(short.times_s, long.times_s, strict=True):
         # A category may first occur in the longer play; dict keeps the order.
-        names = dict.fromkeys((*one.time_s, *two.time_s))
-        slopes_s = {name: two.time_s.get(name, 0.0) - one.time_s.get(name, 0.0) for name in names}
-        time_s = {name: two.time_s.get(name, 0.0) + further * slope_s for name, slope_s in slopes_s.items()}
-        sent = {
-            key: size + round(further * (size - one.sent_bytes.get(key, 0))) for key, size in two.sent_bytes.items()
-        }
-        reports.append(replace(two, time_s=time_s, sent_bytes=sent))
-    return replace(long, reports=tuple(reports))
+        names = dict.fromkeys((*one, *two))
+        slopes_s = {name: two.get(name, 0.0) - one.get(name, 0.0) for name in names}
+        times_s.append({name: two.get(name, 0.0) + further * slope_s for name, slope_s in slopes_s.items()})
+    sent = (
+        {key: size + round(further * (size - before.get(key, 0))) for key, size in after.items()}
+        for before, after in zip(short.sent_bytes, long.sent_bytes, strict=True)
+    )
+    return replace(long, times_s=tuple(times_s), sent_bytes=tuple(sent))
