@@ -46,19 +46,6 @@ def slice_blocks(
     return tuple(replace(block, params=sliced(block)) for block in blocks)
 
 
-def whole_blocks(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """The blocks before `slice_blocks`."""
-
-    def whole(param: ParamSpec) -> ParamSpec:
-        return replace(param, shape=param.whole or param.shape, whole=(), cuts=(), replicated_over=None)
-
-    known: dict[int, tuple[ParamSpec, ...]] = {}
-    for block in blocks:
-        if id(block.params) not in known:
-            known[id(block.params)] = tuple(whole(param) for param in block.params)
-    return tuple(replace(block, params=known[id(block.params)]) for block in blocks)
-
-
 def rank_slices(param: ParamSpec, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     """The part of the whole parameter that a rank holds, without padding."""
     if not param.cuts:

@@ -35,7 +35,6 @@ from terrace.planner.space import (
     OpenMesh,
     Space,
     closed,
-    meshes,
     micro_batches,
     open_meshes,
     passing_units,
@@ -288,18 +287,6 @@ def attempt(evaluator: Evaluator, choice: Choice) -> Estimate | None:
         return evaluator.evaluate(choice)
     except PlanError:
         return None
-
-
-def exhaustive(space: Space, evaluator: Evaluator, capacity_bytes: float) -> list[Estimate]:
-    """Every choice of a small space that fits, best first: the reference for the search."""
-    found = []
-    for core in (core for mesh in meshes(space) for core in cores_of(space, evaluator.bounds, OpenMesh(mesh))):
-        for placement in placements(space, core.shape.mesh):
-            for unit in units_of(space, core, placement):
-                estimate = attempt(evaluator, core.choice(placement, unit))
-                if estimate is not None and estimate.needed_bytes <= capacity_bytes:
-                    found.append(estimate)
-    return ranked(found)
 
 
 def runs_today(task: Task, choice: Choice) -> str | None:

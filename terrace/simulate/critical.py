@@ -38,11 +38,6 @@ class CriticalPath:
     slowed_s: float  # how much longer compute took because messages travelled meanwhile
     step_s: float
 
-    @property
-    def by_place(self) -> dict[str, float]:
-        """Seconds by tier, "" standing for compute; the largest first, then by name."""
-        return _by_place(self.seconds)
-
 
 def critical_path(*recordings: Recording) -> CriticalPath:
     """The critical path of a recorded step, from the recordings of all its stages.
@@ -185,7 +180,7 @@ def critical_words(path: CriticalPath) -> str:
 def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
     """The parts of a critical path in words, from seconds by (tier, category); "" stands for compute."""
     parts = []
-    for place, spent in _by_place(seconds).items():
+    for place, spent in by_place(seconds).items():
         # Parts below half a percent are left out.
         if _percent(spent, step_s) == 0:
             continue
@@ -201,7 +196,8 @@ def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
     return f"On the critical path of the step: {'; '.join(parts)}"
 
 
-def _by_place(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+def by_place(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Seconds by tier, "" standing for compute; the largest first, then by name."""
     total: dict[str, float] = defaultdict(float)
     for (place, _), spent in seconds.items():
         total[place] += spent

@@ -24,7 +24,7 @@ from terrace.planner.figures import hfu, mfu
 from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE, Estimate, ranked, window
 from terrace.planner.scaling import curve, evaluate_plan, sizes_up_to
-from terrace.planner.search import Search, cores_of, exhaustive, find
+from terrace.planner.search import Search, cores_of, find
 from terrace.planner.space import OpenMesh, Space, closed, meshes, open_meshes, placements, units
 from terrace.planner.stages import MOST_PASSES, SERIAL, pipeline
 from terrace.planner.task import EMBEDDING, HEAD, KINDS, LAYER, Choice, Placement, Task, num_micros, plan_of
@@ -35,6 +35,7 @@ from terrace.simulate.footprint import work_of
 from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import predict_step
 from terrace.simulate.timeline import play
+from tests.support.exhaustive import exhaustive
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, gpt, mesh_of, sized, small_task
 
 

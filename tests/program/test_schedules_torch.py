@@ -13,8 +13,7 @@ import pytest
 from terrace.program.schedules.csv_form import to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
-from terrace.program.schedules.seconds import even_seconds
-from tests.support.schedules import AUTOMATIC, CHUNKED, NAMES
+from tests.support.schedules import AUTOMATIC, CHUNKED, NAMES, even_seconds
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules", reason="torch is the oracle here")
 

@@ -26,7 +26,7 @@ from terrace.program.verify import verify
 from terrace.report import bars
 from terrace.simulate.changes import best_change, changes
 from terrace.simulate.cost import Costs, step_costs
-from terrace.simulate.critical import critical_path, critical_words, exposed_by_tier
+from terrace.simulate.critical import by_place, critical_path, critical_words, exposed_by_tier
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.events import simulate
 from terrace.simulate.recording import COMPUTE, record
@@ -149,7 +149,7 @@ def test_the_critical_path_has_no_gap_and_fills_the_step(case: tuple[Program, Co
         clock = piece.end_s
     assert clock == pytest.approx(recording.report.step_s)
     assert sum(path.seconds.values()) == pytest.approx(recording.report.step_s)
-    assert sum(path.by_place.values()) == pytest.approx(recording.report.step_s)
+    assert sum(by_place(path.seconds).values()) == pytest.approx(recording.report.step_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,10 +165,11 @@ def test_a_slow_outer_tier_is_what_the_step_waits_for() -> None:
     cluster = cluster_with((2, 2), bandwidth=1e6)
     program = build(cluster, preset("zero3", cluster), BLOCKS, 2)
     path = critical_path(record(program, price(program)))
-    assert next(iter(path.by_place)) == "t1"
-    assert path.by_place["t1"] > 0.5 * path.step_s
+    places = by_place(path.seconds)
+    assert next(iter(places)) == "t1"
+    assert places["t1"] > 0.5 * path.step_s
     words = critical_words(path)
-    assert words.startswith(f"On the critical path of the step: {round(100 * path.by_place['t1'] / path.step_s)} % ")
+    assert words.startswith(f"On the critical path of the step: {round(100 * places['t1'] / path.step_s)} % ")
     assert "messages on tier t1 (" in words
     exposed = exposed_by_tier([record(program, price(program))])
     assert exposed["t1"] > exposed["t0"] > 0
@@ -197,7 +198,7 @@ def test_one_rank_computes_all_the_time() -> None:
     cluster = cluster_with((1,))
     program = build(cluster, preset("zero3", cluster), BLOCKS, 2)
     path = critical_path(record(program, price(program)))
-    assert list(path.by_place) == [""]
+    assert list(by_place(path.seconds)) == [""]
     assert "100 % compute (" in critical_words(path)
     assert critical_words(path).endswith("The compute stream waits for 0 % of the step.")
 

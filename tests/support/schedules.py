@@ -1,12 +1,15 @@
 """Every schedule by name, orders and seconds drawn at random."""
 
+import re
 from typing import Any
 
 from hypothesis import strategies as st
 
-from terrace.program.schedules.orders import Orders
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
+from tests.support.verify_orders import verify_orders
 
 NAMES = (
     "1f1b",
@@ -61,3 +64,44 @@ def any_orders(draw: st.DrawFn) -> Orders:
     """Orders of any schedule."""
     name = draw(st.sampled_from(NAMES))
     return orders_for(name, **draw(numbers_of(name)))
+
+
+def even_seconds(
+    num_virtual: int, *, forward_s: float, input_s: float, weight_s: float, edge_s: float = 0.0
+) -> TaskSeconds:
+    """Equal seconds for every virtual stage; a whole backward takes both halves."""
+    return TaskSeconds(
+        forward_s=(forward_s,) * num_virtual,
+        backward_s=(input_s + weight_s,) * num_virtual,
+        input_s=(input_s,) * num_virtual,
+        weight_s=(weight_s,) * num_virtual,
+        edge_s=(edge_s,) * (num_virtual - 1),
+    )
+
+
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+_KINDS = {kind.letter: kind for kind in Kind}
+
+
+def from_csv(text: str) -> Orders:
+    """Orders read back from CSV (terrace.program.schedules.csv_form); the chunks of a stage are its virtual stages in
+    ascending order. Raises `ProgramError` as `verify_orders` does.
+    """
+    found = [_CELL.findall(line) for line in text.splitlines()]
+    rows = [[(int(virtual), _KINDS[letter], int(micro)) for virtual, letter, micro in row] for row in found]
+    placement = tuple(tuple(sorted({virtual for virtual, _, _ in row})) for row in rows)
+    orders = Orders(
+        schedule="csv",
+        num_stages=len(rows),
+        num_chunks=len(placement[0]),
+        num_micros=1 + max(micro for row in rows for _, _, micro in row),
+        placement=placement,
+        tasks=tuple(
+            tuple(Task(kind, held.index(virtual), micro) for virtual, kind, micro in row)
+            for held, row in zip(placement, rows, strict=True)
+        ),
+    )
+    verify_orders(orders)
+    return orders

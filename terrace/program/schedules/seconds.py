@@ -25,19 +25,6 @@ class TaskSeconds:
         return (self.forward_s, self.backward_s, self.input_s, self.weight_s)[kind]
 
 
-def even_seconds(
-    num_virtual: int, *, forward_s: float, input_s: float, weight_s: float, edge_s: float = 0.0
-) -> TaskSeconds:
-    """Equal seconds for every virtual stage; a whole backward takes both halves."""
-    return TaskSeconds(
-        forward_s=(forward_s,) * num_virtual,
-        backward_s=(input_s + weight_s,) * num_virtual,
-        input_s=(input_s,) * num_virtual,
-        weight_s=(weight_s,) * num_virtual,
-        edge_s=(edge_s,) * (num_virtual - 1),
-    )
-
-
 def check_seconds(seconds: TaskSeconds, num_virtual: int) -> None:
     """Raise `PlanError` unless there are seconds for every virtual stage and every edge between two, none below 0."""
     for kind in Kind:
