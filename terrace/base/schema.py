@@ -57,7 +57,7 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where} must be a table, not {table!r}")
     # Unknown keys first: a misspelt key is the likelier mistake than a missing one.
     hints = get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(cls) if _is_key(field)}  # type: ignore[arg-type]
     for key in table:
         if key not in fields:
             raise ConfigError(f"unknown key {where}.{key}{did_you_mean(str(key), fields)}")
@@ -73,13 +73,18 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
 def dump(value: Any) -> Any:
     """Turn a dataclass into plain tables and lists, leaving out fields that are `None`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if _is_key(field))
         return {name: dump(item) for name, item in pairs if item is not None}
     if isinstance(value, Mapping):
         return {str(key): dump(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [dump(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def _is_key(field: "dataclasses.Field[Any]") -> bool:
+    # Some fields are set by programs alone.
+    return field.init and bool(field.metadata.get("key", True))
 
 
 def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
+from terrace.base.errors import CheckpointError
 from terrace.checkpoint.boxes import Box, cut, numel, overlap, shifted, sizes, within
 from terrace.model.spec import ParamSpec
 from terrace.plan.mesh import Mesh
@@ -49,7 +50,13 @@ def slices_of(mesh: Mesh, rank: int) -> Slices:
 
 
 def held(flat: FlatParam) -> list[Held]:
-    """State of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values."""
+    """State of a flat parameter that a checkpoint stores: from the optimizer tier, or the frozen values.
+
+    Raises `CheckpointError` for a plan with islands.
+    """
+    # Islands have states of their own, and one file for all would hold the first one's.
+    if flat.layout.num_islands > 1:
+        raise CheckpointError("a plan with islands has no checkpoints yet: leave plan.island out")
     tier = flat.layout.optimizer if flat.spec.trainable else flat.layout.params
     start, is_first = flat.part(tier).start, flat.is_first(tier)
     if not flat.spec.trainable:

@@ -41,6 +41,8 @@ class FlatParamSpec:
     def travels_in(self, message: MessageClass) -> bool:
         """Whether a block's message of this class carries this buffer."""
         carries = ROUTES[message].carries
+        if carries == "change":
+            return self.trainable and self.layout.num_islands > 1
         return carries == "all" or (self.num_orthogonal > 0 if carries == "orthogonal" else self.trainable)
 
     @cached_property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
+_OF_SUMS = (MessageClass.SYNC, MessageClass.OUTER)
 RESIDUAL_BYTES = 4  # error feedback is kept in fp32
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
@@ -56,8 +57,8 @@ def hops_coding_bytes(plan: Plan, message: MessageClass, reduction: Sequence[Hop
             total += coded * (held + _feedback_bytes(hop) + 2 * master) + 2 * hop.sent_bytes
         held = master
     # After the first hop the values are sums, kept in the master dtype.
-    # SYNC gathers accumulated gradients, every other gather parameters or activations.
-    held = master if message is MessageClass.SYNC else compute
+    # These gather sums in the master dtype, every other gather parameters or activations.
+    held = master if message in _OF_SUMS else compute
     # A run is coded once, on its first hop, and decoded once, after its last.
     for run in encodings(gathering):
         first, last = run[0], run[-1]
@@ -109,7 +110,7 @@ def reduce_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> li
 def gather_buffers(plan: Plan, message: MessageClass, hops: Sequence[Hop]) -> list[int]:
     """Bytes of each buffer that a gather takes, in order; none where parameters travel in place."""
     sizes = []
-    held = plan.master if message is MessageClass.SYNC else plan.compute
+    held = plan.master if message in _OF_SUMS else plan.compute
     for hop in hops:
         # A forwarded hop (`pieces > 1`) sends the coded bytes it received and needs no outgoing buffer.
         if hop.wire.codec != held:

@@ -10,6 +10,7 @@ a reduce-scatter package first and then outward, or a gather from the outermost 
 and each outer link carries only the part that inner tiers cannot serve.
 """
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,7 @@ class Layout:
     optimizer: int
     mesh: Mesh | None = None  # None: nobody asks which ranks these are
     orthogonalises: bool = False  # whether the optimizer needs whole matrices
+    island: int = sys.maxsize  # the outermost tier that is synchronised every step
 
     @staticmethod
     def of(cluster: Cluster, plan: Plan, axes: Collection[str] = HOLDERS) -> "Layout":
@@ -60,6 +62,7 @@ class Layout:
             params_backward=params if plan.params_backward is None else cluster.index(plan.params_backward),
             grads=cluster.index(plan.grads),
             optimizer=cluster.index(plan.optimizer),
+            island=len(cluster.tiers) - 1 if plan.island is None else cluster.index(plan.island),
         )
 
     @cached_property
@@ -71,6 +74,11 @@ class Layout:
     def outermost(self) -> int:
         """Index of the last tier."""
         return len(self.tiers) - 1
+
+    @cached_property
+    def num_islands(self) -> int:
+        """Number of groups of ranks that are synchronised every step, and with each other more rarely."""
+        return self.degree // self.span(self.tier_of("island"))
 
     @cached_property
     def degree(self) -> int:
@@ -98,20 +106,22 @@ class Layout:
 
     def tier_of(self, state: str) -> int:
         """Index of the tier that a state of `terrace.plan.wire.Route` lies on."""
-        return DEVICE if state == "device" else int(getattr(self, state))
+        return DEVICE if state == "device" else min(int(getattr(self, state)), self.outermost)
 
     def route(self, message: MessageClass) -> range:
         """Indexes of the tiers that the messages of a class are there to cross, whatever their sizes."""
-        # Control messages join all ranks, so they may cross every tier.
+        # Control messages join all ranks of an island.
         if message is MessageClass.CONTROL:
-            return range(self.outermost + 1)
+            return range(self.tier_of("island") + 1)
         # Classes inside blocks and between stages have no route over the tiers of a state.
         route = ROUTES.get(message)
         if route is None or (route.carries == "orthogonal" and not self.orthogonalises):
             return range(0)
+        if route.carries == "change" and self.num_islands == 1:
+            return range(0)
         # A gather is written (outer, inner); reversed, it reads like a reduction.
-        inner, outer = map(self.tier_of, route.reduction or (route.gathering or ())[::-1])
-        return range(inner + 1, outer + 1)
+        ends = [*map(self.tier_of, (*(route.reduction or ()), *(route.gathering or ())))]
+        return range(min(ends) + 1, max(ends) + 1)
 
     def padded(self, numel: int) -> int:
         """`numel` rounded up so that every tier divides it; padding is part of the format."""

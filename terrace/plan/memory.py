@@ -9,6 +9,7 @@ With P padded elements per block, c and m the bytes of the compute and of the ma
     grads_full  P * c for every gradient not yet reduced  peak over the step
     optimizer   P / span(optimizer) * (2 m, and m more when the master copy is apart). Lion has one moment, m in place
                 of 2 m, and so have the matrices of layers under Muon: of the rank with the fewest of them
+    outer       P / span(optimizer) * m                   always, of islands: the parameters they last agreed on
     feedback    residuals of error feedback               always (terrace.plan.routes.residual_numels)
     buffers     under Muon P * c for every layer with whole matrices in memory, two of them; and
                 per lane its largest message: converted parts, received parts and sums, over all hops;
@@ -130,23 +131,20 @@ def _peak_gradients(stage: Stage, unit: int, blocks: Sequence[BlockSpec], buffer
 def _largest_buffers(
     layout: Layout, plan: Plan, stays: Sequence[Residency], flats: Sequence[Sequence[FlatParamSpec]]
 ) -> int:
-    # (class, source tier) -> whether frozen buffers travel too: gathers carry them, gradient messages do not.
-    sources: dict[tuple[MessageClass, int | None], bool] = dict.fromkeys(
-        ((message, None) for message in _OF_TRAINABLE), False
-    )
+    sources: set[tuple[MessageClass, int | None]] = {(message, None) for message in _OF_TRAINABLE}
     for stay in stays:
         message = MessageClass.GATHER_BACKWARD if stay.backward else MessageClass.GATHER
-        sources[message, layout.params if stay.opening else layout.params_backward] = True
+        sources.add((message, layout.params if stay.opening else layout.params_backward))
     # Bytes grow with size within one layout, so only the largest buffer of each kind is priced.
     largest: dict[tuple[tuple[str, ...], bool, bool], FlatParamSpec] = {}
     for flat in chain(*flats):
         key = (flat.layout.axes, flat.trainable, flat.num_orthogonal > 0)
         largest[key] = max(largest.get(key, flat), flat, key=lambda each: each.padded)
     lanes: dict[int, int] = defaultdict(int)  # a lane is named after the outermost tier it crosses
-    for (message, source), of_frozen in sources.items():
+    for message, source in sources:
         lane = message_lane(layout, message, source)
         for flat in largest.values():
-            if (flat.trainable or of_frozen) and (flat.num_orthogonal or message is not MessageClass.ORTHOGONALISE):
+            if flat.travels_in(message):
                 reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
                 lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
                 lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))

@@ -41,6 +41,9 @@ class Plan:
     schedule: str | None = None  # of a pipeline: "1f1b", or "interleaved:3" for 3 chunks a stage
     update: Literal["adamw", "lion", "muon"] = "adamw"  # the optimizer, as `optimizer.name`: its state and messages
     stages: tuple[int, ...] = ()  # blocks of every virtual stage, in model order; if empty, shared by modelled time
+    # The tier inside which ranks synchronise every step; the tiers outside exchange in programs of their own
+    # (terrace.program.lowering.outer_programs). None: all do. Not a key of files: no command runs such a period yet.
+    island: str | None = field(default=None, metadata={"key": False})
 
     def wire_format(self, message: MessageClass, tier: str) -> WireFormat:
         """Format in which `message` crosses `tier`; raises `PlanError` for an unknown format."""

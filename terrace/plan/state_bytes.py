@@ -13,7 +13,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.routes import residual_numels
 from terrace.plan.wire import FORMATS, MessageClass
 
-CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "feedback", "buffers")
+CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimizer", "outer", "feedback", "buffers")
 
 
 def keeps_master(plan: Plan, layout: Layout) -> bool:
@@ -61,6 +61,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         kept = 3 if keeps_master(plan, layout) else 2
         owned = padded // layout.span(layout.optimizer)
         found["optimizer"] = (owned * (kept - 1) + num_second_moments(plan.update, owned, padded - whole)) * master
+        found["outer"] = owned * master if layout.num_islands > 1 else 0
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES
     return found
 

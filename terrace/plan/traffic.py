@@ -7,7 +7,9 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
     gather, gather_backward   tiers params .. 0            once per residency
     reduce                    tiers 0 .. grads             once per unit of micro-batches
     sync                      tiers grads+1 .. optimizer   once a step (reduce-scatter), and
-                              tiers optimizer+1 .. last    once a step (all-reduce)
+                              tiers optimizer+1 .. island  once a step (all-reduce)
+    outer                     tiers island+1 .. last       once an exchange (all-reduce of a rank's part), and
+                              tiers optimizer+1 .. island  once an exchange (gather)
     refresh                   tiers optimizer .. params+1  once a step
     orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
     pipeline, tie             between stages               once a micro-batch, once a step (terrace.plan.edges)
@@ -71,11 +73,11 @@ def step_bytes(
     # Gathers were counted above by residency; the other classes run once per unit or per step.
     for flat in chain(*(flats[index] for index in held)):
         for message, route in ROUTES.items():
-            if route.carries != "all" and flat.travels_in(message):
+            if route.carries in ("trainable", "orthogonal") and flat.travels_in(message):
                 add(message, flat, times=num_units if message is MessageClass.REDUCE else 1)
-    # Control messages join all stages, so they use the world's degrees.
-    for name, degree in zip(layout.tiers, world(cluster, plan).degrees, strict=True):
-        if degree > 1:
+    # Control messages join all stages of an island, so they use the world's degrees.
+    for tier, (name, degree) in enumerate(zip(layout.tiers, world(cluster, plan).degrees, strict=True)):
+        if degree > 1 and tier <= layout.island:
             total[MessageClass.CONTROL, name] += (degree - 1) * control_numbers(layout, plan) * CONTROL_NUMBER_BYTES
     mesh = Mesh.of(cluster, plan)
     tensor = TensorTraffic.of(mesh, layout.tiers, plan, sequence)
@@ -117,7 +119,7 @@ def block_bytes(
     """Bytes each rank sends in one message of each class for every block of `held`, by message class and tier."""
     flats, total = block_flats(cluster, plan, blocks), Counter[tuple[MessageClass, str]]()
     for flat in chain(*(flats[index] for index in held)):
-        for message in messages if flat.trainable else ():
+        for message in filter(flat.travels_in, messages):
             for hop in chain(*block_hops(flat.layout, plan, message, flat.padded)):
                 total[message, flat.layout.tiers[hop.tier]] += hop.sent_bytes
     return dict(total)

@@ -10,7 +10,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.dims import is_layer
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mesh import TENSOR, Mesh, tier_degrees
+from terrace.plan.mesh import ORDER, TENSOR, Mesh, tier_degrees
 from terrace.plan.plan import AXES, FACTORS, Plan
 from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass, parse_format
 
@@ -27,6 +27,8 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
         raise PlanError(f"plan {plan.name!r} places a state on a tier that is not there: {error}") from error
     _check_placements(plan, layout)
     _check_depth(cluster, plan, layout)
+    if plan.island is not None:
+        _check_island(cluster, plan, layout)
     _check_wire(plan, layout)
     _check_numbers(cluster, plan, blocks)
     check_context(cluster, plan, blocks)
@@ -126,6 +128,24 @@ def _check_placements(plan: Plan, layout: Layout) -> None:
             f"params_backward = {plan.params_backward!r} does not lie inside params = {plan.params!r}: "
             "name a tier further in, or leave params_backward out"
         )
+
+
+def _check_island(cluster: Cluster, plan: Plan, layout: Layout) -> None:
+    mesh, outside = Mesh.of(cluster, plan), range(layout.island + 1, len(layout.tiers))
+    if layout.num_islands == 1:
+        raise PlanError(f"island = {plan.island!r}: no data ranks are outside; name a tier further in, or leave it out")
+    if layout.optimizer > layout.island:
+        raise PlanError(
+            f"optimizer = {plan.optimizer!r} lies outside island = {plan.island!r}: an island keeps all states; place "
+            f"them on {plan.island!r} or further in"
+        )
+    for axis in ORDER:
+        crossed = [layout.tiers[tier] for tier in outside if axis != "data" and mesh.group(axis)[tier] > 1]
+        if crossed:
+            raise PlanError(
+                f"the {axis} axis crosses tier {crossed[0]!r}, outside island = {plan.island!r}: its ranks talk every "
+                "step; give the tiers outside an island to the data axis alone"
+            )
 
 
 def _check_wire(plan: Plan, layout: Layout) -> None:

@@ -37,11 +37,13 @@ class MessageClass(StrEnum):
     CONTEXT = "context"  # queries, keys, values and their gradients, inside a block, between ranks of the context axis
     PIPELINE = "pipeline"  # activations and their gradients, between stages
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
+    OUTER = "outer"  # change of parameters since the last exchange between islands
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
 _AS_THEY_ARE = ("context", "pipeline", "tie", "control")  # what travels in the dtype in which it is held
-PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
+_COMPUTE = ("outer",)  # what travels in the compute dtype
+PLACEABLE = tuple(message for message in MessageClass if message not in (*_AS_THEY_ARE, *_COMPUTE))
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 
 
@@ -50,12 +52,13 @@ class Route:
     """The way of a block's messages of one class, between the tiers on which two states lie.
 
     First the reduction, (inner, outer), from the innermost tier outward; then the gather, (outer, inner), inward.
-    `device` is inside all tiers, `outermost` the last one. `carries` names the flat buffers that travel.
+    `device` is inside all tiers, `outermost` the last one, `island` the last that is synchronised every step. `carries`
+    names the flat buffers that travel; `change` are the trainable ones where there are several islands.
     """
 
     reduction: tuple[str, str] | None = None
     gathering: tuple[str, str] | None = None
-    carries: Literal["all", "trainable", "orthogonal"] = "trainable"
+    carries: Literal["all", "trainable", "orthogonal", "change"] = "trainable"
 
 
 # A plan may keep a secondary copy for the gathers of backwards; then these begin on its tier.
@@ -64,9 +67,13 @@ ROUTES = {
     MessageClass.GATHER_BACKWARD: Route(gathering=("params_backward", "device"), carries="all"),
     MessageClass.REDUCE: Route(reduction=("device", "grads")),
     # Over the tiers outside the optimizer's, replicas all-reduce: what went there comes back.
-    MessageClass.SYNC: Route(reduction=("grads", "outermost"), gathering=("outermost", "optimizer")),
+    MessageClass.SYNC: Route(reduction=("grads", "island"), gathering=("island", "optimizer")),
     MessageClass.REFRESH: Route(gathering=("optimizer", "params")),
     MessageClass.ORTHOGONALISE: Route(gathering=("optimizer", "device"), carries="orthogonal"),
+    # Replicas inside an island each exchange their part, which the inner tiers then gather.
+    MessageClass.OUTER: Route(
+        reduction=("island", "outermost"), gathering=("outermost", "optimizer"), carries="change"
+    ),
 }
 
 CONTROL_NUMBER_BYTES = 8  # control messages hold fp64 numbers

@@ -15,6 +15,8 @@
 | ORTHOGONALISE   | Muon: the momentum of a layer's matrices, gathered whole from the optimizer tier  |
 | UPDATE          | the optimizer, on the shard of the optimizer tier                                 |
 | REFRESH         | round the master parameters into the working copy, back on the params tier        |
+| OUTER_START     | average over islands the change of parameters since they last agreed               |
+| OUTER_APPLY     | make it the parameters' change                                                    |
 | SEND / RECV     | pipeline point to point: a block's output onward, the gradient of its input back  |
 
 Communication is issued without blocking; an instruction waits only for its operands. `SPECS` declares the fields and
@@ -45,6 +47,8 @@ class Op(StrEnum):
     ORTHOGONALISE = "ORTHOGONALISE"
     UPDATE = "UPDATE"
     REFRESH = "REFRESH"
+    OUTER_START = "OUTER_START"
+    OUTER_APPLY = "OUTER_APPLY"
     SEND = "SEND"
     RECV = "RECV"
 
@@ -83,6 +87,8 @@ SPECS: dict[Op, OpSpec] = {
     Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
     Op.UPDATE: OpSpec(),
     Op.REFRESH: OpSpec(message=MessageClass.REFRESH),
+    Op.OUTER_START: OpSpec(message=MessageClass.OUTER),
+    Op.OUTER_APPLY: OpSpec(),
     Op.SEND: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="to"),
     Op.RECV: OpSpec(_POINT_TO_POINT, MessageClass.PIPELINE, peer="from"),
 }

@@ -131,6 +131,21 @@ def forward_programs(programs: Sequence[Program]) -> list[Program]:
     return [frame.of_stage(frame.stage, (*_passes(frame, stages), Instruction(Op.CLIP))) for frame in frames]
 
 
+def outer_program(program: Program) -> Program:
+    """The program in which islands agree on parameters, on the stage of their training program `program`.
+
+    All changes are sent before the first is applied, so that messages run while others are applied. Raises `PlanError`
+    for a plan without islands.
+    """
+    if program.layout.num_islands == 1:
+        raise PlanError("a plan without islands has nothing to exchange between steps: name plan.island")
+    blocks = [block for block in program.stage.held if program.blocks[block].num_trainable]
+    instructions = [Instruction(Op.OUTER_START, block) for block in blocks]
+    for block in blocks:
+        instructions += [Instruction(Op.OUTER_APPLY, block), Instruction(Op.REFRESH, block)]
+    return program.of_stage(idle_stage(program.stage), tuple(instructions), Phase.OUTER)
+
+
 def restoring_program(program: Program) -> Program:
     """The program that follows a loaded state, on the stage of the training program `program`.
 

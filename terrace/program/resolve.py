@@ -63,7 +63,7 @@ def flat_transfer(
 
 def control_message(everyone: Layout, world: Layout, plan: Plan) -> Message:
     """Message of CLIP: on each tier a rank sends all its numbers to every peer and adds up the ones it receives."""
-    tiers = tuple(tier for tier, degree in enumerate(world.degrees) if degree > 1)
+    tiers = tuple(tier for tier, degree in enumerate(world.degrees) if degree > 1 and tier <= world.island)
     numbers = control_numbers(everyone, plan)
     # Sums of losses, squared norms and token counts over all ranks: few numbers, so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)

@@ -12,7 +12,7 @@ rule; terrace.program.verify_ranks compares ranks. The rules:
     before the next unit is complete, the last time after every backward that adds to it; then added to the gradient of
     the other stage which holds the block, if one does; synchronised once; CLIP once, after every SYNC; ORTHOGONALISE,
     where the optimizer needs whole matrices, UPDATE, REFRESH once for each block; a restoring program has a REFRESH of
-    each block;
+    each block, an outer one an OUTER_START, an OUTER_APPLY and then a REFRESH;
  5. an instruction sets only the fields its op uses;
  6. the program sends exactly the bytes that the plan declares, never holds more gathered blocks nor more gradient
     buffers than the memory formula counts, and the model state fits the device (terrace.program.verify_totals).
@@ -41,7 +41,12 @@ def verify(program: Program, rank: int = 0) -> None:
     check_memory(program, rank)
 
 
-_WORDS = {Phase.FORWARD: "runs forwards alone", Phase.RESTORE: "refreshes parameters alone"}
+_WORDS = {
+    Phase.TRAIN: "trains",
+    Phase.FORWARD: "runs forwards alone",
+    Phase.OUTER: "exchanges changes of parameters alone",
+    Phase.RESTORE: "refreshes parameters alone",
+}
 
 
 @dataclass
@@ -85,6 +90,8 @@ class _Walker(Walk):
             Op.ORTHOGONALISE: self._orthogonalise,
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
+            Op.OUTER_START: self._outer_start,
+            Op.OUTER_APPLY: self._outer_apply,
             Op.SEND: self._send,
             Op.RECV: self._recv,
         }
@@ -290,8 +297,19 @@ class _Walker(Walk):
         self._once()
         self._holds()
         self._trains()
-        if self.program.trains:
-            self._after(Op.UPDATE, now.block)
+        # Only a restoring program changes nothing before.
+        changes = FOR_EACH_BLOCK[self.program.phase][-2:-1]
+        for op in changes:
+            self._after(op, now.block)
+
+    def _outer_start(self, now: Instruction) -> None:
+        self._once()
+        self._holds()
+        self._trains()
+
+    def _outer_apply(self, now: Instruction) -> None:
+        self._once()
+        self._after(Op.OUTER_START, now.block)
 
     def _send(self, now: Instruction) -> None:
         self._once()

@@ -4,7 +4,8 @@
 2. All programs are for the same cluster, plan, blocks and stages, so that each finds the states it reads where another
    left them.
 3. A restoring program has no place in a period: no state is loaded there, and it would send what is up to date.
-4. A period trains, or runs forwards alone.
+4. Steps of islands are followed by an outer program, before the period ends or begins again, and an outer program
+   follows a step.
 """
 
 from terrace.base.errors import ProgramError
@@ -30,6 +31,24 @@ def verify_period(period: Period) -> None:
         if id(turn.programs[0]) not in verified:
             verify_stages(turn.programs)
             verified.add(id(turn.programs[0]))
+    _check_islands(period)
+
+
+def _check_islands(period: Period) -> None:
+    # Two in a row stand for more.
+    phases = [
+        turn.phase
+        for turn in period.turns
+        for _ in range(min(turn.times, 2))
+        if turn.phase in (Phase.TRAIN, Phase.OUTER)
+    ]
+    has_islands = period.turns[0].programs[0].layout.num_islands > 1
+    if has_islands and Phase.TRAIN in phases and Phase.OUTER not in phases:
+        raise ProgramError("the islands of the plan never exchange what they learn: add a turn of outer programs")
+    # The turn before the first is the last: a period repeats.
+    for number, phase in enumerate(phases):
+        if phase is Phase.OUTER and phases[number - 1] is Phase.OUTER:
+            raise ProgramError("an outer program follows another, or nothing: no step has changed a parameter between")
 
 
 def _check_alike(where: str, turn: Turn, first: Turn) -> None:

@@ -26,7 +26,8 @@ def check_bytes(program: Program, rank: int) -> None:
 def _declared(program: Program) -> Bytes:
     cluster, plan, blocks = program.cluster, program.plan, program.blocks
     if not program.trains:
-        return block_bytes(cluster, plan, blocks, program.stage.held, [MessageClass.REFRESH])
+        messages = [MessageClass.OUTER] if program.phase is Phase.OUTER else []
+        return block_bytes(cluster, plan, blocks, program.stage.held, [*messages, MessageClass.REFRESH])
     # Without a pipeline the closed formula makes its own stage: an independent count.
     stage = program.stage if program.stage.num_stages > 1 else None
     return step_bytes(cluster, plan, blocks, program.num_micros, program.sequence, stage)

@@ -26,6 +26,7 @@ MEMORY = {  # states have the colour of the messages that carry them
     "secondary": MESSAGES["control"],
     "grads": MESSAGES["reduce"],
     "optimizer": MESSAGES["sync"],
+    "outer": MESSAGES["gather_backward"],
     "feedback": MESSAGES["refresh"],
     "buffers": STREAM["wait"],
     "gathered": MESSAGES["gather_backward"],

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,9 +20,12 @@ from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build_stages, forward_programs, restoring_program
+from terrace.program.period import Period
+from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify import verify
+from terrace.program.verify_period import verify_period
 from terrace.program.verify_ranks import verify_stages
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch, check_positions
@@ -105,6 +108,7 @@ class Engine:
         if is_context_parallel(self.program.mesh, plan):
             check_declared(dict(zip(names, blocks, strict=True)))
         self._num_steps = 0
+        self._period: Period | None = None  # the last that was run
         self._forward: Program | None = None  # made by the first `evaluate`
         self._outside = Counter[tuple[MessageClass, str]]()  # bytes of programs that are no training steps
         self.clock, weights = make_clock(self.device), WeightGradients()
@@ -137,13 +141,38 @@ class Engine:
         )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        """Run one training step on this rank's micro-batches.
+        """Run one training step on this rank's micro-batches; a plan with islands runs periods instead.
 
         Blocks get the positions of a batch, if it has any, as a second argument; the tensors must not change
         meanwhile. Raises `ModelError` when a block takes no positions, and `TrainingError` naming the message when a
         message in a block format holds inf or nan.
         """
+        if self.program.layout.num_islands > 1:
+            raise ProgramError("steps alone would let the plan's islands drift apart: run a period")
         return self._run(batches, lr, self.program)
+
+    def run_period(self, period: Period, batches: Iterable[Sequence[Batch]], lr: float) -> list[StepResult]:
+        """Run every program of a period; `batches` gives the micro-batches of each run that has some, in order.
+
+        The results are of these runs. Every rank calls this, with a period made from `stage_programs`. Raises
+        `ProgramError` for a period that breaks a rule or sends other bytes than its sum, and else as `step` does.
+        """
+        if self._period is not period:
+            verify_period(period)
+            self._check_own(period.turns[0].programs[self.program.stage.index])
+            self._period = period
+        results, given, declared = [], iter(batches), Counter(self.runner.declared_bytes)
+        for program in period.runs(self.program.stage.index):
+            if program.phase is Phase.FORWARD:
+                results.append(self.evaluate(next(given), program))
+            elif program.phase is Phase.TRAIN:
+                results.append(self._run(next(given), lr, program))
+            else:
+                self.runner.run((), lr, program)
+        declared.update(period.sent_bytes(self.program.stage.index))
+        if declared != self.runner.declared_bytes:
+            raise ProgramError("the programs that were run declare other bytes than their period")
+        return results
 
     def evaluate(self, batches: Sequence[Batch], program: Program | None = None) -> StepResult:
         """Mean loss and tokens of micro-batches, as many as a step has; the state does not change, `grad_norm` is 0.
@@ -151,8 +180,8 @@ class Engine:
         Every rank calls this. `program` is of forwards (terrace.program.forward_programs); the default one is built
         at the first call, for a pipeline from the programs of all stages. Raises as `step` does.
         """
-        if self._forward is None or program is not None:
-            self._forward = program or self._forward_program()
+        if self._forward is None or (program is not None and program is not self._forward):
+            self._forward = program or forward_programs(self.stage_programs())[self.program.stage.index]
             verify(self._forward, self.rank)
         modules = self.state.modules.values()
         # Only modules in training mode are switched back: others may have been set to eval on purpose.
@@ -166,16 +195,21 @@ class Engine:
             for module in training:
                 module.train()
 
-    def _forward_program(self) -> Program:
-        program, stage = self.program, self.program.stage.index
-        programs = [program]
-        if program.stage.num_stages > 1:
-            specs, num_micros, sequence = self.state.specs, program.num_micros, program.sequence
-            programs = build_stages(program.cluster, program.plan, specs, num_micros, sequence)
-            # Forwards must pass the same chunks in an order that all stages share.
-            if programs[stage].stage != program.stage:
-                raise ProgramError("the step's program has orders of its own: give `evaluate` a program of the same")
-        return forward_programs(programs)[stage]
+    def stage_programs(self) -> list[Program]:
+        """The training programs of all stages; raises `ProgramError` where this rank's has orders of its own."""
+        program = self.program
+        if program.stage.num_stages == 1:
+            return [program]
+        specs, num_micros, sequence = self.state.specs, program.num_micros, program.sequence
+        programs = build_stages(program.cluster, program.plan, specs, num_micros, sequence)
+        if programs[program.stage.index].stage != program.stage:
+            raise ProgramError("the step's program has orders of its own: only its caller has those of all stages")
+        return programs
+
+    def _check_own(self, program: Program) -> None:
+        own = self.program
+        if (program.cluster, program.plan, program.blocks) != (own.cluster, own.plan, own.blocks):
+            raise ProgramError("the period was built for another cluster, plan or model than the engine")
 
     def _run(self, batches: Sequence[Batch], lr: float, program: Program) -> StepResult:
         for axis in self.axes:

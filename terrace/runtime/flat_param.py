@@ -77,6 +77,7 @@ class FlatParam:
         self.secondary = self._zeros(layout.params_backward) if layout.has_secondary else None
         self._buffer: Tensor | None = None
         self._is_fresh = True  # `grads` holds nothing of this step yet
+        self._anchor: Tensor | None = None  # the parameters that islands last agreed on, where there are several
         self._muon_momentum: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
         self.grads = torch.empty(0)
         self.owned = torch.empty(0)
@@ -97,6 +98,7 @@ class FlatParam:
             self._make_optimizer(values, config)
         self._meter.add("params", self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
+        self._meter.add("outer", self._anchor.nbytes if self._anchor is not None else 0)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by name; their values are there only while gathered."""
@@ -114,8 +116,8 @@ class FlatParam:
         return slice(outer.start - inner.start, outer.stop - inner.start)
 
     def is_first(self, tier: int) -> bool:
-        """Whether this rank is the first of the ranks with the same slice of a state placed on `tier`."""
-        return not self.is_copy and not any(self.coordinates[tier + 1 :])
+        """Whether this rank is the first in its island of the ranks with the same slice of a state on `tier`."""
+        return not self.is_copy and not any(self.coordinates[tier + 1 : self.layout.island + 1])
 
     def gather(self, collectives: Collectives, transfer: Transfer, secondary: bool) -> None:
         """Materialise the full parameters from the primary or the secondary copy."""
@@ -197,7 +199,7 @@ class FlatParam:
         total = collectives.reduce(transfer, self.grads, self._origin)
         # Without a tier to reduce over, the result is `grads` itself.
         if total is not self.grads:
-            piece(layout.outermost).copy_(total)
+            piece(layout.island).copy_(total)
         collectives.gather(transfer, piece, self._origin)
 
     def prepare_muon_momentum(self, scale: Tensor) -> None:
@@ -240,6 +242,26 @@ class FlatParam:
             self.gradients.open(self.grads)  # for the next step
         self._is_fresh = True
 
+    def exchange_change(self, collectives: Collectives, transfer: Transfer) -> None:
+        """`owned`, free between steps, becomes the sum over islands of their parameters' change, negated."""
+        assert self._anchor is not None, f"block {self.name} is on one island"
+        assert self.optimizer is not None, f"block {self.name} is not initialised"
+        layout = self.layout
+        torch.sub(self._anchor, self.optimizer.master, out=self.owned)
+
+        def piece(tier: int) -> Tensor:
+            return self.owned[self.part_within(tier, layout.optimizer)]
+
+        piece(layout.outermost).copy_(collectives.reduce(transfer, piece(layout.island), self._origin))
+        collectives.gather(transfer, piece, self._origin)
+
+    def apply_change(self) -> None:
+        """Make the mean of the islands' parameters this island's; the working copy is stale until refreshed."""
+        assert self._anchor is not None, f"block {self.name} is on one island"
+        assert self.optimizer is not None, f"block {self.name} is not initialised"
+        self._anchor.sub_(self.owned, alpha=1 / self.layout.num_islands)
+        self.optimizer.master.copy_(self._anchor)
+
     def publish(self) -> None:
         """Round the master parameters into this rank's part of the working copy."""
         if self._keeps_master and self.optimizer is not None:
@@ -272,6 +294,8 @@ class FlatParam:
             config,
             self.full.dtype,
         )
+        if layout.num_islands > 1:
+            self._anchor = master.clone()
         self._meter.add("grads", self.grads.nbytes)
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
         if self._in_place:

@@ -13,6 +13,7 @@ lane of the outermost tier it crosses; an instruction waits only for its operand
     TIE                 every reduction, and the other stage
     CLIP                every SYNC
     UPDATE              the ORTHOGONALISE of its block, under Muon
+    OUTER_APPLY         the OUTER_START of its block, and the refresh of the step before
 """
 
 from collections import Counter, deque
@@ -105,6 +106,8 @@ class StepRunner:
             Op.ORTHOGONALISE: self._orthogonalise,
             Op.UPDATE: self._update,
             Op.REFRESH: self._refresh,
+            Op.OUTER_START: self._outer_start,
+            Op.OUTER_APPLY: self._outer_apply,
         }
         missing = {instruction.op for instruction in program.instructions} - set(self._handlers)
         assert not missing, f"the step runner has no handler for {sorted(missing)}"
@@ -114,6 +117,7 @@ class StepRunner:
         self._reduced: dict[int, Pending] = {}  # block -> its newest reduction
         self._syncs: list[Pending] = []
         self._muon_momentum: dict[int, Pending] = {}
+        self._changes: dict[int, Pending] = {}
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self._sums = StepSums(*(torch.empty(0) for _ in range(4)))  # until the first CLIP
 
@@ -365,6 +369,20 @@ class StepRunner:
         self._clock.mark("update")
         refresh = self._each(now, lambda flat, transfer: flat.refresh(self._collectives, transfer))
         self._refreshes[now.block] = self._submit(refresh)
+
+    def _outer_start(self, now: Instruction) -> None:
+        exchange = self._each(now, lambda flat, transfer: flat.exchange_change(self._collectives, transfer))
+        self._changes[now.block] = self._submit(exchange)
+
+    def _outer_apply(self, now: Instruction) -> None:
+        self._wait(self._changes.pop(now.block), "wait outer")
+        # The refresh of the step before still reads what this writes.
+        if now.block in self._refreshes:
+            self._wait(self._refreshes.pop(now.block), "wait refresh")
+        for flat in self._state.trainable(now.block):
+            if flat.layout.num_islands > 1:  # one that all its ranks hold inside an island has nothing to exchange
+                flat.apply_change()
+        self._clock.mark("update")
 
     def _each(self, now: Instruction, work: Callable[[FlatParam, Transfer], None]) -> Callable[[], None]:
         # The message of a block is the transfers of its flat parameters, one after the other on one lane.

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 # read once more for the norm and once read and written to be scaled.
 _ADAMW_PASSES = 10
 
+# The change is the anchor less the parameters; its mean is subtracted from the anchor, and the anchor copied.
+_OUTER_PASSES = 3 + 3 + 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
@@ -61,6 +64,12 @@ class Costs:
     def collective_s(self, instruction: Instruction) -> float:
         """Seconds a collective instruction occupies its lane."""
         return self._own_s(instruction) + sum(seconds for _, seconds in self._hops(instruction))
+
+    def apply_s(self, block: int) -> float:
+        """Seconds of an OUTER_APPLY, and of computing the change it applies."""
+        program, device = self.program, self.program.cluster.device
+        num_bytes = _owned(program.flats[block]) * FORMATS[program.plan.master].element_bytes
+        return _OUTER_PASSES * num_bytes / device.memory_bandwidth_bytes_per_s
 
     def penalty(self, instruction: Instruction) -> float:
         """Slow-down of compute during a collective: the mean over its time on each tier."""

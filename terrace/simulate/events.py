@@ -120,6 +120,8 @@ class _Pricing:
             return self._pass(instruction)
         if op is Op.UPDATE:
             return Rank.update, Event(op, block, self.costs.update_s[block], -1, "update")
+        if op is Op.OUTER_APPLY:
+            return Rank.outer_apply, Event(op, block, self.costs.apply_s(block), -1, "update")
         # Frozen blocks and gradients accumulated in place need no reduction; a RECV is waited for by its pass.
         if op in (Op.FREE, Op.RECV) or (op is Op.REDUCE and not self._buffered[block]):
             return Rank.nothing, Event(op, block, 0.0, -1, "")
@@ -189,6 +191,7 @@ class Rank:
     __slots__ = (
         "begins_s",
         "busy_s",
+        "changes",
         "directions",
         "gathers",
         "lanes_s",
@@ -217,6 +220,7 @@ class Rank:
         self.reduced: dict[int, Moment] = {}
         self.syncs: list[Moment] = []
         self.directions: dict[int, tuple[Moment, str]] = {}
+        self.changes: dict[int, tuple[Moment, str]] = {}
 
     def nothing(self, event: Event) -> None:
         """FREE, and REDUCE where autograd adds into the accumulated gradient itself."""
@@ -289,6 +293,17 @@ class Rank:
         """UPDATE reads the gradients that CLIP waited for, and the whole matrices of its block."""
         if event.block in self.directions:
             self.wait(*self.directions.pop(event.block))
+        self.compute(event)
+
+    def outer_start(self, event: Event) -> None:
+        """OUTER_START starts at once: the step before has changed the parameters."""
+        self.changes[event.block] = self.issue(event, _START), event.category
+
+    def outer_apply(self, event: Event) -> None:
+        """OUTER_APPLY reads the mean change, and writes what a refresh of the step before still reads."""
+        self.wait(*self.changes.pop(event.block))
+        if event.block in self.refreshes:
+            self.wait(self.refreshes.pop(event.block), "wait refresh")
         self.compute(event)
 
     def refresh(self, event: Event) -> None:
@@ -378,4 +393,5 @@ _COLLECTIVE = {
     Op.CLIP: Rank.clip,
     Op.ORTHOGONALISE: Rank.orthogonalise,
     Op.REFRESH: Rank.refresh,
+    Op.OUTER_START: Rank.outer_start,
 }

@@ -225,7 +225,7 @@ def model_states(
     again = num_micros > plan.unit
     whole = layout.params != DEVICE
     wires = tuple((message, tuple(row.items())) for message, row in plan.wire.items())
-    steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "feedback", "buffers"), 0)
+    steady = dict.fromkeys(("params", "secondary", "grads", "optimizer", "outer", "feedback", "buffers"), 0)
     buffered = [0, 0, 0]
     everyone = shared(TENSOR) if stage.shared and shared is not None else layout  # who names the lanes
     lanes: dict[int, int] = {}

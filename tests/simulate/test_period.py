@@ -10,6 +10,8 @@ from terrace.program.lowering import build_stages, forward_programs, restoring_p
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 from terrace.program.verify_period import verify_period
+from terrace.report.periods import period_table
+from terrace.report.tables import bytes_words
 from terrace.simulate.period import predict_period
 from terrace.simulate.step import Step, predict_step
 from tests.support.pipelines import ALONE, OUTER, pipelined
@@ -105,3 +107,16 @@ def test_what_a_period_cannot_be_is_named() -> None:
     ):
         with pytest.raises(ProgramError, match=words):
             verify_period(Period(turns))
+
+
+def test_the_table_of_a_period_adds_up() -> None:
+    found = predict_period(evaluating("zero3", 4), FLOPS)
+    table = period_table(found)
+    columns = [list(column.cells) for column in table.columns]
+    assert columns[0] == ["train", "forward", "period", "a step of it"]
+    assert columns[1] == ["4", "1", "1", ""]
+    total = sum(found.reports[0].sent_bytes.values())
+    step, forward = (sum(reports[0].sent_bytes.values()) for reports in found.turns)
+    assert total == 4 * step + forward
+    on_node = sum(size for (_, tier), size in found.reports[0].sent_bytes.items() if tier == "node")
+    assert columns[-1][-2:] == [bytes_words(on_node), bytes_words(round(on_node / 4))]
