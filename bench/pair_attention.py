@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
+from terrace.model.pair_kernels import PairInputs
 
 
 def attend_pairs(query: Tensor, key: Tensor, value: Tensor, pairs: Sequence[DensePair]) -> Tensor:
@@ -25,7 +26,7 @@ class _AttendPairs(torch.autograd.Function):
         attended = Attended(query, [pair.queries for pair in pairs])
         for pair in pairs:
             own = (rows(query, pair.queries), rows(key, pair.keys), rows(value, pair.keys))
-            attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
+            attended.add(pair.queries, *pair_forward(PairInputs(*own, pair.kind, pair.mask)))
         out, lse = attended.result()
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.pairs = pairs
@@ -35,19 +36,12 @@ class _AttendPairs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, out, lse = ctx.saved_tensors
-        of_queries, of_keys = ([getattr(pair, name) for pair in ctx.pairs] for name in ("queries", "keys"))
-        sums = (Sums(query, of_queries), Sums(key, of_keys), Sums(value, of_keys))
+        query_runs, key_runs = ([getattr(pair, name) for pair in ctx.pairs] for name in ("queries", "keys"))
+        sums = (Sums(query, query_runs), Sums(key, key_runs), Sums(value, key_runs))
         for pair in ctx.pairs:
-            grads = pair_backward(
-                rows(grad_out, pair.queries),
-                rows(query, pair.queries),
-                rows(key, pair.keys),
-                rows(value, pair.keys),
-                rows(out, pair.queries),
-                rows(lse, pair.queries),
-                pair.kind,
-                pair.mask,
-            )
+            own = (rows(query, pair.queries), rows(key, pair.keys), rows(value, pair.keys))
+            of_queries = [rows(x, pair.queries) for x in (grad_out, out, lse)]
+            grads = pair_backward(of_queries[0], PairInputs(*own, pair.kind, pair.mask), *of_queries[1:])
             for total, run, grad in zip(sums, (pair.queries, pair.keys, pair.keys), grads, strict=True):
                 total.add(run, grad)
         grad_query, grad_key, grad_value = (total.result() for total in sums)

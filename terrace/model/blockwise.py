@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from terrace.model.attention import additive_mask
-from terrace.model.pair_kernels import KINDS, PLAIN, Kernel, kernel_for, precise, side_by_side
+from terrace.model.pair_kernels import KINDS, PLAIN, Gradients, Kernel, PairInputs, kernel_for, precise, side_by_side
 
 Run = tuple[int, int]  # rows start ... stop - 1
 
@@ -67,31 +67,21 @@ def dense_mask(
     return additive_mask(first, queries, torch.arange(num_keys, device=device), window, dtype)
 
 
-def pair_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def pair_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
     """The output (B, N, L, D) and the lse (B, N, L), in fp32 or fp64, of queries over the keys of a pair.
 
-    query (B, N, L, D), key and value (B, K, M, D); mask (L, M) in the dtype of the query, for kind "mask" only. A query
-    that sees none of the keys has output 0 and lse -inf.
+    A query that sees none of the keys has output 0 and lse -inf.
     """
-    return _kernel(query, key, kind, mask).forward(query, key, value, kind, mask)
+    return _kernel(pair).forward(pair)
 
 
-def pair_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: str,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
     """One pair's contribution to the gradients of its queries, keys and values.
 
-    `out` and `lse` are over all keys of the queries, not over the pair's (the algebra is at the top of this file);
-    `grad_out` (B, N, L, D) is the gradient of that `out`. Other shapes as in `pair_forward`.
+    `out` (B, N, L, D) and `lse` (B, N, L) are over all keys of the queries, not over the pair's (the algebra is at the
+    top of this file); `grad_out` is the gradient of that `out`.
     """
-    return _kernel(query, key, kind, mask).backward(grad_out, query, key, value, out, lse, kind, mask)
+    return _kernel(pair).backward(grad_out, pair, out, lse)
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -115,14 +105,9 @@ class Attended:
 
     def __init__(self, query: Tensor, runs: Sequence[Run]) -> None:
         self._query = query
-        # Rows in several pairs are merged; all others are written once.
         self._merges = _overlap(runs)
-        self._whole = list(runs) == [(0, query.shape[2])]
-        if not self._whole:
-            self._out = side_by_side(query, precise(query.dtype) if self._merges else query.dtype)
-            # Merging reads the old values, and rows without a pair have output zero.
-            if self._merges or _num_rows(runs) < query.shape[2]:
-                self._out.zero_()
+        self._out = _collected(query, runs, self._merges)
+        if self._out is not None:
             batch, heads, length, _ = query.shape
             # Heads of a token side by side, as in the output.
             lse = query.new_full((batch, length, heads), -torch.inf, dtype=precise(query.dtype))
@@ -130,7 +115,7 @@ class Attended:
 
     def add(self, run: Run, out: Tensor, lse: Tensor) -> None:
         """Add a result of `pair_forward` for the queries of a run."""
-        if self._whole:
+        if self._out is None:
             self._out, self._lse = out, lse
             return
         own_out, own_lse = rows(self._out, run), rows(self._lse, run)
@@ -142,6 +127,7 @@ class Attended:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The output (B, N, S, D) in the dtype of the query and the lse (B, N, S); 0 and -inf without a pair."""
+        assert self._out is not None, "a single pair over all rows was not added"
         return self._out.to(self._query.dtype), self._lse
 
 
@@ -151,15 +137,11 @@ class Sums:
     def __init__(self, like: Tensor, runs: Sequence[Run]) -> None:
         self._like = like
         self._adds = _overlap(runs)
-        self._whole = list(runs) == [(0, like.shape[2])]
-        if not self._whole:
-            self._sum = side_by_side(like, precise(like.dtype) if self._adds else like.dtype)
-            if self._adds or _num_rows(runs) < like.shape[2]:
-                self._sum.zero_()
+        self._sum = _collected(like, runs, self._adds)
 
     def add(self, run: Run, grad: Tensor) -> None:
         """Add the gradient of a run."""
-        if self._whole:
+        if self._sum is None:
             self._sum = grad
         elif self._adds:
             rows(self._sum, run).add_(grad)
@@ -168,7 +150,20 @@ class Sums:
 
     def result(self) -> Tensor:
         """The sum, in the dtype of `like`."""
+        assert self._sum is not None, "the gradient of all rows was not added"
         return self._sum.to(self._like.dtype)
+
+
+def _collected(like: Tensor, runs: Sequence[Run], several: bool) -> Tensor | None:
+    """Memory for results of `runs`, of which rows may be in `several`; None where one run has all rows."""
+    length = like.shape[2]
+    if list(runs) == [(0, length)]:
+        return None
+    out = side_by_side(like, precise(like.dtype) if several else like.dtype)
+    # Adding reads the old values, and rows without a run have the result zero.
+    if several or sum(stop - start for start, stop in runs) < length:
+        out.zero_()
+    return out
 
 
 def rows(part: Tensor, run: Run) -> Tensor:
@@ -177,19 +172,17 @@ def rows(part: Tensor, run: Run) -> Tensor:
     return part.narrow(2, start, stop - start)
 
 
-def _kernel(query: Tensor, key: Tensor, kind: str, mask: Tensor | None) -> Kernel:
+def _kernel(pair: PairInputs) -> Kernel:
+    query, kind, mask = pair.query, pair.kind, pair.mask
     assert kind in KINDS, f"a pair is of kind {kind!r}, not one of {KINDS}"
     assert (kind == "mask") == (mask is not None), (
         f"mask {mask if mask is None else tuple(mask.shape)} of a {kind} pair"
     )
-    assert kind != "causal" or query.shape[2] == key.shape[2], f"causal: {query.shape[2]} queries, {key.shape[2]} keys"
+    lengths = query.shape[2], pair.key.shape[2]
+    assert kind != "causal" or lengths[0] == lengths[1], f"causal: {lengths[0]} queries, {lengths[1]} keys"
     kernel = kernel_for(query.device, query.dtype)
     return kernel if kernel.takes(query, kind) else PLAIN
 
 
 def _overlap(runs: Sequence[Run]) -> bool:
     return any(before[1] > after[0] for before, after in pairwise(sorted(runs)))
-
-
-def _num_rows(runs: Sequence[Run]) -> int:
-    return sum(stop - start for start, stop in runs)

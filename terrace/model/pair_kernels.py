@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,20 @@ _MAX_SCORES = 1 << 20
 # Of the largest element. Half precision: what rounds the weights to 8 bits differs from what keeps 24 by a few 2^-8.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
-Forward = Callable[[Tensor, Tensor, Tensor, str, Tensor | None], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, str, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+class PairInputs(NamedTuple):
+    """Queries (B, N, L, D) that attend to keys and values (B, K, M, D); `mask` (L, M), additive, is for kind "mask"."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kind: str
+    mask: Tensor | None = None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+Forward = Callable[[PairInputs], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, PairInputs, Tensor, Tensor], Gradients]
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,9 @@ def _scores(query: Tensor, key: Tensor, kind: str, mask: Tensor | None, span: sl
     return scores
 
 
-def plain_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def plain_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
     """See `terrace.model.blockwise.pair_forward`."""
+    query, key, value, kind, mask = pair
     dtype = precise(query.dtype)
     keys, values = key.to(dtype), value.to(dtype)
     out = side_by_side(query, query.dtype)
@@ -111,17 +124,9 @@ def plain_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Te
     return out, lse
 
 
-def plain_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: str,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def plain_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
     """See `terrace.model.blockwise.pair_backward`."""
+    query, key, value, kind, mask = pair
     dtype, heads = precise(query.dtype), key.shape[1]
     keys, values = key.to(dtype), value.to(dtype)
     # delta and the lse over all keys make the pair's gradients independent of other pairs: see terrace.model.blockwise.
@@ -146,78 +151,53 @@ def plain_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cpu_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(query, key, value, 0.0, kind == "causal", attn_mask=mask)
-    if mask is not None:  # the kernel reports 0, the log of one, for queries that see no key
-        lse.masked_fill_(mask.amax(-1) == -torch.inf, -torch.inf)
+    out, lse = flash(*pair[:3], 0.0, pair.kind == "causal", attn_mask=pair.mask)
+    if pair.mask is not None:  # the kernel reports 0, the log of one, for queries that see no key
+        lse.masked_fill_(pair.mask.amax(-1) == -torch.inf, -torch.inf)
     return out, lse
 
 
-def _cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: str,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    if mask is not None:
+    if pair.mask is not None:
         # The kernel would compute -inf - -inf for queries that see no key.
         lse = without_infinity(lse)
-    grads: tuple[Tensor, Tensor, Tensor]
-    grads = flash(grad_out, query, key, value, out, lse, 0.0, kind == "causal", attn_mask=mask)
+    grads: Gradients = flash(grad_out, *pair[:3], out, lse, 0.0, pair.kind == "causal", attn_mask=pair.mask)
     return grads
 
 
-def _wide_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    mask = None if mask is None else mask.float()
-    out, lse = _cpu_forward(query.float(), key.float(), value.float(), kind, mask)
-    return out.to(query.dtype), lse
+def _wide(pair: PairInputs) -> PairInputs:
+    query, key, value, kind, mask = pair
+    return PairInputs(query.float(), key.float(), value.float(), kind, None if mask is None else mask.float())
 
 
-def _wide_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: str,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mask = None if mask is None else mask.float()
-    grads = _cpu_backward(grad_out.float(), query.float(), key.float(), value.float(), out.float(), lse, kind, mask)
-    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+def _wide_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
+    out, lse = _cpu_forward(_wide(pair))
+    return out.to(pair.query.dtype), lse
 
 
-def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, kind: str, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    assert mask is None, "flash attention on CUDA has no masks"
+def _wide_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
+    query, key, value = _cpu_backward(grad_out.float(), _wide(pair), out.float(), lse)
+    return query.to(pair.query.dtype), key.to(pair.key.dtype), value.to(pair.value.dtype)
+
+
+def _cuda_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
+    assert pair.mask is None, "flash attention on CUDA has no masks"
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse = flash(query, key, value, 0.0, kind == "causal", False)[:2]
+    out, lse = flash(*pair[:3], 0.0, pair.kind == "causal", False)[:2]
     return out, lse
 
 
-def _cuda_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: str,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert mask is None, "flash attention on CUDA has no masks"
+def _cuda_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
+    assert pair.mask is None, "flash attention on CUDA has no masks"
     flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # the state of dropout
+    unused = torch.empty(0, dtype=torch.uint64, device=pair.query.device)  # the state of dropout
     sums = lse.contiguous()  # the kernel does not look at its strides
-    sizes = (None, None, query.shape[2], key.shape[2])
-    grads: tuple[Tensor, Tensor, Tensor]
-    grads = flash(grad_out, query, key, value, out, sums, *sizes, 0.0, kind == "causal", unused, unused)
+    sizes = (None, None, pair.query.shape[2], pair.key.shape[2])
+    causal = pair.kind == "causal"
+    grads: Gradients = flash(grad_out, *pair[:3], out, sums, *sizes, 0.0, causal, unused, unused)
     return grads
 
 
@@ -290,20 +270,14 @@ def disagreement(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> st
         query, key, value = normal(num_queries, 4), normal(num_keys, 2), normal(num_keys, 2)
         if kind == "mask" and not kernel.takes(query, kind):
             continue
-        mask = hidden if kind == "mask" else None
+        pair = PairInputs(query, key, value, kind, hidden if kind == "mask" else None)
         grad, out = normal(num_queries, 4), normal(num_queries, 4)
-        sums = plain_forward(query, key, value, kind, mask)[1] + 0.5  # as if there were other keys
+        sums = plain_forward(pair)[1] + 0.5  # as if there were other keys
         try:
-            found = [
-                *kernel.forward(query, key, value, kind, mask),
-                *kernel.backward(grad, query, key, value, out, sums, kind, mask),
-            ]
+            found = [*kernel.forward(pair), *kernel.backward(grad, pair, out, sums)]
         except (AttributeError, TypeError, RuntimeError) as error:
             return f"{kernel.name} failed: {str(error).splitlines()[0]}"
-        wanted = [
-            *plain_forward(query, key, value, kind, mask),
-            *plain_backward(grad, query, key, value, out, sums, kind, mask),
-        ]
+        wanted = [*plain_forward(pair), *plain_backward(grad, pair, out, sums)]
         for name, one, other in zip(("output", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
             if not _equal(one, other, _TOLERANCE[dtype]):
                 return f"{kernel.name} differs from the reference ({name} of a {kind} pair)"

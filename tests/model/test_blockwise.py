@@ -25,6 +25,7 @@ from terrace.model.pair_kernels import (
     CUDA_FLASH,
     PLAIN,
     Kernel,
+    PairInputs,
     describe,
     disagreement,
     kernel_for,
@@ -152,7 +153,7 @@ def test_what_sees_nothing_makes_nothing(kernel: Kernel) -> None:
     sees[0:3, 0:4], sees[4:6, 1:3] = below == 0, torch.ones(2, 2).tril() > 0
     sees[1:3, 4:6] = True
     with only(kernel):
-        out, lse = pair_forward(query[:, :, :3], key[:, :, :4], value[:, :, :4], "mask", below)
+        out, lse = pair_forward(PairInputs(query[:, :, :3], key[:, :, :4], value[:, :, :4], "mask", below))
         assert torch.isneginf(lse).any(1).tolist() == [[True, True, False]]
         assert not out[:, :, :2].any()
         for some in (pairs, pairs[-1:], []):
@@ -174,11 +175,12 @@ def test_a_wrong_lse_is_caught() -> None:
     query, key, value, grad = normal(8, 2), normal(16, 2, seed=1), normal(16, 2, seed=2), normal(8, 2, seed=3)
     wanted = whole(query, key, value, torch.ones(8, 16, dtype=torch.bool), grad)
     runs = ((0, 8), (8, 16))
-    parts = [pair_forward(query, key[:, :, a:b], value[:, :, a:b], "full", None) for a, b in runs]
+    parts = [pair_forward(PairInputs(query, key[:, :, a:b], value[:, :, a:b], "full")) for a, b in runs]
     out, lse = (part.clone() for part in parts[0])
     merge_(out, lse, *parts[1])
     for sums, is_right in ((lse, True), (parts[0][1], False)):
-        grads = pair_backward(grad, query, key[:, :, :8], value[:, :, :8], out, sums, "full", None)
+        first = PairInputs(query, key[:, :, :8], value[:, :, :8], "full")
+        grads = pair_backward(grad, first, out, sums)
         assert (furthest([grads[1]], [wanted[2][:, :, :8]]) < 1e-12) is is_right
         assert is_right or furthest([grads[1]], [wanted[2][:, :, :8]]) > 1e-2
 

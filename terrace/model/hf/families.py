@@ -13,86 +13,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Keys that do not change the next-token function or its gradient.
-HARMLESS = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "bad_words_ids",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "classifier_dropout",
-        "decoder_start_token_id",
-        "do_sample",
-        "dtype",
-        "early_stopping",
-        "eos_token_id",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "gradient_checkpointing",
-        "id2label",
-        "is_decoder",
-        "is_llama_config",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "model_type",
-        "n_ctx",
-        "name_or_path",
-        "no_repeat_ngram_size",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "typical_p",
-        "unk_token_id",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-    }
-)
+_HARMLESS = """
+_attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation bad_words_ids
+bos_token_id chunk_size_feed_forward classifier_dropout decoder_start_token_id do_sample dtype early_stopping
+eos_token_id finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder
+is_llama_config label2id length_penalty max_length min_length model_type n_ctx name_or_path no_repeat_ngram_size
+num_beams num_labels num_return_sequences output_attentions output_hidden_states pad_token_id prefix pretraining_tp
+problem_type repetition_penalty return_dict return_dict_in_generate sep_token_id summary_activation
+summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+temperature tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version
+typical_p unk_token_id unsloth_fixed unsloth_version use_cache
+"""
+HARMLESS = frozenset(_HARMLESS.split())
 
 # Keys that change the mathematics, with the values Terrace implements. `None` is JSON's null.
-_NO_DROPOUT = (0.0, None)
-DROPOUTS = (
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_probs_dropout_prob",
-    "hidden_dropout_prob",
-)
+_DROPOUTS = """
+resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout attention_probs_dropout_prob hidden_dropout_prob
+"""
+DROPOUTS = tuple(_DROPOUTS.split())
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(DROPOUTS, _NO_DROPOUT),
+    **dict.fromkeys(DROPOUTS, (0.0, None)),
     "quantization_config": (None,),
     "use_mrope": (False,),
     "cross_attention_hidden_size": (None,),
@@ -116,60 +56,50 @@ ACTIVATIONS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaTable:
-    """The implemented keys of `LlamaConfig`, with its defaults."""
+class _RotaryTable:
+    # keys and defaults that all families with rotary positions share
 
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
     intermediate_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
     max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class MistralTable:
+class LlamaTable(_RotaryTable):
+    """The implemented keys of `LlamaConfig`, with its defaults."""
+
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralTable(_RotaryTable):
     """The implemented keys of `MistralConfig`, with its defaults."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     num_key_value_heads: int | None
-    intermediate_size: int
     head_dim: int | None = None
     max_position_embeddings: int = 4096 * 32
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Table:
+class Qwen2Table(_RotaryTable):
     """The implemented keys of `Qwen2Config`, with its defaults. A window applies to all layers or to none."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     num_key_value_heads: int | None
-    intermediate_size: int
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
@@ -185,21 +115,13 @@ class Qwen3Table(Qwen2Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTNeoXTable:
+class GPTNeoXTable(_RotaryTable):
     """The implemented keys of `GPTNeoXConfig`, with its defaults."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int = 2048
     layer_norm_eps: float = 1e-5
     hidden_act: str = "gelu"
     use_parallel_residual: bool = True
     attention_bias: bool = True
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
-from terrace.model.pair_kernels import precise, side_by_side
+from terrace.model.pair_kernels import PairInputs, precise, side_by_side
 from terrace.plan.context import Heads
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.program.block_program.steps import ComputeKind
@@ -91,7 +91,7 @@ def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) ->
         layout.comm.in_block.computes(ComputeKind.ROUND, step)
         for pair in layout.pairs(step, query.dtype):
             own = rows(query, pair.queries), rows(keys[0], pair.keys), rows(keys[1], pair.keys)
-            attended.add(pair.queries, *pair_forward(*own, pair.kind, pair.mask))
+            attended.add(pair.queries, *pair_forward(PairInputs(*own, pair.kind, pair.mask)))
         if pending is not None:
             keys = pending.whole(layout.ring_steps[step + 1].num_rows)
     return attended.result()
@@ -166,7 +166,7 @@ def _add_pair(pair: DensePair, given: Sequence[Tensor], sums: Sequence[Sums]) ->
     grad, query, key, value, out, lse = (
         rows(x, run) for x, run in zip(given, (pair.queries, *runs, pair.queries, pair.queries), strict=True)
     )
-    grads = pair_backward(grad, query, key, value, out, lse, pair.kind, pair.mask)
+    grads = pair_backward(grad, PairInputs(query, key, value, pair.kind, pair.mask), out, lse)
     for total, run, part in zip(sums, runs, grads, strict=True):
         total.add(run, part)
 
