@@ -4,19 +4,20 @@ A description, `NAME.json`, is written last: where it exists, the files beside i
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.files import sync_folder, write_atomic
-from terrace.base.schema import load, read_table
+from terrace.base.schema import dump, load, read_table
 from terrace.data.token_file import TokenFile
 
 
@@ -38,6 +39,9 @@ class CorpusDescription(Description):
     tokenizer: str
     dtype: Literal["uint16", "uint32"]
     num_tokens: int
+    source: str | None = None  # of text: the fingerprint of its files
+    template: str | None = None  # of chats
+    num_trained: int | None = None  # tokens of chats
 
 
 AnyDescription = TypeVar("AnyDescription", bound=Description)
@@ -55,20 +59,67 @@ def file_stem(path: str | Path, default: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).stem)[:40].strip("-") or default
 
 
-def read_description(kind: type[AnyDescription], target: Path) -> AnyDescription:
-    """The description of `target`. Raises `DataError` for a damaged one."""
-    described = target.with_suffix(".json")
+def made_once(
+    target: Path,
+    suffixes: Sequence[str],
+    kind: type[AnyDescription],
+    make: Callable[[dict[str, int]], AnyDescription],
+) -> AnyDescription:
+    """The description of the files `target` with `suffixes`; `make` makes them where one is missing.
+
+    Waits for another process that makes them. `make` may note in its argument how many `num_bytes` it has written.
+    Raises `DataError` for a damaged description, and where the folder cannot be written; an error leaves no file.
+    """
+    described, *files = (target.with_suffix(suffix) for suffix in (".json", *suffixes))
+    with writing(target) as written:
+        if not _exist(described, *files):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(target):
+                # The process that was waited for may have made them.
+                if not _exist(described, *files):
+                    try:
+                        description = make(written)
+                        write_atomic(described, json.dumps(dump(description), indent=2) + "\n")
+                        # The rename itself must be on the disk before the files count as complete.
+                        sync_folder(target.parent)
+                        return description
+                    except BaseException:
+                        # Files without a description would never be used nor removed.
+                        for file in files if not described.exists() else ():
+                            file.unlink(missing_ok=True)
+                        raise
     try:
         return load(kind, read_table(described), "tokens")
     except ConfigError as error:
         raise DataError(f"{described} is damaged ({error}); delete it, and it will be made again") from error
 
 
-def write_description(target: Path, description: Description) -> None:
-    """Mark `target` as complete."""
-    write_atomic(target.with_suffix(".json"), json.dumps(asdict(description), indent=2) + "\n")
-    # The rename itself must be on the disk before the file counts as complete.
-    sync_folder(target.parent)
+def _exist(*files: Path) -> bool:
+    try:
+        for file in files:
+            file.stat()  # raises where the folder cannot be read
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Waits until no other process makes `target`, and keeps others waiting."""
+    path = target.with_name(f".{target.stem}.lock")
+    while True:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                if os.stat(path).st_ino != os.fstat(lock.fileno()).st_ino:
+                    continue  # the previous holder removed the file: lock the new one
+            except FileNotFoundError:
+                continue
+            try:
+                yield
+                return
+            finally:
+                path.unlink(missing_ok=True)
 
 
 def token_file(target: Path, description: CorpusDescription, mask: Path | None = None) -> TokenFile:
@@ -94,12 +145,13 @@ def id_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def file_status(file: Path) -> os.stat_result:
-    """Status of a source file. Raises `DataError` where it cannot be read."""
+def file_identity(file: Path) -> tuple[str, int, int]:
+    """Path, size and modification time of a source file. Raises `DataError` where it cannot be read."""
     try:
-        return file.stat()
+        status = file.stat()
     except OSError as error:
         raise DataError(f"cannot read data {file}: {error.strerror}; keep it in place") from error
+    return str(file.resolve()), status.st_size, status.st_mtime_ns
 
 
 @contextmanager

@@ -6,29 +6,17 @@ time of every source file.
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from terrace.base.errors import DataError
 from terrace.base.files import open_atomic
-from terrace.data.cache import (
-    CorpusDescription,
-    cache_file,
-    file_status,
-    file_stem,
-    id_dtype,
-    read_description,
-    token_file,
-    write_description,
-    writing,
-)
-from terrace.data.chat import ChatReader, load_encoder
+from terrace.data.cache import CorpusDescription, cache_file, file_identity, file_stem, id_dtype, made_once, token_file
+from terrace.data.chat import ChatReader, Ids, Mask, load_encoder
 from terrace.data.files import JSON_LINES_SUFFIXES, find_documents
 from terrace.data.sources import STDLIB
 from terrace.data.template import load_template
@@ -36,12 +24,6 @@ from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
 
 _FORMAT = "terrace-chat-1"  # part of the key: raise it when the same data would give other bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Description(CorpusDescription):
-    template: str
-    num_trained: int
 
 
 def prepare_chat(
@@ -59,30 +41,34 @@ def prepare_chat(
     and a folder that cannot be written. An error leaves no file behind.
     """
     files = _files(path)
+    # A look at the text is enough to decide whether a template is needed; parsing comes later.
+    needed = any('"messages"' in line for line, _ in _lines(files))
     # Loaded before the cache is looked up, because its fingerprint is part of the key.
-    template = load_template(tokenizer_path, template_path, needed=_has_messages(files))
-    fingerprint = template.fingerprint
-    identity = (_FORMAT, tokenizer.fingerprint, fingerprint, [_identity(file) for file in files])
+    template = load_template(tokenizer_path, template_path, needed=needed)
+    source = [file_identity(file) for file in files]
+    identity = (_FORMAT, tokenizer.fingerprint, template.fingerprint, source)
     target = cache_file(cache_dir, file_stem(path, "chat"), identity)
-    mask = target.with_suffix(".mask")
-    if target.with_suffix(".json").exists():
-        return token_file(target, read_description(_Description, target), mask)
-    reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer, template))
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        tally = _write(target, files, reader, tokenizer.vocab_size)
+
+    def make(written: dict[str, int]) -> CorpusDescription:
+        reader = ChatReader(template, load_encoder(tokenizer_path, tokenizer, template))
+        facts = _write(target, _conversations(files, reader, tokenizer.vocab_size), id_dtype(tokenizer.vocab_size))
         # Compared again after reading: a file that changed meanwhile has another key.
-        if identity[-1] != [_identity(file) for file in files]:
+        if source != [file_identity(file) for file in files]:
             raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
-        description = _Description(
-            format=_FORMAT, corpus=os.fspath(path), tokenizer=tokenizer.fingerprint, template=fingerprint, **tally
+        return CorpusDescription(
+            format=_FORMAT,
+            corpus=os.fspath(path),
+            tokenizer=tokenizer.fingerprint,
+            template=template.fingerprint,
+            dtype=id_dtype(tokenizer.vocab_size),
+            **facts,
         )
-        write_description(target, description)
-    return token_file(target, description, mask)
+
+    description = made_once(target, (".tokens", ".mask", ".starts"), CorpusDescription, make)
+    return token_file(target, description, target.with_suffix(".mask"))
 
 
-def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int) -> dict[str, Any]:
-    dtype = id_dtype(vocab_size)
+def _write(target: Path, conversations: Iterable[tuple[Ids, Mask]], dtype: str) -> dict[str, Any]:
     stored = np.dtype(dtype).newbyteorder("<")
     digest = hashlib.blake2b(digest_size=16)
     starts: list[int] = []
@@ -92,7 +78,7 @@ def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int)
         tokens_file, mask_file, starts_file = (
             made.enter_context(open_atomic(target.with_suffix(suffix))) for suffix in (".tokens", ".mask", ".starts")
         )
-        for ids, mask in _conversations(files, reader, vocab_size):
+        for ids, mask in conversations:
             raw, raw_mask = ids.astype(stored).tobytes(), mask.tobytes()
             tokens_file.write(raw)
             mask_file.write(raw_mask)
@@ -104,7 +90,6 @@ def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int)
             max_token = max(max_token, int(ids.max()))
         starts_file.write(np.array(starts, dtype="<i8").tobytes())
     return {
-        "dtype": dtype,
         "num_tokens": num_tokens,
         "max_token": max_token,
         "digest": digest.hexdigest(),
@@ -113,9 +98,7 @@ def _write(target: Path, files: list[Path], reader: ChatReader, vocab_size: int)
     }
 
 
-def _conversations(
-    files: list[Path], reader: ChatReader, vocab_size: int
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]:
+def _conversations(files: list[Path], reader: ChatReader, vocab_size: int) -> Iterator[tuple[Ids, Mask]]:
     any_line = False
     for line, where in _lines(files):
         ids, mask = reader.tokens(line, where)
@@ -158,13 +141,3 @@ def _files(path: str | Path) -> list[Path]:
         if file.suffix.lower() not in JSON_LINES_SUFFIXES:
             raise DataError(f"data {file} is no .jsonl file, as chat data must be; convert it or move it elsewhere")
     return files
-
-
-def _has_messages(files: list[Path]) -> bool:
-    # A look at the text is enough to decide whether a template is needed; parsing comes later.
-    return any('"messages"' in line for line, _ in _lines(files))
-
-
-def _identity(file: Path) -> tuple[str, int, int]:
-    status = file_status(file)
-    return str(file.resolve()), status.st_size, status.st_mtime_ns

@@ -10,19 +10,20 @@ cache under the sizes and times of the two files.
 """
 
 import hashlib
+import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
 from terrace.base.files import write_atomic
-from terrace.data.cache import Description, cache_file, read_description, write_description
+from terrace.data.cache import Description, cache_file, made_once
 from terrace.data.token_file import Stored, TokenFile
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
+_HEADER = struct.Struct("<QBQQ")  # version, dtype, sequences, documents + 1
+_HEADER_BYTES = len(_MAGIC) + _HEADER.size
 _DTYPES: dict[int, Stored] = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _SUFFIXES = (".bin", ".idx")
 _CHUNK = 1 << 24  # ids scanned at a time
@@ -51,10 +52,9 @@ def open_indexed(path: str | Path, cache_dir: str | Path) -> TokenFile:
     # The ids are used in place; only document starts and a description are cached.
     num_tokens = status[0][0] // np.dtype(dtype).itemsize
     target = cache_file(cache_dir, prefix.name, [_FORMAT, str(prefix.resolve()), status], ".starts")
-    try:
-        description = _ready(target) or _scan(target, ids_file, dtype, num_tokens, starts)
-    except OSError as error:
-        raise DataError(f"cannot write {target}: {error.strerror}; choose another cache folder") from error
+    description = made_once(
+        target, (".starts",), Description, lambda _: _scan(target, ids_file, dtype, num_tokens, starts)
+    )
     return TokenFile(
         path=ids_file,
         dtype=dtype,
@@ -80,7 +80,9 @@ def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Store
 
     if raw[: len(_MAGIC)] != _MAGIC:
         raise damaged("it does not begin with MMIDIDX")
-    version, code, num_sequences, num_bounds = _header(raw, damaged)
+    if len(raw) < _HEADER_BYTES:
+        raise damaged(f"it has {len(raw)} bytes")
+    version, code, num_sequences, num_bounds = _HEADER.unpack_from(raw, len(_MAGIC))
     if version != 1:
         raise DataError(f"{index_file} has version {version}, and only version 1 is known: convert the data set")
     if code not in _DTYPES:
@@ -118,16 +120,6 @@ def _read_index(index_file: Path, ids_file: Path, num_bytes: int) -> tuple[Store
     return dtype, starts[starts < ends[-1]]
 
 
-def _header(raw: bytes, damaged: Any) -> tuple[int, int, int, int]:
-    if len(raw) < _HEADER_BYTES:
-        raise damaged(f"it has {len(raw)} bytes")
-    at = len(_MAGIC)
-    version, code = int.from_bytes(raw[at : at + 8], "little"), raw[at + 8]
-    counts = (int.from_bytes(raw[begin : begin + 8], "little") for begin in (at + 9, at + 17))
-    num_sequences, num_bounds = counts
-    return version, code, num_sequences, num_bounds
-
-
 def _scan(target: Path, ids_file: Path, dtype: Stored, num_tokens: int, starts: npt.NDArray[np.int64]) -> Description:
     ids = np.memmap(ids_file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", shape=(num_tokens,))
     digest, largest = hashlib.blake2b(f"{dtype}".encode(), digest_size=16), -1
@@ -139,13 +131,5 @@ def _scan(target: Path, ids_file: Path, dtype: Stored, num_tokens: int, starts: 
         largest = max(largest, int(part.max()))
         digest.update(part.tobytes())
     digest.update(starts.astype("<i8").tobytes())
-    found = Description(format=_FORMAT, max_token=largest, digest=digest.hexdigest(), num_documents=len(starts))
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(target, starts.astype("<i8").tobytes())
-    write_description(target, found)
-    return found
-
-
-def _ready(target: Path) -> Description | None:
-    exists = target.with_suffix(".json").is_file() and target.is_file()
-    return read_description(Description, target) if exists else None
+    return Description(format=_FORMAT, max_token=largest, digest=digest.hexdigest(), num_documents=len(starts))

@@ -2,16 +2,13 @@
 
 Hidden files lie next to the target: `.NAME.tokens.partial` and `.NAME.starts.partial`, which only grow, and
 `.NAME.journal.json`, which says how much of both is sound. The process that continues truncates the rest and reads the
-ids once for their checksum and digest. A lock on `.NAME.lock` keeps other processes waiting.
+ids once for their checksum and digest.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -42,7 +39,7 @@ class Noted:
 
 
 class Partial:
-    """The ids and document starts of `target` while they are written; use it under the lock of `alone`."""
+    """The ids and document starts of `target` while they are written; use it inside `made_once`."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -130,22 +127,3 @@ class Partial:
                 crc = zlib.crc32(block, crc)
                 self.digest.update(block)
         return crc == self.noted.crc
-
-
-@contextmanager
-def alone(target: Path) -> Iterator[None]:
-    """Waits until no other process makes `target`, and keeps others waiting."""
-    path = target.with_name(f".{target.stem}.lock")
-    while True:
-        with path.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                if os.stat(path).st_ino != os.fstat(lock.fileno()).st_ino:
-                    continue  # the previous holder removed the file: lock the new one
-            except FileNotFoundError:
-                continue
-            try:
-                yield
-                return
-            finally:
-                path.unlink(missing_ok=True)

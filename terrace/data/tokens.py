@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -24,21 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError
-from terrace.data.cache import (
-    CorpusDescription,
-    cache_file,
-    file_status,
-    file_stem,
-    id_dtype,
-    read_description,
-    token_file,
-    write_description,
-    writing,
-)
+from terrace.data.cache import CorpusDescription, cache_file, file_identity, file_stem, id_dtype, made_once, token_file
 from terrace.data.corpus import corpus_units, read_unit
 from terrace.data.files import find_documents
 from terrace.data.indexed import is_indexed, open_indexed
-from terrace.data.partial import Noted, Partial, alone
+from terrace.data.partial import Noted, Partial
 from terrace.data.pieces import DocumentPart, Unit
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import Tokenizer
@@ -50,11 +39,6 @@ _NOTE_BYTES = 16 << 20  # bytes of the corpus between two journal entries
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 21, 1 << 14  # a tokenizer needs some hundred bytes of memory a character
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Description(CorpusDescription):
-    source: str
 
 
 def prepare_tokens(
@@ -80,44 +64,44 @@ def prepare_tokens(
     source = _source_fingerprint(path, split)
     identity = (_FORMAT, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.end_of_text, column, source)
     target = cache_file(cache_dir, file_stem(path, "corpus"), identity)
-    ready = _load_ready(target)
-    if ready is not None:
-        return ready
-    with writing(target) as written:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with alone(target):
-            ready = _load_ready(target)
-            if ready is not None:
-                return ready
-            partial = Partial(target)
-            try:
-                _write_tokens(partial, corpus_units(path, column, split), tokenizer, progress)
-                # Checked again after reading, since the key was made of the files as they were.
-                if _source_fingerprint(path, split) != source:
-                    raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
-                _check_text(partial.noted, path)
-                partial.finish()
-            except Exception:
-                written["num_bytes"] = partial.noted.num_bytes
-                partial.remove()
-                raise
-            except BaseException:
-                # Killed or interrupted: the next process continues from the journal.
-                partial.close()
-                raise
-            description = _Description(
-                format=_FORMAT,
-                corpus=os.fspath(path),
-                tokenizer=tokenizer.fingerprint,
-                source=source,
-                dtype=id_dtype(tokenizer.vocab_size),
-                num_tokens=partial.noted.num_tokens,
-                max_token=partial.noted.max_token,
-                digest=_digest(partial, tokenizer),
-                num_documents=partial.noted.num_documents,
-            )
-            _describe(target, description)
-    return token_file(target, description)
+
+    def make(written: dict[str, int]) -> CorpusDescription:
+        partial = Partial(target)
+        noted = partial.noted
+        try:
+            _write_tokens(partial, corpus_units(path, column, split), tokenizer, progress)
+            # Checked again after reading, since the key was made of the files as they were.
+            if _source_fingerprint(path, split) != source:
+                raise DataError(f"data {path} changed while it was read; try again when nothing writes to it")
+            if not noted.has_text:
+                raise DataError(f"data {path} holds no text, only white space or empty documents; give it some text")
+            if noted.num_tokens == 0:
+                raise DataError("the tokenizer turned all of the text into no tokens; use another tokenizer")
+            partial.finish()
+        except Exception:
+            written["num_bytes"] = noted.num_bytes
+            partial.remove()
+            raise
+        except BaseException:
+            # Killed or interrupted: the next process continues from the journal.
+            partial.close()
+            raise
+        # Without an id that ends documents, the starts are part of the contents.
+        if tokenizer.end_of_text is None:
+            partial.digest.update(target.with_suffix(".starts").read_bytes())
+        return CorpusDescription(
+            format=_FORMAT,
+            corpus=os.fspath(path),
+            tokenizer=tokenizer.fingerprint,
+            source=source,
+            dtype=id_dtype(tokenizer.vocab_size),
+            num_tokens=noted.num_tokens,
+            max_token=noted.max_token,
+            digest=partial.digest.hexdigest(),
+            num_documents=noted.num_documents,
+        )
+
+    return token_file(target, made_once(target, (".tokens", ".starts"), CorpusDescription, make))
 
 
 def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer, progress: Progress) -> None:
@@ -148,13 +132,6 @@ def _write_tokens(partial: Partial, units: Iterable[Unit], tokenizer: Tokenizer,
             partial.note(num_done)
     if noted.num_empty:
         progress(f"{noted.num_empty} empty documents were left out")
-
-
-def _check_text(noted: Noted, path: str | Path) -> None:
-    if not noted.has_text:
-        raise DataError(f"data {path} holds no text, only white space or empty documents; give it some text")
-    if noted.num_tokens == 0:
-        raise DataError("the tokenizer turned all of the text into no tokens; use another tokenizer")
 
 
 def _groups(units: Iterable[Unit], num_done: int) -> Iterator[tuple[int, list[Unit]]]:
@@ -206,38 +183,9 @@ def _batched(pieces: Iterable[DocumentPart], noted: Noted) -> Iterator[list[Docu
         yield held
 
 
-def _digest(partial: Partial, tokenizer: Tokenizer) -> str:
-    # Without an id that ends documents, the starts are part of the contents.
-    if tokenizer.end_of_text is None:
-        partial.digest.update(partial.target.with_suffix(".starts").read_bytes())
-    return partial.digest.hexdigest()
-
-
-def _describe(target: Path, description: _Description) -> None:
-    try:
-        write_description(target, description)
-    except BaseException:
-        # Files without a description would never be used nor removed.
-        if not target.with_suffix(".json").exists():
-            for suffix in (".tokens", ".starts"):
-                target.with_suffix(suffix).unlink(missing_ok=True)
-        raise
-
-
-def _load_ready(target: Path) -> TokenFile | None:
-    with writing(target):
-        try:
-            for suffix in (".json", ".tokens", ".starts"):
-                target.with_suffix(suffix).stat()
-        except FileNotFoundError:
-            return None
-    return token_file(target, read_description(_Description, target))
-
-
 def _source_fingerprint(path: str | Path, split: str) -> str:
     digest = hashlib.sha256()
     for file in find_documents(path, split):
-        status = file_status(file)
-        digest.update(os.fsencode(file.resolve()))
-        digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        name, num_bytes, time_ns = file_identity(file)
+        digest.update(os.fsencode(name) + f"\0{num_bytes}\0{time_ns}\0".encode())
     return digest.hexdigest()

@@ -126,7 +126,7 @@ def fail_with(code: int) -> Callable[..., None]:
         ("_write_tokens", errno.ENOSPC, "No space left on device; stopped after 0 bytes; free some space"),
         ("partial.os.fsync", errno.ENOSPC, "No space left on device; stopped after 10 bytes"),
         ("partial.os.replace", errno.EACCES, "Permission denied; choose a cache folder that you may write to"),
-        ("write_description", errno.ENOSPC, "No space left on device"),
+        ("cache.write_atomic", errno.ENOSPC, "No space left on device"),
         ("Partial", errno.EROFS, "Read-only file system; choose a cache folder"),
     ],
 )
@@ -134,7 +134,7 @@ def test_failed_writes_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, code: int, message: str
 ) -> None:
     tree(tmp_path, {"a.txt": b"text"})
-    module = "terrace.data" if target.startswith("partial.") else tokens_module.__name__
+    module = "terrace.data" if "." in target else tokens_module.__name__
     monkeypatch.setattr(f"{module}.{target}", fail_with(code))
     with pytest.raises(DataError, match=f"cannot write the token file .*: {message}") as error:
         prepare_tokens(tmp_path / "a.txt", ByteTokenizer(), tmp_path / "cache")

@@ -17,6 +17,7 @@ makes its own part of a result.
 Messages are of class `tensor`, in the wire format of each tier; numbers travel unrounded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from terrace.plan.mesh import position
 from terrace.program.message import Transfer
 from terrace.program.resolve import line_transfer, number_transfer
 from terrace.runtime.in_block_comm import InBlockComm, InFlight
+
+Map = Callable[[Tensor], Tensor]
 
 
 class AxisComm:
@@ -89,7 +92,8 @@ class AxisComm:
 
     def all_reduce(self, x: Tensor, *, ends_region: bool = False) -> Tensor:
         """The sum of x over all ranks, the same bits on each; held-back weight gradients run if it `ends_region`."""
-        total = self._room(x)
+        # Padded, so that all ranks reduce equal parts.
+        total = x.new_empty(-(-x.numel() // self.degree) * self.degree)
         legs = (self._message(leg, total) for leg in (Leg.REDUCE, Leg.GATHER))
         self._finish(self.in_block.submit(lambda: self._sum_into(total, x), *legs), ends_region)
         return total[: x.numel()].view(x.shape)
@@ -103,12 +107,8 @@ class AxisComm:
     def _message(self, leg: Leg, values: Tensor) -> TensorMessage:
         return TensorMessage(leg, self._layout.axes, values.numel())
 
-    def _room(self, x: Tensor) -> Tensor:
-        return x.new_empty(-(-x.numel() // self.degree) * self.degree)
-
     def _sum_into(self, total: Tensor, x: Tensor) -> None:
         source = x.contiguous().view(-1)
-        # Padding, so that all ranks reduce equal parts.
         if total.numel() > source.numel():
             total[: source.numel()] = source
             total[source.numel() :] = 0.0
@@ -130,16 +130,15 @@ class AxisComm:
         )
 
     def _transfer(self, leg: Leg, numel: int) -> Transfer:
-        found = self._transfers.get((leg, numel))
         # Sizes repeat every layer and micro-batch, so each transfer is resolved once.
-        if found is None:
+        if (leg, numel) not in self._transfers:
             plan = self._collectives.plan
-            if leg is Leg.NUMBERS:
-                found = number_transfer(self._layout, plan, numel)
-            else:
-                found = line_transfer(self._layout, plan, leg, numel)
-            self._transfers[leg, numel] = found
-        return found
+            self._transfers[leg, numel] = (
+                number_transfer(self._layout, plan, numel)
+                if leg is Leg.NUMBERS
+                else line_transfer(self._layout, plan, leg, numel)
+            )
+        return self._transfers[leg, numel]
 
     def _piece(self, flat: Tensor) -> Tensor:
         return flat[self._layout.slice(self._layout.outermost, self._coordinates, flat.numel())]
@@ -162,88 +161,45 @@ class AxisComm:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x (m, ...) of all ranks, (n m, ...); backward: reduce-scatter."""
-        return x if self.degree == 1 else apply(_Gather, x, self)
+        return self._sent(x, self.all_gather, self.reduce_scatter)
 
     def scatter(self, x: Tensor) -> Tensor:
         """Reduce-scatter x (n m, ...); backward: all-gather."""
-        return x if self.degree == 1 else apply(_Scatter, x, self)
+        return self._sent(x, self.reduce_scatter, self.all_gather)
 
     def copy(self, x: Tensor) -> Tensor:
         """Pass x on; backward: all-reduce."""
-        return x if self.degree == 1 else apply(_Copy, x, self)
+        return self._sent(x, _same, lambda gradient: self.all_reduce(gradient, ends_region=True))
 
     def total(self, x: Tensor) -> Tensor:
         """All-reduce x; backward: nothing to send."""
-        return x if self.degree == 1 else apply(_Total, x, self)
+        return self._sent(x, self.all_reduce, lambda gradient: gradient)
 
     def sum_numbers(self, x: Tensor) -> Tensor:
         """Sum statistics x over all ranks; backward: the same sum of gradients."""
-        return x if self.degree == 1 else apply(_Numbers, x, self)
+        return self._sent(x, self._sum, self._sum)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.every(x).sum(0).view(x.shape)
+
+    def _sent(self, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        return x if self.degree == 1 else mapped(x, forward, backward)
 
 
-class _Gather(Function):
+class _Mapped(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        ctx.comm = comm
-        return comm.all_gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.reduce_scatter(gradients[0]), None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        ctx.comm = comm
-        return comm.reduce_scatter(x)
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.map = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_gather(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.map(gradients[0]), None, None
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_reduce(gradients[0], ends_region=True), None
-
-
-class _Total(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        return comm.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Numbers(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm) -> Tensor:
-        ctx.comm = comm
-        return comm.every(x).sum(0).view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.every(gradients[0]).sum(0).view(gradients[0].shape), None
-
-
-class _Share(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.share, None
+def mapped(x: Tensor, forward: Map, backward: Map) -> Tensor:
+    """`forward(x)`, whose gradient becomes x's by `backward`; both may send messages."""
+    return apply(_Mapped, x, forward, backward)
 
 
 def share(x: Tensor, num_ranks: int) -> Tensor:
@@ -251,7 +207,11 @@ def share(x: Tensor, num_ranks: int) -> Tensor:
 
     Gradients of parameters that ranks share are added up over these ranks.
     """
-    return x if num_ranks == 1 else apply(_Share, x, 1 / num_ranks)
+    return x if num_ranks == 1 else mapped(x, _same, lambda gradient: gradient * (1 / num_ranks))
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def apply(function: type[Function], *arguments: object) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
 from terrace.runtime.head import add_weight_gradient
-from terrace.runtime.tensor.axis_comm import AxisComm
+from terrace.runtime.tensor.axis_comm import AxisComm, apply
 
 
 def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm) -> Tensor:
@@ -28,8 +28,7 @@ def vocabulary_loss(hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
     `terrace.model.decoder.token_loss`. The sum is computed in fp32 at least.
     """
-    loss: Tensor = _Loss.apply(hidden.flatten(0, 1), weight, labels.flatten(), part, comm)  # type: ignore[no-untyped-call]
-    return loss
+    return apply(_Loss, hidden.flatten(0, 1), weight, labels.flatten(), part, comm)
 
 
 class _Loss(Function):

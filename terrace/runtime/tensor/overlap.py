@@ -20,20 +20,18 @@ from torch.autograd import Function
 from terrace.plan.tensor_traffic import chunk_bounds
 from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.linear import record_product
-from terrace.runtime.tensor.axis_comm import AxisComm
+from terrace.runtime.tensor.axis_comm import AxisComm, apply
 from terrace.runtime.tensor.regathered import RegatheredInput
 
 
 def arriving_linear(x: Tensor, weight: nn.Parameter, held: RegatheredInput, shape: Sequence[int]) -> Tensor:
     """`F.linear(x, weight)` for a region's input x (B, S, H) while parts of x still arrive."""
-    result: Tensor = _Arriving.apply(x, weight, held, shape)  # type: ignore[no-untyped-call]
-    return result
+    return apply(_Arriving, x, weight, held, shape)
 
 
 def product_scatter(x: Tensor, weight: nn.Parameter, comm: AxisComm, held: RegatheredInput) -> Tensor:
     """This rank's part (m, H) of the sum over the rows of x (T, n) times the transposed weight (H, n)."""
-    result: Tensor = _ProductScatter.apply(x, weight, comm, held)  # type: ignore[no-untyped-call]
-    return result
+    return apply(_ProductScatter, x, weight, comm, held)
 
 
 class _Arriving(Function):
@@ -41,7 +39,7 @@ class _Arriving(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, held: RegatheredInput, shape: Sequence[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.held = weight, held
-        values, num_rows = weight.detach(), held.num_rows
+        values, num_rows = weight.detach(), held.comm.degree
         y = x.new_empty((num_rows, held.num_tokens, weight.shape[0]))
         for start, stop, part in held.parts():
             held.comm.in_block.computes(ComputeKind.OUTPUTS)

@@ -1,31 +1,14 @@
 """The gathered input of a region: attention or MLP between the residual stream and back, under sequence parallelism."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from terrace.plan.tensor_traffic import chunk_bounds
 from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.in_block_comm import InFlight
-from terrace.runtime.tensor.axis_comm import AxisComm, apply
-
-
-def gather_input(x: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
-    """Gather the input of a region, x (m, ...) of all ranks; `held` may drop it until the region's backward."""
-    return apply(_GatherInput, x, comm, held)
-
-
-def reduce_output(x: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
-    """Reduce-scatter x, the output of a region; its backward begins to gather the dropped input again."""
-    return apply(_ReduceOutput, x, comm, held)
-
-
-def await_input(y: Tensor, comm: AxisComm, held: "RegatheredInput") -> Tensor:
-    """Identity in forward; its backward waits until the sequence-parallel input has been gathered again."""
-    return apply(_AwaitInput, y, comm, held)
+from terrace.runtime.tensor.axis_comm import AxisComm, mapped
 
 
 class RegatheredInput:
@@ -44,16 +27,6 @@ class RegatheredInput:
         self._arriving: list[tuple[int, int, Tensor, InFlight]] = []  # parts under way: (start, stop, values, flight)
 
     @property
-    def comm(self) -> AxisComm:
-        """Collectives among the ranks that hold parts of the input."""
-        return self._comm
-
-    @property
-    def num_rows(self) -> int:
-        """Ranks that hold parts of the input."""
-        return self._comm.degree
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of one of them, padded."""
         return self._whole.shape[1]
@@ -65,7 +38,7 @@ class RegatheredInput:
 
     def start(self, whole: Tensor, x: Tensor, comm: AxisComm) -> None:
         """Begin to gather x (m, ...) into `whole` (n m, ...), part by part, each of all ranks."""
-        self._comm, self._whole = comm, whole.view(comm.degree, *x.shape)
+        self.comm, self._whole = comm, whole.view(comm.degree, *x.shape)
         for start, stop in chunk_bounds(x.shape[0], self.num_chunks):
             # A part holds the same tokens of every rank, which are not contiguous in the whole.
             part = x.new_empty((comm.degree * (stop - start), *x.shape[1:]))
@@ -74,9 +47,9 @@ class RegatheredInput:
     def parts(self) -> Iterator[tuple[int, int, Tensor]]:
         """(start, stop, values of all ranks) in order of arrival; they are in the whole input then."""
         for start, stop, part, flight in self._arriving:
-            self._comm.wait(flight)
+            self.comm.wait(flight)
             # Later products and the backward read the whole input.
-            self._whole[:, start:stop] = part.view(self._comm.degree, stop - start, *part.shape[1:])
+            self._whole[:, start:stop] = part.view(self.comm.degree, stop - start, *part.shape[1:])
             yield start, stop, part
         self._arriving = []
 
@@ -110,10 +83,10 @@ class RegatheredInput:
             self._refill = None
 
 
-class _GatherInput(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
-        ctx.comm, ctx.held = comm, held
+def gather_input(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+    """Gather the input of a region, x (m, ...) of all ranks; `held` may drop it until the region's backward."""
+
+    def forward(x: Tensor) -> Tensor:
         if held.num_chunks == 1:
             whole = comm.all_gather(x)
         else:
@@ -122,34 +95,34 @@ class _GatherInput(Function):
         held.hold(whole, x)
         return whole
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.held.await_refilled(ctx.comm)
-        return ctx.comm.reduce_scatter(gradients[0], ends_region=True), None, None
+    def backward(gradient: Tensor) -> Tensor:
+        held.await_refilled(comm)
+        return comm.reduce_scatter(gradient, ends_region=True)
+
+    return mapped(x, forward, backward)
 
 
-class _ReduceOutput(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
-        ctx.comm, ctx.held = comm, held
+def reduce_output(x: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+    """Reduce-scatter x, the output of a region; its backward begins to gather the dropped input again."""
+
+    def forward(x: Tensor) -> Tensor:
         held.drop()
         return comm.reduce_scatter(x)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(gradient: Tensor) -> Tensor:
         # The output's gradient first: input gradients wait for it, while only weight gradients need the input.
-        gradient = ctx.comm.all_gather(gradients[0])
-        ctx.held.refill(ctx.comm)
-        return gradient, None, None
+        gradient = comm.all_gather(gradient)
+        held.refill(comm)
+        return gradient
+
+    return mapped(x, forward, backward)
 
 
-class _AwaitInput(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
-        ctx.comm, ctx.held = comm, held
-        return y.view_as(y)
+def await_input(y: Tensor, comm: AxisComm, held: RegatheredInput) -> Tensor:
+    """Identity in forward; its backward waits until the sequence-parallel input has been gathered again."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.held.await_refilled(ctx.comm)
-        return gradients[0], None, None
+    def backward(gradient: Tensor) -> Tensor:
+        held.await_refilled(comm)
+        return gradient
+
+    return mapped(y, lambda y: y.view_as(y), backward)
