@@ -42,7 +42,7 @@ def measure(wire: WireFormat, dtype: torch.dtype, numel: int, rounds: int) -> tu
     one = messages[:1]
     encode_s = best_s(lambda: codecs.encode(values, wire, one, "values"), rounds)
     decode_s = best_s(lambda: codecs.decode(one, wire, decoded), rounds)
-    feedback_s = best_s(lambda: codecs.encode_with_feedback(values, wire, residual, one, "values"), rounds)
+    feedback_s = best_s(lambda: codecs.encode(values, wire, one, "values", residual), rounds)
     add_s = best_s(lambda: codecs.decode_add(messages, wire, total), rounds) / MESSAGES
     size_bytes = numel * values.element_size()
     both = size_bytes / (encode_s + decode_s)

@@ -15,7 +15,6 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def sizes(box: Box) -> tuple[int, ...]:
-    """Shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 

@@ -42,7 +42,6 @@ Files = dict[str, dict[str, Any]]  # file -> its entry in the manifest
 
 
 def folder_of(run_folder: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
 
@@ -55,7 +54,6 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Step in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
 
 

@@ -51,7 +51,6 @@ def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any]
 
 
 def snapshot_of(state: ModelState) -> Snapshot:
-    """Snapshot of this rank's part of the model state."""
     return Snapshot(state, slices_of(state.program.mesh, state.rank))
 
 

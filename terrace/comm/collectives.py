@@ -114,25 +114,25 @@ class Collectives:
         """Sums over all ranks: of `values`, fp64, then of the rounding errors; bitwise equal on every rank."""
         values = torch.cat([values, self.errors.take()])
         for hop in transfer.gathering:
-            group = self._group(transfer, hop)
-            everyone = values.new_empty(group.size * values.numel())
-            with self._sending(transfer, group, (group.size - 1) * values.nbytes):
-                all_gather(everyone, values, group, torch.empty_like(everyone))
             # All ranks sum the same rows in the same order, so that results are bitwise equal; an all-reduce does not
             # promise this.
-            values = everyone.view(group.size, -1).sum(0)
+            values = self._gathered(transfer, hop, values).sum(0)
         return values
 
     def gather_numbers(self, transfer: Transfer, numbers: Tensor) -> Tensor:
         """`numbers` (n) of every rank of a tensor line, (ranks, n), the same rows on each; never rounded."""
-        rows = numbers.reshape(1, -1)
+        rows = numbers
         for hop in transfer.gathering:
-            group = self._group(transfer, hop)
-            everyone = rows.new_empty(hop.degree * rows.shape[0], rows.shape[1])
-            with self._sending(transfer, group, (hop.degree - 1) * rows.nbytes):
-                all_gather(everyone.view(-1), rows.view(-1), group, torch.empty_like(everyone))
-            rows = everyone
-        return rows
+            rows = self._gathered(transfer, hop, rows.view(-1))
+        return rows.view(-1, numbers.numel())
+
+    def _gathered(self, transfer: Transfer, hop: Hop, values: Tensor) -> Tensor:
+        """`values` (n) of the peers on a tier, (peers, n), as they are."""
+        group = self._group(transfer, hop)
+        everyone = values.new_empty(group.size, values.numel())
+        with self._sending(transfer, group, (group.size - 1) * values.nbytes):
+            all_gather(everyone.view(-1), values, group, torch.empty_like(everyone))
+        return everyone
 
     def _group(self, transfer: Transfer, hop: Hop) -> TierGroup:
         return self._groups.of(transfer.lane, transfer.ranks.axes, hop.tier)
@@ -214,7 +214,7 @@ class Collectives:
         part = self.errors.sample(key, leg, hop.numel, hop.wire.block)
         if hop.wire.feedback:
             residual = origin.residual(message, hop.tier, leg, *values.shape)
-            codecs.encode_with_feedback(values, hop.wire, residual, out, name)
+            codecs.encode(values, hop.wire, out, name, residual)
             # With feedback the residual is the rounding error, so nothing is decoded.
             squares = [residual[0, part].double().square().sum(), values[0, part].double().square().sum()]
             sums = torch.stack(squares)

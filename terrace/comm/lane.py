@@ -36,7 +36,6 @@ class Lane(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether any work of this lane raised."""
         return False
 
     @abstractmethod

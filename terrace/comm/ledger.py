@@ -19,7 +19,6 @@ class Ledger:
             self._sent[message, tier] += num_bytes
 
     def total(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes sent so far."""
         return dict(self._sent)
 
 
@@ -39,5 +38,4 @@ class Meter:
             self._peak[category] = max(self._peak[category], self._now[category])
 
     def peak(self) -> dict[str, int]:
-        """Peak bytes per category."""
         return dict(self._peak)

@@ -23,8 +23,6 @@ from terrace.data.token_file import TokenFile
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Contents of `NAME.json`."""
-
     format: str
     max_token: int
     digest: str

@@ -101,8 +101,6 @@ def load_encoder(path: str | Path, tokenizer: Tokenizer, template: ChatTemplate)
 
 @dataclass(frozen=True)
 class ChatReader:
-    """Turns records into tokens."""
-
     template: ChatTemplate
     encoder: ChatEncoder
 

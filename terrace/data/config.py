@@ -20,8 +20,6 @@ PATHS = {"path": "stdlib", "tokenizer": "bytes", "cache": "", "chat_template": "
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Source text and how it becomes tokens."""
-
     path: str = "stdlib"
     tokenizer: str = "bytes"
     cache: str = ".terrace-cache"

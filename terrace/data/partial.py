@@ -79,7 +79,6 @@ class Partial:
         write_atomic(self._journal, json.dumps(asdict(self.noted)) + "\n")
 
     def finish(self) -> None:
-        """Renames both files to their final names."""
         self._sync()
         self.close()
         for path, suffix in zip(self._paths, (".tokens", ".starts"), strict=True):

@@ -39,7 +39,6 @@ class HeartbeatStore:
         self._store.set(key, self._seal.close(key, beat.encode()))
 
     def read_all(self) -> list[Heartbeat]:
-        """Heartbeats in rank order."""
         beats: list[Heartbeat] = []
         for start in range(0, self._world_size, _CHUNK):
             ranks = range(start, min(start + _CHUNK, self._world_size))

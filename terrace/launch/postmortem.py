@@ -40,7 +40,6 @@ class Heartbeat:
     rank: int = -1
 
     def encode(self) -> str:
-        """JSON text for the store."""
         return json.dumps(asdict(self))
 
     @property
@@ -48,7 +47,6 @@ class Heartbeat:
         return (self.step, self.counter)
 
     def where(self) -> str:
-        """Position in words."""
         return f"step {self.step}, instruction {self.counter} `{self.text}`"
 
 

@@ -72,7 +72,6 @@ class ProcessPool:
 
     @property
     def pids(self) -> list[int]:
-        """Processes alive now."""
         return [int(member.process.pid) for member in self._members if member is not None]
 
     def ask_to_stop(self, name: str) -> None:

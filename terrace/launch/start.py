@@ -11,7 +11,6 @@ import os
 import platform
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from terrace.launch.machines import Facts, files_digest, numa_of
 from terrace.launch.process_pool import ProcessPool
 from terrace.launch.rendezvous import host_store, meet, open_store
 from terrace.launch.seal import Seal, user_secret
-from terrace.launch.stop import SIGNALS, passed_on
+from terrace.launch.stop import SIGNALS, handled, passed_on
 from terrace.launch.world import World
 
 __all__ = ["LocalPool", "World", "detect", "is_restarted", "join", "launch_local", "pace", "world_size"]
@@ -229,10 +228,9 @@ def _number(name: str, text: str | None) -> int | None:
 
 
 def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, str]:
-    if not torch.cuda.is_available():
-        return "gloo", None, "this machine has no usable CUDA device"
-    if not dist.is_nccl_available():
-        return "gloo", None, "this torch was built without nccl"
+    why_not = _why_no_nccl()
+    if why_not:
+        return "gloo", None, why_not
     num_devices = torch.cuda.device_count()
     if launcher == "srun" and num_devices == 1:
         # --gpus-per-task=1 shows every rank its own device only.
@@ -248,14 +246,16 @@ def _backend(launcher: str, local_rank: int) -> tuple[str, torch.device | None, 
 
 
 def _local_backend(world_size: int) -> tuple[str, str]:
+    why_not = _why_no_nccl()
+    if not why_not and torch.cuda.device_count() < world_size:
+        why_not = f"{world_size} ranks want a CUDA device each, and this machine has {torch.cuda.device_count()}"
+    return ("gloo", why_not) if why_not else ("nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}")
+
+
+def _why_no_nccl() -> str:
     if not torch.cuda.is_available():
-        return "gloo", "this machine has no usable CUDA device"
-    if not dist.is_nccl_available():
-        return "gloo", "this torch was built without nccl"
-    num_devices = torch.cuda.device_count()
-    if num_devices < world_size:
-        return "gloo", f"{world_size} ranks want a CUDA device each, and this machine has {num_devices}"
-    return "nccl", f"rank 0 uses {torch.cuda.get_device_name(0)}"
+        return "this machine has no usable CUDA device"
+    return "" if dist.is_nccl_available() else "this torch was built without nccl"
 
 
 def _secret() -> Seal:
@@ -305,22 +305,9 @@ def _start_forkserver(module: str = "__main__") -> None:
     # Gloo would otherwise look up the machine's name on the network.
     if loopback:
         defaults["GLOO_SOCKET_IFNAME"] = loopback.pop()
-    with _defaults_in_environment(defaults), _unmoved_by_stops():
+    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it ignores them.
+    with _defaults_in_environment(defaults), handled(SIGNALS, signal.SIG_IGN):
         multiprocessing.forkserver.ensure_running()
-
-
-@contextmanager
-def _unmoved_by_stops() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # A job may send stop signals to all its processes, but the ranks end with the fork server, so it inherits this.
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -52,16 +52,15 @@ class StopSignal:
 
     def __init__(self, signals: Sequence[int] = SIGNALS) -> None:
         self.name: str | None = None  # of the signal
-        self._signals, self._before, self._since_s = signals, dict[int, Any](), 0.0
+        self._since_s = 0.0
+        self._handled = handled(signals, self._take)
 
     def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take) for number in self._signals}
+        self._handled.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        self._handled.__exit__(None, None, None)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
@@ -73,15 +72,24 @@ class StopSignal:
 
 
 @contextmanager
+def handled(signals: Sequence[int], handler: Any) -> Iterator[dict[int, Any]]:
+    """Handles signals with `handler` in the body, which gets the handlers before; only in the main thread."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before |= {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield before
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
     """In the parent of the ranks: the first signal goes to `ask`, a later one has its previous effect.
 
     Has no effect outside the main thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {}
     first_s: list[float] = []
 
     def take(number: int, frame: FrameType | None) -> None:
@@ -92,12 +100,8 @@ def passed_on(ask: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, before[number])
             os.kill(os.getpid(), number)
 
-    before |= {number: signal.signal(number, take) for number in SIGNALS}
-    try:
+    with handled(SIGNALS, take) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def ask(store: Any, seal: Seal, name: str) -> None:

@@ -43,7 +43,7 @@ SHORT_SEQUENCE = 128
 # in pieces of 32, 64, 128 and 256 tokens 8, 12, 18 and 25 ms. In bf16 44, and 14, 12, 16 and 19 ms.
 _SHORT_PIECE = 64
 
-_MAX_WHOLE = 4  # as many sequence lengths have their plan kept
+_MAX_KEPT = 4  # a run has one or two sequence lengths (training, validation)
 
 _Value = TypeVar("_Value")
 
@@ -59,12 +59,30 @@ class PerMicroBatch:
         # Inference tensors have no version counter.
         version = 0 if of.is_inference() else of._version
         made = self._made.setdefault(of, {})
-        if (version, key) not in made:
-            # A value made in inference mode could not be saved for a later backward.
-            with torch.inference_mode(False), torch.no_grad():
-                made[version, key] = make()
-        value: _Value = made[version, key]
-        return value
+        return _made(made, (version, key), make)
+
+
+class PerLength:
+    """A cache of values that depend on a sequence length; few are kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[object, Any] = {}
+
+    def get(self, key: object, make: Callable[[], _Value]) -> _Value:
+        """The value of `make` for `key`."""
+        # Clearing is simpler than evicting and bounds the memory.
+        if key not in self._kept and len(self._kept) >= _MAX_KEPT:
+            self._kept.clear()
+        return _made(self._kept, key, make)
+
+
+def _made(values: dict[object, Any], key: object, make: Callable[[], _Value]) -> _Value:
+    if key not in values:
+        # A value made in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            values[key] = make()
+    value: _Value = values[key]
+    return value
 
 
 @dataclass(frozen=True)
@@ -114,7 +132,7 @@ class AttentionPlans:
     def __init__(self, window: int) -> None:
         self.window = window
         self._packed = PerMicroBatch()
-        self._whole: dict[object, MaskPlan] = {}
+        self._whole = PerLength()
 
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """The mask plan for query (B, N, S, D), with documents marked by `positions` (B, S) int64.
@@ -128,14 +146,9 @@ class AttentionPlans:
             return self._packed.get(positions, dtype, lambda: self._make(positions, dtype))
         if not 0 < self.window < sequence:
             return None
-        key = (sequence, device, dtype)
-        if key not in self._whole:
-            # Few lengths occur in training; clearing is simpler than evicting and bounds the memory.
-            if len(self._whole) >= _MAX_WHOLE:
-                self._whole.clear()
-            with torch.inference_mode(False), torch.no_grad():
-                self._whole[key] = self._make(torch.arange(sequence, device=device)[None], dtype)
-        return self._whole[key]
+        return self._whole.get(
+            (sequence, device, dtype), lambda: self._make(torch.arange(sequence, device=device)[None], dtype)
+        )
 
     def _make(self, positions: Tensor, dtype: torch.dtype) -> MaskPlan:
         begins = document_begins(positions)

@@ -114,7 +114,6 @@ class Attended:
             self._lse = lse.transpose(1, 2)
 
     def add(self, run: Run, out: Tensor, lse: Tensor) -> None:
-        """Add a result of `pair_forward` for the queries of a run."""
         if self._out is None:
             self._out, self._lse = out, lse
             return

@@ -54,7 +54,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
     def is_full(self, row: int) -> bool:

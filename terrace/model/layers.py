@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import AttentionPlans, PerMicroBatch, Plans, attend
+from terrace.model.attention import AttentionPlans, PerLength, PerMicroBatch, Plans, attend
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
 from terrace.model.rope import RopeScaling
@@ -26,9 +26,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
-
-# A run has one or two sequence lengths (training, validation); more are recomputed, not kept.
-_MAX_TABLES = 4
 
 
 class RMSNorm(nn.Module):
@@ -66,20 +63,14 @@ class Rotary:
         self.dim = dim
         self.theta = theta
         self.scaling = scaling
-        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables = PerLength()
         self._packed = PerMicroBatch()
 
     def tables(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
-        key = (sequence, device, dtype)
-        if key not in self._tables:
-            # Few lengths occur in training; clearing is simpler than evicting.
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
-            # Outside inference mode: a table made inside it could not be saved for a later backward.
-            with torch.inference_mode(False):
-                self._tables[key] = self._compute(torch.arange(sequence, device=device), dtype)
-        return self._tables[key]
+        return self._tables.get(
+            (sequence, device, dtype), lambda: self._compute(torch.arange(sequence, device=device), dtype)
+        )
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(dtype, torch.float32)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.state_part import StatePart
-from terrace.runtime.states import ADAMW, KINDS
+from terrace.runtime.state_part import StatePart, whole_part
+from terrace.runtime.states import ADAMW
 
 
 class ShardedAdamW:
@@ -35,12 +35,10 @@ class ShardedAdamW:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the two moments."""
         return self.exp_avg.nbytes + self.exp_avg_sq.nbytes
 
     @property
     def num_steps(self) -> int:
-        """Number of updates made."""
         return int(self._steps[0].item())
 
     @num_steps.setter
@@ -50,9 +48,7 @@ class ShardedAdamW:
 
     @property
     def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores; every element is in one part."""
-        values = dict(zip(KINDS[ADAMW], (self.master, self.exp_avg, self.exp_avg_sq), strict=True))
-        return [StatePart(group=ADAMW, elements=slice(0, self.master.numel()), values=values)]
+        return [whole_part(ADAMW, self.master, self.exp_avg, self.exp_avg_sq)]
 
     @torch.no_grad()
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:

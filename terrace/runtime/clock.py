@@ -71,5 +71,4 @@ class CudaClock(Clock):
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock for this device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

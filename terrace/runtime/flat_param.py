@@ -138,7 +138,6 @@ class FlatParam:
         self._resize(self.full.nbytes)
 
     def free(self) -> None:
-        """Release the memory of the full buffer."""
         self._resize(0)
         self._meter.add("gathered", -self.full.nbytes)
 

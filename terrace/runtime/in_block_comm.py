@@ -20,8 +20,6 @@ def _ignore(ranks: tuple[int, ...]) -> None:
 
 @dataclass
 class InFlight:
-    """A message under way."""
-
     ticket: Ticket
     send: Send
 

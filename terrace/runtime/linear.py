@@ -51,7 +51,6 @@ class _Record:
         self._versions = self._current_versions()
 
     def release(self) -> None:
-        """Check that they are still the same."""
         assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[Tensor, Sink]) -> None:
@@ -124,7 +123,6 @@ class WeightQueue:
         self._records: deque[_Record] = deque()
 
     def __len__(self) -> int:
-        """The number of records that wait."""
         return len(self._records)
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -178,7 +176,6 @@ class WeightGradients:
                 parameter.gradients = self
 
     def queue(self, hold: bool) -> WeightQueue:
-        """An empty queue."""
         return WeightQueue(self._sinks, hold)
 
     @contextmanager

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.state_part import StatePart
-from terrace.runtime.states import KINDS, LION
+from terrace.runtime.state_part import StatePart, whole_part
+from terrace.runtime.states import LION
 
 # Elements worked on at a time: on a CPU they stay in a cache, on CUDA the temporary tensors stay small.
 _CHUNK_NUMEL = {"cpu": 1 << 16}
@@ -35,18 +35,14 @@ class ShardedLion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the moment."""
         return self.momentum.nbytes
 
     @property
     def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores; every element is in one part."""
-        values = dict(zip(KINDS[LION], (self.master, self.momentum), strict=True))
-        return [StatePart(group=LION, elements=slice(0, self.master.numel()), values=values)]
+        return [whole_part(LION, self.master, self.momentum)]
 
     @torch.no_grad()
     def update(self, lr: float, muon_momentum: Tensor | None = None) -> None:
-        """One step of Lion with learning rate `lr`."""
         config, step = self._config, _CHUNK_NUMEL.get(self.master.device.type, _LARGE_CHUNK_NUMEL)
         if config.weight_decay:
             self.master[: self._num_decayed].mul_(1 - lr * config.weight_decay)

@@ -82,7 +82,6 @@ class ModelState:
         replace_parameters(list(self.modules.values()), replacements)
 
     def __iter__(self) -> Iterator[FlatParam]:
-        """All flat parameters, block after block."""
         for flats in self.flats.values():
             yield from flats
 

@@ -21,8 +21,8 @@ from terrace.model.spec import ParamSpec
 from terrace.plan.newton_schulz import COEFFICIENTS, UPDATE_RMS
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.state_part import StatePart
-from terrace.runtime.states import KINDS, MUON
+from terrace.runtime.state_part import StatePart, whole_part
+from terrace.runtime.states import MUON
 
 Extent = tuple[ParamSpec, int, int]  # a matrix, and where it begins and ends in the flat buffer
 
@@ -57,12 +57,10 @@ class ShardedMuon:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the momentum, and of AdamW's moments."""
         return self.momentum.nbytes + (self._rest.nbytes if self._rest is not None else 0)
 
     @property
     def num_steps(self) -> int:
-        """Number of updates made."""
         return self.num_steps_made
 
     @num_steps.setter
@@ -73,11 +71,9 @@ class ShardedMuon:
 
     @property
     def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores; every element is in one part."""
         found = []
         if self._num_matrix:
-            values = dict(zip(KINDS[MUON], (self.master[: self._num_matrix], self.momentum), strict=True))
-            found.append(StatePart(group=MUON, elements=slice(0, self._num_matrix), values=values))
+            found.append(whole_part(MUON, self.master[: self._num_matrix], self.momentum))
         for part in self._rest.parts if self._rest is not None else ():
             elements = slice(self._num_matrix + part.elements.start, self._num_matrix + part.elements.stop)
             found.append(StatePart(group=part.group, elements=elements, values=part.values))

@@ -19,8 +19,7 @@ class Optimizer(Protocol):
     master: Tensor
 
     @property
-    def num_steps(self) -> int:
-        """Number of updates made."""
+    def num_steps(self) -> int: ...
 
     @num_steps.setter
     def num_steps(self, value: int) -> None: ...

@@ -5,13 +5,10 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of the generator of `device`."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class restored:  # noqa: N801  (reads as a statement)
-    """Run the body with an earlier random state."""
-
     def __init__(self, state: Tensor | None, device: torch.device) -> None:
         self._state = state
         self._device = device

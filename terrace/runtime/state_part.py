@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from terrace.runtime.states import KINDS
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
@@ -13,3 +15,9 @@ class StatePart:
     group: str
     elements: slice  # of the slice that the optimizer owns
     values: Mapping[str, Tensor]
+
+
+def whole_part(group: str, *states: Tensor) -> StatePart:
+    """A part of all elements, with the kinds of state of its group in order."""
+    values = dict(zip(KINDS[group], states, strict=True))
+    return StatePart(group=group, elements=slice(0, states[0].numel()), values=values)

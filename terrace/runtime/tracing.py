@@ -44,15 +44,12 @@ class _Step:
 
 
 class Tracer:
-    """Traces steps of one engine."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine, self._program = engine, engine.program
         self._steps: list[_Step] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Trace the engine's step in the body."""
         step = _Step()
         hidden = self._hide(step)
         try:

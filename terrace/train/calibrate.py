@@ -60,48 +60,50 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     """
     cluster, plan = engine.program.cluster, engine.program.plan
     layer_s = _mean_seconds(engine, layer)
-    own = [flops / layer_s, _memory_bytes_per_s(engine)]
-    own.append(_codec_bytes_per_s(engine) or own[1])
+    # Two operands are read and one written.
+    a = torch.zeros(_LARGE_BYTES, device=engine.device)
+    memory_bytes_per_s = 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
+    own = {"flops": flops / layer_s, "memory": memory_bytes_per_s}
+    own["codec"] = _codec_bytes_per_s(engine) or memory_bytes_per_s
     mesh = engine.program.everyone
     crossed = [index for index, degree in enumerate(mesh.degrees) if degree > 1]
     # The groups of the control message.
     groups = [engine.comm.groups.of(max(crossed), mesh.axes, index) for index in crossed]
+    links: dict[str, tuple[float, float]] = {}  # tier -> latency, bandwidth
     for group in groups:
         progress(group.tier)
-        own += _latency_and_bandwidth(engine, group)
+        links[group.tier] = _latency_and_bandwidth(engine, group)
     progress("messages between computation")
-    own.append(_skew_s(engine, groups, layer, layer_s))
-    edges = _edge_tiers(engine)
-    for tier in edges:
-        progress(f"{cluster.tiers[tier].name} between stages")
-        own += _between_stages(engine, tier)
+    own["skew"] = _skew_s(engine, groups, layer, layer_s)
+    for tier in _edge_tiers(engine):
+        name = cluster.tiers[tier].name
+        progress(f"{name} between stages")
+        links[name] = _between_stages(engine, tier)
     progress("the figures of all ranks")
-    everyone = torch.tensor(engine.comm.exchange(own), dtype=torch.float64)  # (world size, constants)
+    everyone = torch.tensor(
+        engine.comm.exchange([*own.values(), *(figure for link in links.values() for figure in link)]),
+        dtype=torch.float64,
+    )  # (world size, figures)
     # Every rank averages the same figures, so that all build the same cluster.
-    mean = everyone.nanmean(0).tolist()  # a stage may have no neighbour over a tier
+    figures = iter(everyone.nanmean(0).tolist())  # a stage may have no neighbour over a tier
+    mean = {name: next(figures) for name in own}
     device = replace(
         cluster.device,
-        peak_flops_per_s={**cluster.device.peak_flops_per_s, plan.compute: mean[0]},
-        memory_bandwidth_bytes_per_s=mean[1],
+        peak_flops_per_s={**cluster.device.peak_flops_per_s, plan.compute: mean["flops"]},
+        memory_bandwidth_bytes_per_s=mean["memory"],
         # Kernels reach the measured rates, so no efficiency remains to scale by; a codec may reach less.
-        kernels=Kernels(codec=min(1.0, mean[2] / mean[1])),
+        kernels=Kernels(codec=min(1.0, mean["codec"] / mean["memory"])),
         marks={f"peak_flops_per_s.{plan.compute}": "measured", "memory_bandwidth_bytes_per_s": "measured"},
         source=_SOURCE,
     )
-    after = 3 + 2 * len(groups)
-    skew_s, links = mean[after], mean[after + 1 :]
+    measured = {name: (next(figures), next(figures)) for name in links}
     # Tiers inside a stage get the skew on top; tiers only between stages do not, since the simulation plays their
     # waits.
-    constants = {
-        group.tier: (latency_s + skew_s, bandwidth)
-        for group, latency_s, bandwidth in zip(groups, mean[3:after:2], mean[4:after:2], strict=True)
-    }
-    constants |= {
-        cluster.tiers[tier].name: (latency_s, bandwidth)
-        for tier, latency_s, bandwidth in zip(edges, links[::2], links[1::2], strict=True)
-    }
+    skews = dict.fromkeys((group.tier for group in groups), mean["skew"])
     tiers = [
-        _measured(tier, *constants[tier.name], engine.comm.pacer) if tier.name in constants else tier
+        _measured(tier, measured[tier.name][0] + skews.get(tier.name, 0.0), measured[tier.name][1], engine.comm.pacer)
+        if tier.name in measured
+        else tier
         for tier in cluster.tiers
     ]
     return replace(cluster, device=device, tiers=tuple(tiers))
@@ -141,12 +143,6 @@ def _layer(engine: Engine, run: RunConfig) -> tuple[Work, int]:
     return lambda: blocks[1](x), forward_flops(config, 1, *sizes)
 
 
-def _memory_bytes_per_s(engine: Engine) -> float:
-    # Two operands are read and one written.
-    a = torch.zeros(_LARGE_BYTES, device=engine.device)
-    return 3 * a.nbytes / _mean_seconds(engine, lambda: a.add_(a))
-
-
 def _codec_bytes_per_s(engine: Engine) -> float:
     cluster, plan = engine.program.cluster, engine.program.plan
     wires = {
@@ -169,7 +165,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
     return 2 * (values.nbytes + coded.nbytes) / _mean_seconds(engine, both)
 
 
-def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
+def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> tuple[float, float]:
     # An all-gather over a ring sends size - 1 messages one after the other.
     copies = group.size - 1
     small_s, large_s = (
@@ -178,11 +174,11 @@ def _latency_and_bandwidth(engine: Engine, group: TierGroup) -> list[float]:
     return _fitted(small_s / copies, large_s / copies)
 
 
-def _fitted(small_s: float, large_s: float) -> list[float]:
+def _fitted(small_s: float, large_s: float) -> tuple[float, float]:
     if large_s <= small_s:  # noise hides the slope: all of the larger message's time counts as bandwidth
-        return [0.0, _LARGE_BYTES / large_s]
+        return 0.0, _LARGE_BYTES / large_s
     bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / (large_s - small_s)
-    return [max(0.0, small_s - _SMALL_BYTES / bandwidth), bandwidth]
+    return max(0.0, small_s - _SMALL_BYTES / bandwidth), bandwidth
 
 
 def _edge_tiers(engine: Engine) -> list[int]:
@@ -192,7 +188,7 @@ def _edge_tiers(engine: Engine) -> list[int]:
     return sorted(tier for tier in crossed if program.everyone.degrees[tier] == 1)
 
 
-def _between_stages(engine: Engine, tier: int) -> list[float]:
+def _between_stages(engine: Engine, tier: int) -> tuple[float, float]:
     program = engine.program
     stage, pairs = program.stage.index, program.stage.pairs
     # Every rank takes part in the barriers; one without a neighbour over this tier reports NaN.
@@ -206,7 +202,7 @@ def _between_stages(engine: Engine, tier: int) -> list[float]:
         for size in (_SMALL_BYTES, _LARGE_BYTES)
     )
     between.close()
-    return [math.nan, math.nan] if onward is back is None else _fitted(small_s, large_s)
+    return (math.nan, math.nan) if onward is back is None else _fitted(small_s, large_s)
 
 
 def _exchange(engine: Engine, between: StageP2P, onward: int | None, back: int | None, num_bytes: int) -> Work:

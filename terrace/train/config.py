@@ -132,7 +132,6 @@ class RunConfig:
         return any(source.documents != "join" for source in self.data.sources())
 
     def num_micros(self) -> int:
-        """Micro-batches per rank and step."""
         return num_micro_batches(self.plan, Layout.of(self.cluster, self.plan), self.train.batch)
 
 

@@ -92,7 +92,6 @@ class Summary:
 
     @property
     def mean_time_s(self) -> dict[str, float]:
-        """Mean seconds by category."""
         steps = max(1, self._num_seen - self._num_warm_up)
         return {category: total / steps for category, total in self._time_s.items()}
 
@@ -103,17 +102,13 @@ class Observer(Protocol):
     def started(self, predicted: StepReport, cluster: Cluster, first_step: int) -> None:
         """The engine is ready; `cluster` has the measured constants behind the prediction."""
 
-    def stepped(self, record: StepRecord, seconds_left: float) -> None:
-        """A step is done."""
+    def stepped(self, record: StepRecord, seconds_left: float) -> None: ...
 
-    def saved(self, folder: Path) -> None:
-        """A checkpoint is complete."""
+    def saved(self, folder: Path) -> None: ...
 
-    def note(self, text: str) -> None:
-        """A message to the user."""
+    def note(self, text: str) -> None: ...
 
-    def finished(self, outcome: Outcome) -> None:
-        """The run is over."""
+    def finished(self, outcome: Outcome) -> None: ...
 
 
 class Silent:

@@ -38,7 +38,6 @@ class Planned:
 
 
 def planned_table(model: ModelConfig, cluster: Cluster, batch: int, sequence: int) -> dict[str, Any]:
-    """The table that `read_planned` reads back."""
     return {"batch": batch, "sequence": sequence, "model": dump(to_table(model)), "cluster": dump(cluster)}
 
 

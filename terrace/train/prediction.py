@@ -40,7 +40,6 @@ def resolved_run(run: RunConfig) -> RunConfig:
 
 
 def predict(run: RunConfig, cluster: Cluster) -> Prediction:
-    """The predicted step of a run on `cluster`."""
     return predict_step(step_of(run, cluster))
 
 

@@ -12,8 +12,9 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.files import write_atomic
@@ -27,12 +28,12 @@ _MLFLOW_VALUE_LENGTH = 500
 Config = Mapping[str, Any]
 
 
-class Tracker(Protocol):
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        pass
+@dataclass(frozen=True)
+class Tracker:
+    """`log` sends the values of a step, `close` everything that is still buffered."""
 
-    def close(self) -> None:
-        """Sends everything that is still buffered."""
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], object]
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -95,79 +96,57 @@ def open_trackers(names: Sequence[str], folder: Path, config: Config, first_step
     return found
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        # A resumed run repeats steps after its checkpoint, so their earlier points are purged.
-        self._writer = writer(str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None)
-        self._writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", first_step)
+def _tensorboard(folder: Path, config: Config, first_step: int) -> Tracker:
+    # A resumed run repeats steps after its checkpoint, so their earlier points are purged.
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+        str(folder / "tensorboard"), purge_step=first_step + 1 if first_step else None
+    )
+    writer.add_text("config", f"```json\n{json.dumps(config, indent=1)}\n```", first_step)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        known, name = _ids(folder).get("wandb"), folder.resolve().name
-        self._run = importlib.import_module("wandb").init(
-            # The kept id continues the same curves; the service drops steps that it has already.
-            name=name,
-            dir=str(folder),
-            config=dict(config),
-            id=known,
-            resume="allow" if known else None,
-        )
-        _keep_id(folder, "wandb", str(self._run.id))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(log, writer.close)
 
 
-class _Trackio:
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        self._trackio = importlib.import_module("trackio")
-        # The run's name identifies it, so no id is kept.
-        self._trackio.init(project=_PROJECT, name=folder.resolve().name, config=dict(config), resume="allow")
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+def _wandb(folder: Path, config: Config, first_step: int) -> Tracker:
+    known, name = _ids(folder).get("wandb"), folder.resolve().name
+    # The kept id continues the same curves; the service drops steps that it has already.
+    resume = "allow" if known else None
+    run = importlib.import_module("wandb").init(
+        name=name, dir=str(folder), config=dict(config), id=known, resume=resume
+    )
+    _keep_id(folder, "wandb", str(run.id))
+    return Tracker(lambda values, step: run.log(dict(values), step=step), run.finish)
 
 
-class _Mlflow:
-    def __init__(self, folder: Path, config: Config, first_step: int) -> None:
-        self._mlflow, known = importlib.import_module("mlflow"), _ids(folder).get("mlflow")
-        # MLflow refuses parameters that change, so they are logged once, at the first start.
-        if known is None:
-            run = self._mlflow.start_run(run_name=folder.resolve().name)
-            flat = list(_flat(config).items())
-            for start in range(0, len(flat), _MLFLOW_PARAMS_A_CALL):
-                self._mlflow.log_params(dict(flat[start : start + _MLFLOW_PARAMS_A_CALL]))
-        else:
-            run = self._mlflow.start_run(run_id=known)
-        _keep_id(folder, "mlflow", str(run.info.run_id))
+def _trackio(folder: Path, config: Config, first_step: int) -> Tracker:
+    trackio = importlib.import_module("trackio")
+    # The run's name identifies it, so no id is kept.
+    trackio.init(project=_PROJECT, name=folder.resolve().name, config=dict(config), resume="allow")
+    return Tracker(lambda values, step: trackio.log(dict(values), step=step), trackio.finish)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+def _mlflow(folder: Path, config: Config, first_step: int) -> Tracker:
+    mlflow, known = importlib.import_module("mlflow"), _ids(folder).get("mlflow")
+    # MLflow refuses parameters that change, so they are logged once, at the first start.
+    if known is None:
+        run = mlflow.start_run(run_name=folder.resolve().name)
+        flat = list(_flat(config).items())
+        for start in range(0, len(flat), _MLFLOW_PARAMS_A_CALL):
+            mlflow.log_params(dict(flat[start : start + _MLFLOW_PARAMS_A_CALL]))
+    else:
+        run = mlflow.start_run(run_id=known)
+    _keep_id(folder, "mlflow", str(run.info.run_id))
+    return Tracker(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
 
 
 TRACKERS: dict[str, Callable[[Path, Config, int], Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _Wandb,
-    "trackio": _Trackio,
-    "mlflow": _Mlflow,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
 }
 
 

@@ -89,7 +89,7 @@ def test_fast_equals_reference_over_several_chunks(codec: str) -> None:
         residual = mixed(rows, numel, 6).clamp(-1, 1)
         expected_residual, expected = residual.clone(), new_messages(wire, rows, numel)
         messages = new_messages(wire, rows, numel)
-        codecs.encode_with_feedback(values, wire, residual, messages, "values")
+        codecs.encode(values, wire, messages, "values", residual)
         reference.encode(values, wire, expected, expected_residual)
         assert torch.equal(messages, expected)
         assert same(residual, expected_residual)
@@ -215,7 +215,7 @@ def test_feedback_delivers_what_was_asked_for(wire: WireFormat, dtype: torch.dty
         asked += values.double()
         total = values.float() + residual
         messages = new_messages(wire, rows, numel)
-        codecs.encode_with_feedback(values, wire, residual, messages, "values")
+        codecs.encode(values, wire, messages, "values", residual)
         delivered += received(messages, wire, numel).double()
         assert (residual.double().abs() <= bound(total, messages, wire)).all()
     assert ((asked - delivered) - residual.double()).abs().max() < steps * 2.0**-22

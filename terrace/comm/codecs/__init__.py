@@ -47,33 +47,32 @@ from torch import Tensor
 from terrace.comm.codecs import cpu, reference
 from terrace.plan.wire import WireFormat
 
-__all__ = ["MAX_SAMPLE", "backend", "decode", "decode_add", "encode", "encode_with_feedback", "error_sums"]
+__all__ = ["MAX_SAMPLE", "backend", "decode", "decode_add", "encode", "error_sums"]
 
 MAX_SAMPLE = 1 << 16  # elements of a sample for measuring the error: a choice, about 0.2 ms on a CPU core
 _ELEMENTS = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @torch.no_grad()
-def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str) -> None:
+def encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None = None) -> None:
     """Write the message of every row of `values` [rows, n] into `out` [rows, wire.message_bytes(n)], uint8.
 
-    `values` is fp64, fp32 or bf16; both may have a stride between rows, and rows of `out` begin at even bytes. `name`
-    describes the values in the error. Raises `TrainingError` on a CPU for inf or nan; `out` is then partly written.
+    `values` is fp64, fp32 or bf16; both may have a stride between rows, and rows of `out` begin at even bytes. With a
+    `residual` [rows, n], fp32, the messages are of `values + residual`, and their rounding errors are left in it.
+    `name` describes the values in the error. Raises `TrainingError` on a CPU for inf or nan; `out` is then partly
+    written, and the residual must not be used again.
     """
     _check(values, wire, out)
-    _encode(values, wire, out, name, None)
-
-
-@torch.no_grad()
-def encode_with_feedback(values: Tensor, wire: WireFormat, residual: Tensor, out: Tensor, name: str) -> None:
-    """Write the messages of `values + residual` and leave their rounding errors in `residual` [rows, n], fp32.
-
-    Otherwise as `encode`. After a `TrainingError` the residual is partly updated and must not be used again.
-    """
-    _check(values, wire, out)
-    assert residual.dtype == torch.float32, f"a residual of {residual.dtype}; it is fp32"
-    assert residual.shape == values.shape, f"a residual {tuple(residual.shape)} of values {tuple(values.shape)}"
-    _encode(values, wire, out, name, residual)
+    if residual is not None:
+        assert residual.dtype == torch.float32, f"a residual of {residual.dtype}; it is fp32"
+        assert residual.shape == values.shape, f"a residual {tuple(residual.shape)} of values {tuple(values.shape)}"
+    if not values.numel():
+        return
+    if values.device.type == "cpu":
+        # The CPU implementation alone raises, so it alone takes the name.
+        cpu.encode(values, wire, out, name, residual)
+    else:
+        _implementation(values.device).encode(values, wire, out, residual)
 
 
 @torch.no_grad()
@@ -119,16 +118,6 @@ def backend(device: torch.device) -> str:
     if not _has_triton():
         return "torch: triton is not installed"
     return f"triton {import_module('triton').__version__} kernels"
-
-
-def _encode(values: Tensor, wire: WireFormat, out: Tensor, name: str, residual: Tensor | None) -> None:
-    if not values.numel():
-        return
-    if values.device.type == "cpu":
-        # The CPU implementation alone raises, so it alone takes the name.
-        cpu.encode(values, wire, out, name, residual)
-    else:
-        _implementation(values.device).encode(values, wire, out, residual)
 
 
 def _implementation(device: torch.device) -> ModuleType:

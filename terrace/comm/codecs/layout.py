@@ -45,7 +45,6 @@ class Parts:
 
 
 def message_parts(wire: WireFormat, numel: int) -> Parts:
-    """Layout of a message of `numel` elements."""
     codes = SCALE_BYTES * -(-numel // wire.block)
     return Parts(codes, codes + -(-numel * wire.bits // 8), wire.message_bytes(numel))
 
@@ -74,7 +73,6 @@ class Section:
 
 
 def sections(wire: WireFormat, numel: int) -> Iterator[Section]:
-    """Sections of a message of `numel` elements."""
     num_full, rest = divmod(numel, wire.block)
     codes = message_parts(wire, numel).codes
     block_bytes = wire.block * wire.bits // 8

@@ -72,8 +72,6 @@ class _RotaryTable:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaTable(_RotaryTable):
-    """The implemented keys of `LlamaConfig`, with its defaults."""
-
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
@@ -83,8 +81,6 @@ class LlamaTable(_RotaryTable):
 
 @dataclass(frozen=True, kw_only=True)
 class MistralTable(_RotaryTable):
-    """The implemented keys of `MistralConfig`, with its defaults."""
-
     num_key_value_heads: int | None
     head_dim: int | None = None
     max_position_embeddings: int = 4096 * 32
@@ -108,16 +104,12 @@ class Qwen2Table(_RotaryTable):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Table(Qwen2Table):
-    """The implemented keys of `Qwen3Config`, with its defaults."""
-
     head_dim: int | None = 128
     attention_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTNeoXTable(_RotaryTable):
-    """The implemented keys of `GPTNeoXConfig`, with its defaults."""
-
     layer_norm_eps: float = 1e-5
     hidden_act: str = "gelu"
     use_parallel_residual: bool = True
@@ -126,8 +118,6 @@ class GPTNeoXTable(_RotaryTable):
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Table:
-    """The implemented keys of `GPT2Config`, with its defaults."""
-
     vocab_size: int
     n_embd: int
     n_layer: int

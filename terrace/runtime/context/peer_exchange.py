@@ -42,7 +42,6 @@ class Rows:
 
     @property
     def is_run(self) -> bool:
-        """Whether they are one run."""
         return self._index is None
 
     def copy(self, x: Tensor, out: Tensor) -> None:
@@ -57,14 +56,12 @@ class Rows:
         return self.runs == (((0, num),) if num else ())
 
     def set(self, x: Tensor, values: Tensor) -> None:
-        """Set these rows of x to `values`."""
         if self._index is not None:
             x.index_copy_(2, self._index, values.to(x.dtype))
         else:
             self.of(x).copy_(values)
 
     def add(self, x: Tensor, values: Tensor) -> None:
-        """Add `values` to these rows of x."""
         if self._index is not None:
             x.index_add_(2, self._index, values.to(x.dtype))
         else:
@@ -93,13 +90,11 @@ class PeerExchange:
         return PeerExchange(tuple(sends.items()), tuple(receives.items()), own)
 
     def reversed(self) -> "PeerExchange":
-        """The exchange in the other direction."""
         own = None if self.own is None else (self.own[1], self.own[0])
         return PeerExchange(self.receives, self.sends, own)
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is sent or received."""
         return not self.sends and not self.receives
 
     @property
