@@ -10,7 +10,6 @@ so the ids are those that a model sees when the same template is used to talk to
 characters is the assistant's.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrace.base.errors import DataError, did_you_mean
+from terrace.data.pieces import json_object, kind_of
 from terrace.data.template import ChatTemplate, Spans, TemplateRefusalError, marks_in
 from terrace.data.tokenizer import BYTES, Tokenizer
 
@@ -117,7 +117,7 @@ class ChatReader:
         messages = _messages(record["messages"], where, self.template.source)
         tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
-            raise DataError(f"{where}: 'tools' must be a list, not {_kind(tools)}; write it as one")
+            raise DataError(f"{where}: 'tools' must be a list, not {kind_of(tools)}; write it as one")
         # Before rendering: afterwards the template's own special tokens could not be told from forged ones.
         for text in _texts([messages, tools]):
             self._check(text, where)
@@ -178,12 +178,7 @@ class ChatReader:
 
 
 def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON ({error}); each line must be an object") from error
-    if not isinstance(record, dict):
-        raise DataError(f'{where} is {_kind(record)}; each line must be an object {{"messages": [...]}}')
+    record = json_object(line, lambda: where, '{"messages": [...]}')
     pair = [key for key in ("prompt", "completion") if key in record]
     # Which of the two is meant cannot be told.
     if "messages" in record and pair:
@@ -196,13 +191,13 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
-        raise DataError(f"{where}: 'messages' must be a list, not {_kind(messages)}; write one message an entry")
+        raise DataError(f"{where}: 'messages' must be a list, not {kind_of(messages)}; write one message an entry")
     if not messages:
         raise DataError(f"{where}: the conversation is empty; drop the line")
     for number, message in enumerate(messages, start=1):
         here = f"{where}: message {number}"
         if not isinstance(message, dict):
-            raise DataError(f"{here} is {_kind(message)}; each must be an object with 'role' and 'content'")
+            raise DataError(f"{here} is {kind_of(message)}; each must be an object with 'role' and 'content'")
         role = message.get("role")
         if not isinstance(role, str):
             keys = ", ".join(repr(key) for key in list(message)[:_SHOWN_KEYS]) or "none"
@@ -216,7 +211,7 @@ def _messages(messages: Any, where: str, template: str) -> list[dict[str, Any]]:
         if content is None and not message.get("tool_calls"):
             raise DataError(f"{here}, of the {role}, has no 'content'; say what is said or drop it")
         if content is not None and not isinstance(content, str):
-            raise DataError(f"{here}: 'content' must be a string, not {_kind(content)}; convert it")
+            raise DataError(f"{here}: 'content' must be a string, not {kind_of(content)}; convert it")
         # Ignoring it would train on turns that the user meant to leave out.
         if "weight" in message:
             raise DataError(f"{here} has a 'weight', which is not taken into account; remove the key, or the message")
@@ -229,7 +224,7 @@ def _string(record: Mapping[str, Any], key: str, where: str) -> str:
     value = record[key]
     if not isinstance(value, str):
         fix = 'write a conversation as "messages"' if isinstance(value, list) else "convert it or drop the line"
-        raise DataError(f"{where}: {key!r} must be a string, not {_kind(value)}; {fix}")
+        raise DataError(f"{where}: {key!r} must be a string, not {kind_of(value)}; {fix}")
     return value
 
 
@@ -242,9 +237,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Sequence):
         for item in value:
             yield from _texts(item)
-
-
-def _kind(value: Any) -> str:
-    return {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}.get(
-        type(value).__name__, f"of type {type(value).__name__}"
-    )

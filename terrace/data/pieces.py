@@ -4,10 +4,11 @@ A `Unit` is a part of one file. The units of a corpus depend only on its files, 
 processes gets the same pieces.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from terrace.base.errors import DataError
 
@@ -48,6 +49,24 @@ def check_text(text: object, column: str, where: str) -> str:
         escape = ascii(text[error.start])
         raise DataError(f"{where}: {column!r} holds half a surrogate pair ({escape}); repair the record") from error
     return text
+
+
+def json_object(line: str, where: Callable[[], str], form: str) -> dict[str, Any]:
+    """The object in a line of JSON, which has the `form`. Raises `DataError` for anything else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where()} is not valid JSON ({error}); each line must be an object") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where()} is {kind_of(record)}; each line must be an object {form}")
+    return record
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value, in words."""
+    return {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}.get(
+        type(value).__name__, f"of type {type(value).__name__}"
+    )
 
 
 def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:

@@ -6,7 +6,7 @@ An Arrow file is a stream, as the `datasets` library writes it, or has the rando
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from terrace.base.errors import DataError
 from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column
@@ -21,19 +21,17 @@ def table_units(file: Path, size: int, unit_bytes: int, column: str) -> list[Uni
 
     Raises `DataError` for a damaged file and one without `column`, or where that holds no strings.
     """
-    if file.suffix.lower() == ".parquet":
+    kind: Literal["parquet", "arrow"] = "parquet" if file.suffix.lower() == ".parquet" else "arrow"
+    if kind == "parquet":
         with _parquet(file) as table:
             _check_column(file, table.schema_arrow, column)
             sizes = [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
-        return [
-            Unit(file, "parquet", first, end, True, num_bytes, column)
-            for first, end, num_bytes in _joined(sizes, unit_bytes, size)
-        ]
-    with _damage(file), _batches(file) as (schema, batches):
-        _check_column(file, schema, column)
-        sizes = [batch.nbytes for batch in batches]
+    else:
+        with _damage(file), _batches(file) as (schema, batches):
+            _check_column(file, schema, column)
+            sizes = [batch.nbytes for batch in batches]
     return [
-        Unit(file, "arrow", first, end, True, num_bytes, column)
+        Unit(file, kind, first, end, True, num_bytes, column)
         for first, end, num_bytes in _joined(sizes, unit_bytes, size)
     ]
 

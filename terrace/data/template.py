@@ -135,7 +135,9 @@ def load_template(tokenizer: str | Path, path: str | Path = "", *, needed: bool 
     if str(tokenizer) != BYTES:
         folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     config = _config(folder)
-    tokens = {name: _text(config[name]) for name in _TOKENS if config.get(name) is not None}
+    given = {name: config[name] for name in _TOKENS if config.get(name) is not None}
+    # A token is a text, or a table that describes it.
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
     if not needed:
         return ChatTemplate("", tokens)
     if path:
@@ -171,10 +173,6 @@ def _config(folder: Path | None) -> dict[str, Any]:
         return read_table(folder / _CONFIG_FILE)
     except ConfigError as error:
         raise DataError(str(error)) from error
-
-
-def _text(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read(path: Path) -> str:

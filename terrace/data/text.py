@@ -5,13 +5,12 @@ every `UNIT_BYTES`. A JSONL file is cut between lines.
 """
 
 import codecs
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from terrace.base.errors import DataError
-from terrace.data.pieces import DocumentPart, Unit, check_text, cut, missing_column, unreadable
+from terrace.data.pieces import DocumentPart, Unit, check_text, cut, json_object, missing_column, unreadable
 
 UNIT_BYTES = 16 << 20  # some seconds of a tokenizer's work
 MAX_LINE_BYTES = 100_000_000  # a longer line is more likely a file without line ends than a document
@@ -94,12 +93,7 @@ def _text_of(line: str, unit: Unit, number: int) -> str:
     def where() -> str:
         return f"{unit.file}:{_line_number(unit.file, unit.first) + number - 1}"
 
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where()} is not valid JSON ({error}); each line must be an object") from error
-    if not isinstance(record, dict):
-        raise DataError(f'{where()} is a {type(record).__name__}; each line must be an object {{"text": ...}}')
+    record = json_object(line, where, '{"text": ...}')
     if unit.column not in record:
         raise missing_column(where(), unit.column, record)
     text = record[unit.column]

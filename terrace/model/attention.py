@@ -62,18 +62,15 @@ class PerMicroBatch:
         return _made(made, (version, key), make)
 
 
-class PerLength:
+class PerLength(dict[object, Any]):
     """A cache of values that depend on a sequence length; few are kept."""
 
-    def __init__(self) -> None:
-        self._kept: dict[object, Any] = {}
-
-    def get(self, key: object, make: Callable[[], _Value]) -> _Value:
+    def made(self, key: object, make: Callable[[], _Value]) -> _Value:
         """The value of `make` for `key`."""
         # Clearing is simpler than evicting and bounds the memory.
-        if key not in self._kept and len(self._kept) >= _MAX_KEPT:
-            self._kept.clear()
-        return _made(self._kept, key, make)
+        if key not in self and len(self) >= _MAX_KEPT:
+            self.clear()
+        return _made(self, key, make)
 
 
 def _made(values: dict[object, Any], key: object, make: Callable[[], _Value]) -> _Value:
@@ -146,7 +143,7 @@ class AttentionPlans:
             return self._packed.get(positions, dtype, lambda: self._make(positions, dtype))
         if not 0 < self.window < sequence:
             return None
-        return self._whole.get(
+        return self._whole.made(
             (sequence, device, dtype), lambda: self._make(torch.arange(sequence, device=device)[None], dtype)
         )
 

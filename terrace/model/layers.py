@@ -68,7 +68,7 @@ class Rotary:
 
     def tables(self, sequence: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (S, R/2), computed in fp32 (fp64 for fp64) and cast to `dtype`."""
-        return self._tables.get(
+        return self._tables.made(
             (sequence, device, dtype), lambda: self._compute(torch.arange(sequence, device=device), dtype)
         )
 

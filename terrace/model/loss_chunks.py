@@ -14,6 +14,11 @@ def chunk_rows(vocab_size: int, device: str) -> int:
     return max(1, CHUNK_NUMEL[device] // max(1, vocab_size))
 
 
+def slices(num: int, step: int) -> list[slice]:
+    """`num` rows in slices of `step`; the last may reach beyond the end."""
+    return [slice(start, start + step) for start in range(0, num, step)]
+
+
 def chunk_bytes(tokens: int, vocab_size: int, hidden: int, item: int, wide: int, device: str) -> int:
     """Bytes of a chunk: its logits, the operands of their softmax, a wide sum of weight gradients.
 

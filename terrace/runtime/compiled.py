@@ -43,7 +43,7 @@ def check_compiler(device: torch.device) -> None:
     """Compile a small function; raises `ConfigError` with the reason where this machine cannot."""
     try:
         # A trial now: a missing compiler would otherwise show in the first step, on every rank.
-        torch.compile(_trial)(torch.ones(8, device=device))
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
     except Exception as error:  # whatever a compiler, a linker or a missing header makes of it
         reason = str(error).strip().splitlines()
         raise ConfigError(
@@ -65,7 +65,3 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
             setattr(owner, name, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
     for module in modules:
         module.compile(backend=backend)
-
-
-def _trial(x: torch.Tensor) -> torch.Tensor:
-    return x * 2 + 1

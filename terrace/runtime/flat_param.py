@@ -220,11 +220,7 @@ class FlatParam:
         momentum = self._muon_momentum
         if momentum is None:
             return
-
-        def piece(tier: int) -> Tensor:
-            return momentum[self.part(tier)]
-
-        collectives.gather(transfer, piece, self._origin)
+        collectives.gather(transfer, lambda tier: momentum[self.part(tier)], self._origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient and step the optimizer; the working copy is stale until refreshed."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.model import decoder
-from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
+from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
 from terrace.runtime.linear import record_product, record_sum
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
@@ -62,8 +62,7 @@ def head_loss(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     hidden, flat_labels, matrix = module.norm(inputs).flatten(0, 1), labels.flatten(), module.weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    for start in range(0, len(hidden), num_rows):
-        rows = slice(start, start + num_rows)
+    for rows in slices(len(hidden), num_rows):
         loss += decoder.token_loss(hidden[rows] @ matrix.t(), flat_labels[rows])
     return loss
 
@@ -78,7 +77,7 @@ def loss_and_gradients(hidden: Tensor, weight: nn.Parameter, labels: Tensor) -> 
     """
     matrix = weight.detach()
     num_rows = chunk_rows(len(matrix), hidden.device.type)
-    chunks = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
+    chunks = slices(len(hidden), num_rows)
     # fp64, so that the sum does not depend on how tokens are chunked.
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     gradient = torch.empty_like(hidden)
@@ -126,8 +125,7 @@ def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     counted = labels != decoder.IGNORE_INDEX
     at = labels.masked_fill(~counted, 0).unsqueeze(-1)
     losses = logits.new_empty(len(logits), dtype=wide)
-    for start in range(0, len(logits), step):
-        rows = slice(start, start + step)
+    for rows in slices(len(logits), step):
         # Rows per turn fit the CPU's caches: several passes over the same logits follow.
         x = torch.log_softmax(logits[rows], -1, dtype=wide)
         losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
@@ -140,6 +138,5 @@ def _to_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     # total (V, H) += dx^T h of dx (n, V), h (n, H), in parts, since the product in a wider dtype is a second copy.
     step = max(1, 4 * CACHED_NUMEL // total.shape[1])
-    for start in range(0, len(total), step):
-        rows = slice(start, start + step)
+    for rows in slices(len(total), step):
         total[rows] += gradient[:, rows].t() @ hidden

@@ -10,6 +10,7 @@ One moment, and nothing that couples elements, so any slice is updated by itself
 import torch
 from torch import Tensor
 
+from terrace.model.loss_chunks import slices
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.state_part import StatePart, whole_part
 from terrace.runtime.states import LION
@@ -46,8 +47,7 @@ class ShardedLion:
         config, step = self._config, _CHUNK_NUMEL.get(self.master.device.type, _LARGE_CHUNK_NUMEL)
         if config.weight_decay:
             self.master[: self._num_decayed].mul_(1 - lr * config.weight_decay)
-        for start in range(0, self.master.numel(), step):
-            part = slice(start, start + step)
+        for part in slices(self.master.numel(), step):
             gradient, momentum = self._gradient[part], self.momentum[part]
             sign = torch.lerp(gradient, momentum, config.beta1).sign_()
             self.master[part].add_(sign, alpha=-lr)

@@ -93,18 +93,13 @@ class Tracer:
             awaited[0] = counter if waiting_on else -1
             progress(counter, instruction, waiting_on)
 
-        def submitted(work: Work, after: Any = None) -> Any:
-            position = runner._counter
-            instruction = program.instructions[position]
-            message = program.message(instruction)
-            name = message.message_class.value
-            return submit(self._timed(step, work, message.lane, position, name), after)
-
         def around(work: Work) -> Work:
             position = runner._counter
-            instruction = program.instructions[position]
-            message = program.message(instruction)
+            message = program.message(program.instructions[position])
             return self._timed(step, work, message.lane, position, message.message_class.value)
+
+        def submitted(work: Work, after: Any = None) -> Any:
+            return submit(around(work), after)
 
         hidden: list[tuple[object, str, Callable[..., Any]]] = [
             (clock, "start", started),

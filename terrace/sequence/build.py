@@ -40,8 +40,8 @@ class _Shard(NamedTuple):
 def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
     """The token layout of one member of a context group."""
     ring_rank = member // layout.ulysses
-    rings = [_ring(segment, ring_rank) for segment in layout.segments if ring_rank in segment.ring_ranks]
-    own = _laid(rings)
+    segments = (segment for segment in layout.segments if ring_rank in segment.ring_ranks)
+    own = _laid(_Ring(each, route(each.shape, each.ring_ranks.index(ring_rank))) for each in segments)
     num_attention_tokens = max(layout.num_attention_tokens, num_rows(_rows(own)))
     tokens = [stretch for shard in own for stretch in shard.stretches]
     padding = (sum(stop - start for start, stop, _ in tokens), num_attention_tokens)
@@ -55,10 +55,6 @@ def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
         ),
         rounds=tuple(_rounds(layout, member % layout.ulysses, own, num_attention_tokens)),
     )
-
-
-def _ring(segment: Segment, ring_rank: int) -> _Ring:
-    return _Ring(segment, route(segment.shape, segment.ring_ranks.index(ring_rank)))
 
 
 def _laid(rings: Iterable[_Ring], step: int = 0, first: int = 0) -> list[_Shard]:
@@ -189,5 +185,4 @@ def _passed(ulysses: int, ulysses_rank: int, shards: Sequence[_Shard], step: int
 
 def _between(ulysses: int, ulysses_rank: int, shards: Mapping[int, Iterable[_Shard]]) -> Messages:
     # Keys travel between equal Ulysses ranks, which have the same heads.
-    messages = ((ring_rank * ulysses + ulysses_rank, _rows(shards[ring_rank])) for ring_rank in sorted(shards))
-    return tuple((peer, runs) for peer, runs in messages if runs)
+    return _messages({ring_rank * ulysses + ulysses_rank: _rows(laid) for ring_rank, laid in shards.items()})

@@ -87,7 +87,8 @@ class Pretrained:
         wanted = {source.name: source.shape for source in self._sources.values()}
         names = {self._stored_name(name): name for name in wanted}
         missing = [name for stored, name in names.items() if stored not in self._files]
-        tied = self._tied_output()
+        output = output_name(self.config)
+        tied = output if self.config.tied_embeddings and output in self._files else None
         # Derived buffers (rotary frequencies, masks) and a tied output matrix may be stored or not.
         unexpected = [name for name in self._files if name not in names and name != tied and not DERIVED.search(name)]
         complaints = [*_listed("lacks", missing), *_listed("has beside the model's", unexpected)]
@@ -103,7 +104,9 @@ class Pretrained:
                 f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}{self._fix(missing)}"
             )
         # A folder may store both matrices with different values; tying them would lose one.
-        if tied is not None and not torch.equal(self._whole(tied), self.value("embedding", "weight")):
+        if tied is None:
+            return
+        if not torch.equal(self._file(self._files[tied]).get_tensor(tied), self.value("embedding", "weight")):
             raise ModelError(
                 f"{self.folder} has an output matrix {tied} that differs from the embedding, to which the model ties "
                 "it: give --model.tie_word_embeddings false"
@@ -118,18 +121,10 @@ class Pretrained:
             return ": give --model.tie_word_embeddings true where the embedding is the output matrix"
         return ": give --model the folder of the weights"
 
-    def _tied_output(self) -> str | None:
-        name = output_name(self.config)
-        return name if self.config.tied_embeddings and name in self._files else None
-
     def _stored_name(self, name: str) -> str:
         # Folders of a bare model (without head) leave out the base prefix.
         short = name.removeprefix(NAMES[self.config.family].base)
         return short if name not in self._files and short in self._files else name
-
-    def _whole(self, name: str) -> Tensor:
-        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
-        return tensor
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         try:
@@ -204,7 +199,9 @@ def write_pretrained(
             for file, tensors in shards.items():
                 _write_shard(made / file, {name: _stored(parts, value, dtype) for name, parts in tensors.items()})
             if len(shards) > 1:
-                others[INDEX] = _json(_index(config, shards, DTYPES[dtype].itemsize))
+                files = {name: file for file, tensors in shards.items() for name in tensors}
+                metadata = {"total_size": DTYPES[dtype].itemsize * num_stored(config)}
+                others[INDEX] = _json({"metadata": metadata, "weight_map": dict(sorted(files.items()))})
             for name, content in others.items():
                 write_atomic(made / name, content)
             # mkdtemp makes folders private to their owner.
@@ -243,11 +240,6 @@ def _shards(config: ModelConfig, item: int, shard_bytes: int) -> dict[str, dict[
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
-
-
-def _index(config: ModelConfig, shards: Mapping[str, Mapping[str, _Parts]], item: int) -> dict[str, Any]:
-    files = {name: file for file, tensors in shards.items() for name in tensors}
-    return {"metadata": {"total_size": item * num_stored(config)}, "weight_map": dict(sorted(files.items()))}
 
 
 def _stored(parts: _Parts, value: Callable[[str, str], Tensor], dtype: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from terrace.model.decoder import IGNORE_INDEX
-from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows
+from terrace.model.loss_chunks import CACHED_NUMEL, chunk_rows, slices
 from terrace.runtime.head import add_weight_gradient
 from terrace.runtime.tensor.axis_comm import AxisComm, apply
 
@@ -40,7 +40,7 @@ class _Loss(Function):
         valid = max(part.stop - part.start, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         numbers = torch.empty(3, len(labels), dtype=wide, device=hidden.device)
-        chunks = _chunks(hidden, chunk_rows(len(weight), hidden.device.type))
+        chunks = slices(len(hidden), chunk_rows(len(weight), hidden.device.type))
         for chunk in chunks:
             logits = hidden[chunk] @ weight.detach().t()
             _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:, chunk])
@@ -74,14 +74,15 @@ class _Loss(Function):
             return x
 
         rows = len(hidden) if logits is not None else chunk_rows(len(matrix), hidden.device.type)
-        products = ((chunk_gradient(chunk), hidden[chunk]) for chunk in _chunks(hidden, rows))
-        weight_gradient = add_weight_gradient(weight, products, len(_chunks(hidden, rows)), needs_weight)
+        chunks = slices(len(hidden), rows)
+        products = ((chunk_gradient(chunk), hidden[chunk]) for chunk in chunks)
+        weight_gradient = add_weight_gradient(weight, products, len(chunks), needs_weight)
         return gradient, weight_gradient, None, None, None
 
 
 def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:
     """Fill `numbers` (3, n) from logits (n, v): largest logit, sum of exponentials, the label's logit if it is here."""
-    for rows in _chunks(logits, _cached_rows(logits)):
+    for rows in slices(len(logits), _cached_rows(logits)):
         x = logits[rows].to(numbers.dtype)
         if logits.shape[1]:
             numbers[0, rows] = x.amax(-1)
@@ -93,7 +94,7 @@ def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) 
 
 def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, factor: Tensor, valid: int) -> None:
     """Turn logits (n, V') into their gradient in place; padding gets none."""
-    for rows in _chunks(logits, _cached_rows(logits)):
+    for rows in slices(len(logits), _cached_rows(logits)):
         x = (logits[rows, :valid].to(scale.dtype) - scale[rows].unsqueeze(-1)).exp_()
         if valid:
             x.scatter_add_(-1, local[rows].unsqueeze(-1), -here[rows].to(scale.dtype).unsqueeze(-1))
@@ -103,9 +104,4 @@ def _to_gradient(logits: Tensor, local: Tensor, here: Tensor, scale: Tensor, fac
 
 
 def _cached_rows(logits: Tensor) -> int:
-    return CACHED_NUMEL // max(1, logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-
-
-def _chunks(values: Tensor, num_rows: int) -> list[slice]:
-    num_rows = max(1, num_rows)
-    return [slice(start, start + num_rows) for start in range(0, max(1, len(values)), num_rows)]
+    return max(1, CACHED_NUMEL // max(1, logits.shape[1])) if logits.device.type == "cpu" else len(logits)
