@@ -23,7 +23,7 @@ from terrace.program.instruction import Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.report import StepReport
-from terrace.program.schedules.csv_form import to_csv
+from terrace.program.schedules.csv_form import from_csv, to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for, schedule_names, takes
 from terrace.program.stages import plan_orders
@@ -45,7 +45,7 @@ from terrace.simulate.timeline_picture import passes_picture, task_spans
 from terrace.train.config import RunConfig, resolve
 from terrace.train.prediction import resolved_run
 from tests.support.command_line import CommandLine
-from tests.support.schedules import even_seconds, from_csv
+from tests.support.schedules import even_seconds
 
 PIPELINE = ["--plan", "ddp", "--plan.mapping.system.pipeline", "2"]
 SCHEDULES = ["1f1b", "gpipe", "zb-h1", "zbv", "zeropp:2", "interleaved:2"]

@@ -11,10 +11,10 @@ from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.stage import Kind
 from terrace.program import schedules
 from terrace.program.schedules import registry
-from terrace.program.schedules.orders import Orders, Task
+from terrace.program.schedules.csv_form import from_csv
+from terrace.program.schedules.orders import Orders, Task, verify_orders
 from terrace.program.schedules.registry import orders_for, schedule_names
-from tests.support.schedules import NAMES, even_seconds, from_csv
-from tests.support.verify_orders import verify_orders
+from tests.support.schedules import NAMES, even_seconds
 
 EVEN = even_seconds(2, forward_s=1.0, input_s=1.0, weight_s=1.0)
 
@@ -90,15 +90,18 @@ def test_adding_a_schedule_is_adding_a_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("0F0,0B0\n1F0,1X0\n", "row 1: cell '1X0'"),
+        ("0F0,0B0\n1F0,1SEND_B0,1B0\n", "messages, gathers and reductions"),
         ("0F0,0B0\n2F0,2B0\n", "every virtual stage"),
         ("0F0,0B0\n1B0,1F0\n", "stage 1: BACKWARD of micro-batch 0, chunk 0 stands before its FORWARD"),
         ("0F0,0B0\n1F0,1W0,1I0\n", "stands before its BACKWARD_INPUT"),
         ("0F0,0B0,0I0\n1F0,1B0\n", "stands there twice"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B1\n", "stage 1: micro-batch 0 of chunk 0 has no complete backward"),
         ("0F0,0I0\n1F0,1B0\n", "no complete backward"),
+        ("", "without tasks"),
     ],
 )
-def test_orders_that_break_a_rule_are_refused(text: str, words: str) -> None:
+def test_csv_that_breaks_a_rule_is_refused(text: str, words: str) -> None:
     with pytest.raises(ProgramError, match=words):
         from_csv(text)
 

@@ -1,7 +1,6 @@
 """Pipeline schedules: every task once, no circle, activations and gathers as published, names, CSV."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -11,13 +10,12 @@ from hypothesis import strategies as st
 
 from terrace.plan.stage import Kind
 from terrace.program.schedules.counts import peak_activation_bytes
-from terrace.program.schedules.csv_form import to_csv
-from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.csv_form import from_csv, to_csv
+from terrace.program.schedules.orders import Orders, verify_orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import play
-from tests.support.schedules import SHARES, any_orders, even_seconds, from_csv, numbers_of
-from tests.support.verify_orders import verify_orders
+from tests.support.schedules import SHARES, any_orders, even_seconds, numbers_of
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -78,7 +76,7 @@ def test_micro_batches_pass_a_chunk_first_in_first_out(orders: Orders) -> None:
 @quick
 @given(any_orders())
 def test_csv_keeps_everything(orders: Orders) -> None:
-    assert replace(from_csv(to_csv(orders)), schedule=orders.schedule) == orders
+    assert from_csv(to_csv(orders), orders.schedule) == orders
 
 
 def test_1f1b_by_example() -> None:

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError, ProgramError
 from terrace.plan.stage import Kind
+from terrace.program.schedules.csv_form import from_csv
 from terrace.program.schedules.orders import Orders, Task
 from terrace.program.schedules.registry import orders_for
 from terrace.simulate.timeline import Timeline, play
 from tests.support.bubbles import Row, rows, weight_share
 from tests.support.effort import lines_run
-from tests.support.schedules import any_orders, even_seconds, from_csv, seconds_of
+from tests.support.schedules import any_orders, even_seconds, seconds_of
 
 quick = settings(deadline=None, max_examples=60)
 

@@ -1,15 +1,12 @@
 """Every schedule by name, orders and seconds drawn at random."""
 
-import re
 from typing import Any
 
 from hypothesis import strategies as st
 
-from terrace.plan.stage import Kind
-from terrace.program.schedules.orders import Orders, Task
+from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
-from tests.support.verify_orders import verify_orders
 
 NAMES = (
     "1f1b",
@@ -77,31 +74,3 @@ def even_seconds(
         weight_s=(weight_s,) * num_virtual,
         edge_s=(edge_s,) * (num_virtual - 1),
     )
-
-
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-
-
-_KINDS = {kind.letter: kind for kind in Kind}
-
-
-def from_csv(text: str) -> Orders:
-    """Orders read back from CSV (terrace.program.schedules.csv_form); the chunks of a stage are its virtual stages in
-    ascending order. Raises `ProgramError` as `verify_orders` does.
-    """
-    found = [_CELL.findall(line) for line in text.splitlines()]
-    rows = [[(int(virtual), _KINDS[letter], int(micro)) for virtual, letter, micro in row] for row in found]
-    placement = tuple(tuple(sorted({virtual for virtual, _, _ in row})) for row in rows)
-    orders = Orders(
-        schedule="csv",
-        num_stages=len(rows),
-        num_chunks=len(placement[0]),
-        num_micros=1 + max(micro for row in rows for _, _, micro in row),
-        placement=placement,
-        tasks=tuple(
-            tuple(Task(kind, held.index(virtual), micro) for virtual, kind, micro in row)
-            for held, row in zip(placement, rows, strict=True)
-        ),
-    )
-    verify_orders(orders)
-    return orders

@@ -6,8 +6,14 @@ B (whole backward), I (input) and W (weight). An empty cell, which stands for an
 
 import csv
 import io
+import re
 
-from terrace.program.schedules.orders import Orders
+from terrace.base.errors import ProgramError
+from terrace.plan.stage import Kind
+from terrace.program.schedules.orders import Orders, Task, verify_orders
+
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_KINDS = {kind.letter: kind for kind in Kind}
 
 
 def to_csv(orders: Orders) -> str:
@@ -17,3 +23,43 @@ def to_csv(orders: Orders) -> str:
     for row, tasks in zip(orders.placement, orders.tasks, strict=True):
         writer.writerow(f"{row[task.chunk]}{task.kind.letter}{task.micro}" for task in tasks)
     return text.getvalue()
+
+
+def from_csv(text: str, schedule: str = "csv") -> Orders:
+    """The orders in `text`; the chunks of a stage are its virtual stages in ascending order.
+
+    Raises `ProgramError` for a cell that is no task and for orders that break a rule of `verify_orders`.
+    """
+    rows: list[list[tuple[int, Kind, int]]] = []
+    for line in csv.reader(io.StringIO(text)):
+        cells = [cell.strip() for cell in line]
+        rows.append([_parse(len(rows), cell) for cell in cells if cell])
+    # The file names virtual stages only; chunk numbers follow from their order.
+    placement = tuple(tuple(sorted({virtual for virtual, _, _ in row})) for row in rows)
+    if not placement or not placement[0]:
+        raise ProgramError("a schedule without tasks: write one row a stage, with cells such as 0F0")
+    chunks = [{virtual: chunk for chunk, virtual in enumerate(held)} for held in placement]
+    orders = Orders(
+        schedule=schedule,
+        num_stages=len(rows),
+        num_chunks=len(placement[0]),
+        num_micros=1 + max(micro for row in rows for _, _, micro in row),
+        placement=placement,
+        tasks=tuple(
+            tuple(Task(kind, chunks[stage][virtual], micro) for virtual, kind, micro in row)
+            for stage, row in enumerate(rows)
+        ),
+    )
+    # A file may hold anything.
+    verify_orders(orders)
+    return orders
+
+
+def _parse(row: int, cell: str) -> tuple[int, Kind, int]:
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ProgramError(
+            f"row {row}: cell {cell!r}: write virtual stage, letter and micro-batch, as in 2F0; the letters are F, B, "
+            "I and W (messages, gathers and reductions are not part of an order)"
+        )
+    return int(match[1]), _KINDS[match[2]], int(match[3])
