@@ -4,17 +4,15 @@ import ctypes
 import gc
 from pathlib import Path
 
+from terrace.rehearse.counters import read
+
 _KIB = 1024
 
 
 def sent_bytes(num_tiers: int, table: Path = Path("/proc/self/net/dev")) -> list[int] | None:
     """Bytes sent over each tier's interface t0, t1, ..., headers included; None without them."""
-    counts = {}
-    for line in table.read_text().splitlines()[2:]:
-        name, _, figures = line.partition(":")
-        counts[name.strip()] = int(figures.split()[8])  # the ninth column counts transmitted bytes
-    names = [f"t{tier}" for tier in range(num_tiers)]
-    return [counts[name] for name in names] if all(name in counts for name in names) else None
+    counts = read(table)
+    return [counts[tier] for tier in range(num_tiers)] if counts.keys() >= set(range(num_tiers)) else None
 
 
 def trim() -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrace.rehearse.wiring import Wiring
 
@@ -30,18 +30,11 @@ def read(path: Path = _OWN) -> dict[int, int]:
     return dict(sorted(sent.items()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Carried:
+class Carried(NamedTuple):
     """Bytes over one link: `sent_bytes` from a rank (or a group) outward, `received_bytes` toward it."""
 
     sent_bytes: int
     received_bytes: int
-
-    def __sub__(self, before: "Carried") -> "Carried":
-        return Carried(
-            sent_bytes=self.sent_bytes - before.sent_bytes,
-            received_bytes=self.received_bytes - before.received_bytes,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,42 +54,32 @@ class TierCounts:
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes over all links, by tier, innermost first."""
+    """Bytes over all links of a wiring, by the name of the link's interface in the fabric."""
 
-    tiers: tuple[TierCounts, ...]
+    wiring: Wiring
+    links: Mapping[str, Carried]
 
     @classmethod
     def of(cls, links: Mapping[str, tuple[int, int]], wiring: Wiring) -> "Counts":
         """Counts from the fabric's interfaces: name -> (bytes it received, bytes it sent)."""
-
-        def carried(name: str) -> Carried:
-            # The fabric's end of a link receives what the rank's end sent.
-            received, sent = links[name]
-            return Carried(sent_bytes=received, received_bytes=sent)
-
-        return cls(
-            tuple(
-                TierCounts(
-                    name=net.tier.name,
-                    index=net.index,
-                    ranks=tuple(carried(port.name) for port in net.ports),
-                    uplinks=tuple((uplink.ranks, carried(uplink.upper)) for uplink in net.uplinks),
-                )
-                for net in wiring.nets
-            )
-        )
+        # The fabric's end of a link receives what the rank's end sent.
+        return cls(wiring, {name: Carried(received, sent) for name, (received, sent) in links.items()})
 
     def __sub__(self, before: "Counts") -> "Counts":
-        return Counts(
-            tuple(
-                TierCounts(
-                    name=now.name,
-                    index=now.index,
-                    ranks=tuple(a - b for a, b in zip(now.ranks, then.ranks, strict=True)),
-                    uplinks=tuple((a[0], a[1] - b[1]) for a, b in zip(now.uplinks, then.uplinks, strict=True)),
-                )
-                for now, then in zip(self.tiers, before.tiers, strict=True)
+        pairs = {name: (now, before.links[name]) for name, now in self.links.items()}
+        return Counts(self.wiring, {name: Carried(a[0] - b[0], a[1] - b[1]) for name, (a, b) in pairs.items()})
+
+    @property
+    def tiers(self) -> tuple[TierCounts, ...]:
+        """Counts by tier, innermost first."""
+        return tuple(
+            TierCounts(
+                name=net.tier.name,
+                index=net.index,
+                ranks=tuple(self.links[port.name] for port in net.ports),
+                uplinks=tuple((uplink.ranks, self.links[uplink.upper]) for uplink in net.uplinks),
             )
+            for net in self.wiring.nets
         )
 
     def table(self) -> dict[str, Any]:

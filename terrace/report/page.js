@@ -17,6 +17,20 @@
     while (b >= 1000 && i < 4) { b /= 1000; i += 1; }
     return (i ? b.toPrecision(3) : b) + " " + units[i];
   };
+  const NS = "http://www.w3.org/2000/svg";
+  const add = (parent, name, attributes, text = "") => {
+    const element = document.createElementNS(NS, name);
+    Object.entries(attributes).forEach(([key, value]) => element.setAttribute(key, value));
+    element.textContent = text;
+    parent.append(element);
+  };
+  const say = (event, text) => {
+    tip.style.display = text ? "block" : "none";
+    tip.textContent = text;
+    tip.style.left = `${Math.max(0, Math.min(event.clientX + 14, window.innerWidth - 260))}px`;
+    tip.style.top = `${event.clientY + 16}px`;
+  };
+  const hush = () => { tip.style.display = "none"; };
   const time = (chart, x) => chart.facts.start_s + (x / data.plot) * chart.facts.length_s;
 
   function ticks(chart) {
@@ -34,15 +48,9 @@
     axis.replaceChildren();
     for (let k = Math.ceil(first / step - 1e-9); k * step <= last + 1e-9 * step; k += 1) {
       const x = data.gutter + (k * step - first) / (last - first) * data.plot;
-      const mark = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      mark.setAttribute("class", "tick");
-      mark.setAttribute("d", `M${x} ${y}v5`);
-      const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
-      text.setAttribute("x", x);
-      text.setAttribute("y", y + 20);
-      text.setAttribute("text-anchor", x > data.gutter + data.plot - 40 ? "end" : "middle");
-      text.textContent = `${(k * step * factor).toFixed(decimals)} ${unit}`;
-      axis.append(mark, text);
+      const anchor = x > data.gutter + data.plot - 40 ? "end" : "middle";
+      add(axis, "path", { class: "tick", d: `M${x} ${y}v5` });
+      add(axis, "text", { x, y: y + 20, "text-anchor": anchor }, `${(k * step * factor).toFixed(decimals)} ${unit}`);
     }
   }
 
@@ -71,20 +79,18 @@
 
   function found(chart, x, y) {
     const facts = chart.facts;
-    if (facts.memory) {
-      const column = Math.min(facts.memory.length - 1, Math.max(0, Math.floor(x / data.plot * facts.memory.length)));
-      return `${size(facts.memory[column])} at ${words(time(chart, x))}`;
-    }
+    const memory = (values) => {
+      const column = Math.min(values.length - 1, Math.max(0, Math.floor(x / data.plot * values.length)));
+      return `${size(values[column])} at ${words(time(chart, x))}`;
+    };
+    if (facts.memory) return memory(facts.memory);
     const row = facts.rows.findIndex(([top, height]) => y >= top && y <= top + height + 8);
     if (row < 0) return "";
-    if (facts.memories) {
-      const values = facts.memories[row];
-      const column = Math.min(values.length - 1, Math.max(0, Math.floor(x / data.plot * values.length)));
-      return `stage ${row}: ${size(values[column])} at ${words(time(chart, x))}`;
-    }
+    if (facts.memories) return `stage ${row}: ${memory(facts.memories[row])}`;
+    // A narrow bar is found from beside it, too.
     const near = (chart.view[1] - chart.view[0]) / 500;
-    const bar = facts.bars[row].find(([start, end]) => x >= start && x <= end)
-      || facts.bars[row].find(([start, end]) => x >= start - near && x <= end + near);
+    const within = (gap) => facts.bars[row].find(([start, end]) => x >= start - gap && x <= end + gap);
+    const bar = within(0) || within(near);
     return bar ? `${bar[2]}: ${words(time(chart, bar[1]) - time(chart, bar[0]))} from ${words(time(chart, bar[0]))}` : "";
   }
 
@@ -92,13 +98,9 @@
   for (const chart of charts) {
     chart.addEventListener("pointermove", (event) => {
       const [x, y, inside] = place(chart, event);
-      const text = inside ? found(chart, x, y) : "";
-      tip.style.display = text ? "block" : "none";
-      tip.textContent = text;
-      tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 260)}px`;
-      tip.style.top = `${event.clientY + 16}px`;
+      say(event, inside ? found(chart, x, y) : "");
     });
-    chart.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+    chart.addEventListener("pointerleave", hush);
     chart.addEventListener("pointerdown", (event) => {
       const [x, , inside] = place(chart, event);
       pressed = inside ? x : null;
@@ -138,12 +140,9 @@
         const near = points.reduce((a, b) => (Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a));
         return `${name} ${short(near[1])} at step ${near[0]}`;
       });
-      tip.style.display = parts.length ? "block" : "none";
-      tip.textContent = parts.join(", ");
-      tip.style.left = `${Math.max(0, Math.min(event.clientX + 14, window.innerWidth - 260))}px`;
-      tip.style.top = `${event.clientY + 16}px`;
+      say(event, parts.join(", "));
     });
-    curve.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+    curve.addEventListener("pointerleave", hush);
   });
   window.addEventListener("beforeprint", () => charts.forEach((chart) => show(chart, ...whole)));
   document.body.classList.add("live");
